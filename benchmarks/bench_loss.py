@@ -24,11 +24,11 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
-from titanlite.loss import token_loss
+from titanlite.loss import LossTerm, token_loss
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.allocator import keep_freed_memory
 from titanlite.schema import Distill
-from titanlite.techniques.distill.divergence import HeadDivergence
+from titanlite.techniques.distill.divergence import distilled_loss, head_divergence
 
 VOCABULARIES = (32_768, 65_536, 131_072, 262_144)
 TIMED = 32_768
@@ -106,13 +106,13 @@ class Teacher:
         self.hidden, self.weight = hidden.detach().roll(1, dims=1).flatten(0, 1), weight.detach()
 
     @contextmanager
-    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[HeadDivergence]:
-        yield HeadDivergence(self.hidden, self.weight, distill, kernels)
+    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[LossTerm]:
+        yield head_divergence(self.hidden, self.weight, distill, kernels)
 
 
 def distilled(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
     distill = Distill(ratio=0.5)
-    return token_loss(hidden, weight, labels_BL=labels, teacher=Teacher(hidden, weight), distill=distill).total
+    return distilled_loss(hidden, weight, labels_BL=labels, teacher=Teacher(hidden, weight), distill=distill).total
 
 
 LOSSES = {"plain": plain, "chunked": chunked, "distilled": distilled}

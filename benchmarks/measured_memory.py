@@ -36,7 +36,7 @@ from titanlite.config.load import load
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
-from titanlite.loss import build_loss
+from titanlite.loss import Targets, build_loss
 from titanlite.mesh import loss_group
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
@@ -45,18 +45,15 @@ from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student
+from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.materialize import allocate, draw_weights
-from titanlite.parallelize.teacher import parallelize_teacher
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
 from titanlite.step import train_step
-from titanlite.storage.disk import open_disk
-from titanlite.techniques import build_gradients
-from titanlite.techniques.distill.source import teacher_model
-from titanlite.techniques.distill.teacher import Teacher
-from titanlite.tools.plan.teacher import teacher_spec
+from titanlite.techniques import build_gradients, places, state_memory
+from titanlite.tools.plan.frozen import planned_targets
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
 TIMEOUT = timedelta(seconds=120)  # of one collective
@@ -196,16 +193,16 @@ def measure_rank(config: Config, rank: int, processes: int, steps: int, meeting:
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=processes, timeout=TIMEOUT)
     try:
         with AllocationRecord() as record, seen_releases():
-            model, optimizer, batch, teacher = train(config, record, rank, processes, steps)
+            model, optimizer, batch, targets = train(config, record, rank, processes, steps)
         dist.barrier()
     finally:
         dist.destroy_process_group()
-    return read_off(record, model, optimizer, steps, batch=batch, teacher=teacher)
+    return read_off(record, model, optimizer, steps, batch=batch, targets=targets)
 
 
 def train(
     config: Config, record: AllocationRecord, rank: int, ranks: int, steps: int
-) -> tuple[Model, Optimizer, int, Teacher | None]:
+) -> tuple[Model, Optimizer, int, Targets]:
     """As `titanlite.train` builds and trains, and nothing else. Returns also the bytes of a step's batches. The weights
     of a teacher are random."""
     device, training, seed = torch.device("cpu"), config.training, config.debug.seed
@@ -215,20 +212,19 @@ def train(
         model = kind(replace(args, max_seq_len=training.seq_len))
     kernels = pick_kernels(device)
     parallelize_student(model, config, mesh=mesh, kernels=kernels)
-    disk = open_disk(config.offload, Path(config.job.dump_folder))
-    materialize(
-        model, device=device, offload=training.enable_cpu_offload, dtype=DTYPES[training.dtype], seed=seed,
-        disk=disk if disk and disk.holds_parameters else None,
-    )  # fmt: skip
-    optimizer = build_optimizer(model, config.optimizer, seed=seed, disk=disk)
+    memory = state_memory(config, Path(config.job.dump_folder))
+    on_host = "parameters" in places(config)
+    materialize(model, device=device, dtype=DTYPES[training.dtype], seed=seed, on_host=on_host, memory=memory)
+    optimizer = build_optimizer(model, config.optimizer, seed=seed, memory=memory)
     guard = StepGuard(config.guard, device=device, step=0, state={})
     gradients = build_gradients(
         config, model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip
     )
     micro_batch_size, accumulation = training.batch_split(ranks)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=rank)
-    teacher = build_random_teacher(config, mesh=mesh, kernels=kernels)
-    loss_function = build_loss(training, kernels, config.distill if teacher else None)
+    targets = planned_targets(config, vocab_size=args.vocab_size)
+    draw_frozen(targets, config, mesh=mesh, kernels=kernels)
+    loss_function = build_loss(training, kernels, targets)
     size = 0
     for step in range(1, steps + 1):
         with record.span(f"step {step},"):
@@ -238,26 +234,21 @@ def train(
             train_step(
                 model, batches, optimizer=optimizer, group=loss_group(mesh), decide=guard.decide,
                 max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
-                teacher=teacher,
+                targets=targets,
             )  # fmt: skip
             del batches
-    return model, optimizer, size, teacher
+    return model, optimizer, size, targets
 
 
-def build_random_teacher(config: Config, *, mesh: DeviceMesh, kernels: Kernels) -> Teacher | None:
-    """As `titanlite.techniques.distill.teacher` builds the teacher of `teacher.config`; None if there is none."""
-    device, training = torch.device("cpu"), config.training
-    if (spec := teacher_spec(config.teacher, seq_len=training.seq_len)) is None:
-        return None
-    model = teacher_model(spec, seq_len=training.seq_len)
-    parallelize_teacher(
-        model, config.teacher, mesh=mesh, kernels=kernels, parallelism=config.parallelism, training=training,
-        compile=config.compile,
-    )  # fmt: skip
+def draw_frozen(targets: Targets, config: Config, *, mesh: DeviceMesh, kernels: Kernels) -> None:
+    """Build the frozen model of targets, if there is one, with random weights."""
+    device = torch.device("cpu")
+    if targets.frozen is None:
+        return
+    model = parallelize_frozen(targets.frozen, config, mesh=mesh, kernels=kernels)
     allocate(model, device, device)
     draw_weights(model, device=device, seed=config.debug.seed)
-    keeps_gathered = config.teacher.fsdp_reshard_after_forward == "never"
-    return Teacher(model.eval(), keeps_gathered=keeps_gathered, flops_per_token=(0.0, 0.0))
+    targets.use(model)
 
 
 def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> Iterator[Batch]:
@@ -273,15 +264,15 @@ def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> 
 
 
 def read_off(
-    record: AllocationRecord, model: Model, optimizer: Optimizer, steps: int, *, batch: int, teacher: Teacher | None
+    record: AllocationRecord, model: Model, optimizer: Optimizer, steps: int, *, batch: int, targets: Targets
 ) -> Measured:
     first, *steady = [record.find(f"step {step},") for step in range(1, steps + 1)]
     updates = [record.find(OPTIMIZER_STEP, after=begin)[0] for begin, _ in steady]
     begin, end = steady[0][0], steady[-1][1]
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = {"parameters": model.parameters(), "optimizer": states, "buffers": model.buffers()}
-    if teacher:
-        held |= {"teacher": teacher.model.parameters(), "teacher's buffers": teacher.model.buffers()}
+    if teacher := targets.model:
+        held |= {"teacher": teacher.parameters(), "teacher's buffers": teacher.buffers()}
     return Measured(
         peak=record.peak(begin, end),
         peak_with_gloo=record.peak(begin, end, with_buffers=True),

@@ -305,7 +305,7 @@ def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[in
         mesh = build_mesh(config.parallelism, world_size=1, device_type=device.type)
         kernels = pick_kernels(device)
         parallelize_student(model, config, mesh=mesh, kernels=kernels)
-        materialize(model, device=device, offload=False, dtype=DTYPES[config.training.dtype], seed=0)
+        materialize(model, device=device, dtype=DTYPES[config.training.dtype], seed=0)
         optimizer = build_optimizer(model, config.optimizer, seed=0)
         size, accumulation = config.training.batch_split(1)
         tokens = torch.randint(0, args.vocab_size, (size, config.training.seq_len), device=device)

@@ -35,5 +35,5 @@ def filled(model: Model, dtype: torch.dtype | None = None) -> Model:
     """
     if dtype is not None:
         set_dtype(model, dtype)
-    materialize(model, device=torch.device("cpu"), offload=False, dtype=dtype or torch.float32, seed=3)
+    materialize(model, device=torch.device("cpu"), dtype=dtype or torch.float32, seed=3)
     return model

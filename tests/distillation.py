@@ -9,9 +9,10 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
+from titanlite.loss import LossTerm
 from titanlite.ops.kernels import Kernels
 from titanlite.schema import Distill
-from titanlite.techniques.distill.divergence import HeadDivergence
+from titanlite.techniques.distill.divergence import head_divergence
 
 VOCABULARY, TOKENS, DIM, TEACHER_DIM = 301, 66, 48, 80
 KINDS = ["forward_kl", "reverse_kl", "js"]
@@ -25,8 +26,8 @@ class Given:
     weight_VD: Tensor
 
     @contextmanager
-    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[HeadDivergence]:
-        yield HeadDivergence(self.hidden_BLD.flatten(0, 1), self.weight_VD, distill, kernels)
+    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[LossTerm]:
+        yield head_divergence(self.hidden_BLD.flatten(0, 1), self.weight_VD, distill, kernels)
 
 
 def inputs(dtype: torch.dtype = torch.float32) -> tuple[Tensor, Tensor, Tensor, Given]:

@@ -94,7 +94,7 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import Ranks
     from titanlite.tools.checkpoints.last_export import export_last
-    from titanlite.tools.convert.source import open_teacher
+    from titanlite.tools.convert.source import open_model
     from titanlite.tools.convert.weights import open_weights
     from titanlite.tools.ingest.prepare import prepare_text
     from titanlite.train import build, finish, train
@@ -102,7 +102,7 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     run = build(
         config,
-        preflight(config, ranks, device, open_teacher=open_teacher),
+        preflight(config, ranks, device, open_model=open_model),
         ranks=ranks,
         device=device,
         prepare_text=prepare_text,

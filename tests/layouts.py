@@ -20,7 +20,7 @@ from titanlite.loss import TokenLoss
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
 from titanlite.step import StepResult, train_step
-from titanlite.tools.convert.source import open_teacher
+from titanlite.tools.convert.source import open_model
 from titanlite.tools.convert.weights import open_weights
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import Run, build
@@ -108,7 +108,7 @@ def built(rank: int, world_size: int, config: Config) -> Run:
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     return build(
         config,
-        preflight(config, ranks, device, open_teacher=open_teacher),
+        preflight(config, ranks, device, open_model=open_model),
         ranks=ranks,
         device=device,
         prepare_text=prepare_text,
@@ -125,7 +125,7 @@ def one_step(run: Run) -> StepResult:
         group=run.group,
         max_norm=1.0,
         loss_function=run.loss_function,
-        teacher=run.teacher,
+        targets=run.targets,
         decide=run.guard.decide,
     )
 

@@ -63,7 +63,7 @@ def random_model(config_file: Path, *, scale: float = 6) -> Model:
     dtype = DTYPES[config.training.dtype]
     set_dtype(model, dtype)
     choose_trained(model, config)
-    materialize(model, device=torch.device("cpu"), offload=False, dtype=dtype, seed=1)
+    materialize(model, device=torch.device("cpu"), dtype=dtype, seed=1)
     generator = torch.Generator().manual_seed(2)
     adapters = torch.Generator().manual_seed(3)
     for adapter in added_parameters(model).values():  # B begins as zero
@@ -110,7 +110,7 @@ def save_model(folder: Path, model: Model, config_file: Path, *, step: int = 10)
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         mesh=build_mesh(config.parallelism, world_size=torch.distributed.get_world_size(), device_type="cpu"),
         device=torch.device("cpu"),
-        settings=resume_settings(config, model_args=model.args, data={}),
+        settings=resume_settings(config, model_args=model.args, inputs={}),
         whole_config=dump(config),
     )
     manager.save(Progress(step, 8 * step), last=True)

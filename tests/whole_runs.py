@@ -7,12 +7,17 @@ from tests.helpers import TinyRun, train_on_this_rank
 from tests.layouts import whole
 from titanlite.models.registry import resolve_model
 from titanlite.schema import Config
+from titanlite.train import Run
 
 
 def trained(config: Config) -> dict[str, torch.Tensor]:
     """Train, and return the weights and the optimizer state at the end, by name."""
-    run = train_on_this_rank(config, 0, 1)
-    names = {parameter: name for name, parameter in run.model.named_parameters()}
+    return values_of(train_on_this_rank(config, 0, 1))
+
+
+def values_of(run: Run) -> dict[str, torch.Tensor]:
+    """Return the weights and the optimizer state of a run, by name."""
+    names: dict[torch.Tensor, str] = {parameter: name for name, parameter in run.model.named_parameters()}
     moments = {
         f"{names[parameter]}.{key}": whole(value)
         for parameter, state in run.optimizer.state.items()

@@ -7,8 +7,7 @@ chunk are computed as soon as its logits exist, so that backward needs neither t
 Shape suffixes: see `models.layers`; C the tokens of a chunk.
 """
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -16,17 +15,19 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from titanlite.batch import IGNORE
+from titanlite.batch import IGNORE, Batch
+from titanlite.observer import StepObserver
 from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import factor_of
 from titanlite.runtime.user_code import check_call, find_object
-from titanlite.schema import Distill, Training
+from titanlite.schema import Training
 
 if TYPE_CHECKING:
+    from titanlite.data.samples import Source
+    from titanlite.models.base import Model
+    from titanlite.models.frozen import FrozenModel
     from titanlite.ops.divergence import ChunkDivergence
-
-NO_DISTILLATION = Distill()
 
 
 class TokenLoss(NamedTuple):
@@ -40,29 +41,21 @@ class TokenLoss(NamedTuple):
     """Further sums for the metrics, by name, without a gradient. They are reported as means over tokens."""
 
 
-class Divergence(Protocol):
-    """Divergence of the student from the teacher, for the tokens of one micro-batch."""
+class LossTerm(NamedTuple):
+    """Second term of the loss, of the tokens of one micro-batch: the divergence from a teacher, for example."""
 
-    matrices: int
-    """Matrices [C, V] of logits that exist beside the student's. Chunks are smaller for them."""
+    metric: str
+    """Name of its sum among the metrics."""
+    share: float
+    """Its share in what is minimized: (1 - share) * loss + share * term."""
+    of_chunk: Callable[[Tensor, slice, Tensor | None], "ChunkDivergence"]
+    """(logits_CV, part, weight_C) -> values of the tokens of a chunk, and the gradient of their weighted sum. One more
+    matrix [C, V] may exist for it.
 
-    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> "ChunkDivergence":
-        """Return T^2 D of the tokens of a chunk, and the gradient of its weighted sum.
-
-        Args:
-            logits_CV: of the student, float32; they are kept.
-            part: the chunk, among the tokens [T] of the micro-batch.
-            weight_C: weight of each token in the gradient. None: no gradient.
-        """
-        ...
-
-
-class TeacherOutput(Protocol):
-    """Output of a teacher for one micro-batch."""
-
-    def divergence(self, distill: Distill, kernels: Kernels) -> AbstractContextManager[Divergence]:
-        """Return the divergence that `[distill]` names. It can be computed within the context."""
-        ...
+    logits_CV: float32; they are kept.
+    part: the chunk, among the tokens [T] of the micro-batch.
+    weight_C: weight of each token in the gradient. None: no gradient.
+    """
 
 
 class LossFunction(Protocol):
@@ -75,7 +68,7 @@ class LossFunction(Protocol):
             hidden_BLD: final hidden states; the logits are hidden @ weight^T.
             labels_BL: the next tokens, int64; IGNORE does not count.
 
-        With `[teacher]`, a further argument `teacher` is the `TeacherOutput` of the micro-batch.
+        The `Targets` of a run are given as further arguments.
         """
         ...
 
@@ -83,14 +76,14 @@ class LossFunction(Protocol):
 def build_loss(
     training: Training,
     kernels: Kernels,
-    distill: Distill | None = None,
+    targets: "Targets | None" = None,
     *,
     vocabulary: SplitVocabulary | None = None,
 ) -> LossFunction:
     """Return the loss function of the config.
 
     Args:
-        distill: of a run with a teacher.
+        targets: of the run. Default: labels only.
         vocabulary: split of the vocabulary over processes, with tensor parallelism.
 
     Raises:
@@ -98,17 +91,20 @@ def build_loss(
     """
     if training.loss:
         return find_object(training.loss)
-    options: dict[str, Any] = {"distill": distill} if distill else {}
-    return partial(token_loss, z_loss=training.z_loss, kernels=kernels, vocabulary=vocabulary, **options)
+    own = targets.token_loss if targets else token_loss
+    return partial(own, z_loss=training.z_loss, kernels=kernels, vocabulary=vocabulary)
 
 
-def check_loss(name: str, *, with_teacher: bool) -> None:
+def check_loss(name: str, targets: Collection[str]) -> None:
     """Check that a loss of the user's own exists, and takes the arguments of `LossFunction`.
+
+    Args:
+        targets: names of further arguments.
 
     Raises:
         UserError: it does not.
     """
-    check_call(name, "hidden", "weight", labels_BL=None, **({"teacher": None} if with_teacher else {}))
+    check_call(name, "hidden", "weight", labels_BL=None, **dict.fromkeys(targets))
 
 
 def token_loss(
@@ -118,28 +114,59 @@ def token_loss(
     labels_BL: Tensor,
     z_loss: float = 0.0,
     kernels: Kernels = DEFAULT_KERNELS,
-    teacher: TeacherOutput | None = None,
-    distill: Distill = NO_DISTILLATION,
+    term: LossTerm | None = None,
     vocabulary: SplitVocabulary | None = None,
 ) -> TokenLoss:
-    """Cross entropy of the logits hidden @ weight^T; with a teacher (1 - ratio) * that + ratio * T^2 * divergence.
-
-    The formulas of the divergences are in `ops.divergence`.
+    """Cross entropy of the logits hidden @ weight^T.
 
     Args:
         z_loss: weight of log(Z)^2, where Z is the sum in the denominator of softmax (arXiv:2204.02311).
-        teacher: its output for the same tokens. The metric distill_loss is T^2 * divergence.
+        term: second term of the loss.
         vocabulary: the weight has this process's tokens of it only. None: it has all.
     """
     hidden_TD, labels_T = hidden_BLD.flatten(0, 1), labels_BL.flatten()
     if vocabulary:
         hidden_TD = vocabulary.enter(hidden_TD)
     needs_gradients = torch.is_grad_enabled() and (hidden_TD.requires_grad or weight_VD.requires_grad)
-    inputs = hidden_TD, weight_VD, labels_T, z_loss, needs_gradients, kernels, vocabulary
-    if teacher is None:
-        return TokenLoss(*_ChunkedLoss.apply(*inputs, 0.0, None))
-    with teacher.divergence(distill, kernels) as divergence:
-        return TokenLoss(*_ChunkedLoss.apply(*inputs, distill.ratio, divergence))
+    inputs = hidden_TD, weight_VD, labels_T, z_loss, needs_gradients, kernels, vocabulary, term
+    return TokenLoss(*_ChunkedLoss.apply(*inputs))
+
+
+class Targets:
+    """What the loss of a run compares the model with beside labels: here nothing. Techniques have more, in subclasses.
+
+    The checks before a run open them; see `Technique.open_targets`.
+    """
+
+    title: str = ""
+    """Words for error messages."""
+    settings: Mapping[str, str] = MappingProxyType({})
+    """Settings that must match when a run resumes."""
+    frozen: "FrozenModel | None" = None
+    """Model that computes them beside the one that is trained."""
+    model: "Model | None" = None
+    """The same with its weights, after `use`."""
+    token_loss: LossFunction = staticmethod(token_loss)
+    """titanlite's own loss with them."""
+
+    def use(self, model: "Model") -> None:
+        """Compute them with a model that was made of `frozen`."""
+
+    def added_to(self, source: "Source") -> "Source":
+        """Return a source to train on with what `__call__` reads in batches.
+
+        Raises:
+            UserError: it is not there, or not complete.
+        """
+        return source
+
+    def empty(self, sequences: int, seq_len: int) -> Batch:
+        """Return what `added_to` adds to batches, without values."""
+        return {}
+
+    def __call__(self, batch: Batch, observer: StepObserver) -> dict[str, Any]:
+        """Return further arguments of the loss function, for a micro-batch whose forward pass comes next."""
+        return {}
 
 
 class _ChunkedLoss(torch.autograd.Function):
@@ -158,8 +185,7 @@ class _ChunkedLoss(torch.autograd.Function):
         needs_gradients: bool,
         kernels: Kernels,
         vocabulary: SplitVocabulary | None,
-        ratio: float,
-        divergence: Divergence | None,
+        term: LossTerm | None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         wide, narrow = kernels.logits_dtype(hidden_TD), kernels.matmul_dtype(hidden_TD)
         operand_VD = weight_VD.to(wide)
@@ -167,29 +193,30 @@ class _ChunkedLoss(torch.autograd.Function):
         d_hidden_TD = torch.empty_like(hidden_TD) if needs_gradients else None
         d_weight_VD: Tensor | None = None
         valid_T, labels_T = (labels_T != IGNORE).float(), labels_T.clamp(min=0)
-        own_T = valid_T * (1 - ratio) if ratio else valid_T  # weights of the gradients of both terms
-        taught_T = valid_T * ratio if divergence and needs_gradients else None
+        share = term.share if term else 0.0
+        own_T = valid_T * (1 - share) if share else valid_T  # weights of the gradients of both terms
+        term_T = valid_T * share if term and needs_gradients else None
         # Gradients of two terms are added before they are rounded.
-        dtype = (torch.float32 if divergence else narrow) if needs_gradients else None
-        terms: list[tuple[Tensor, Tensor, Tensor]] = []
-        diverged: list[Tensor] = []
-        matrices = 1 + divergence.matrices if divergence else 1
+        dtype = (torch.float32 if term else narrow) if needs_gradients else None
+        sums: list[tuple[Tensor, Tensor, Tensor]] = []
+        values: list[Tensor] = []
+        matrices = 2 if term else 1
         chunk = kernels.loss_chunk(len(labels_T), matrices * len(weight_VD), hidden_TD.device)
         for start in range(0, len(labels_T), chunk):
             part = slice(start, start + chunk)
             x_CD = hidden_TD[part].to(wide)
             logits_CV = kernels.float32_mm(x_CD, operand_VD.t())
-            taught = divergence(logits_CV, part, None if taught_T is None else taught_T[part]) if divergence else None
+            further = term.of_chunk(logits_CV, part, None if term_T is None else term_T[part]) if term else None
             softmax = kernels.label_softmax(
                 logits_CV, labels_T[part], own_T[part], z_loss=z_loss, dtype=dtype, vocabulary=vocabulary
             )
-            terms.append(softmax[:3])
+            sums.append(softmax[:3])
             d_logits_CV = softmax.d_logits_CV
-            if taught is not None:
-                diverged.append(taught.value_C)
-                if d_logits_CV is not None and taught.d_logits_CV is not None:
-                    d_logits_CV = d_logits_CV.add_(taught.d_logits_CV).to(narrow)
-            del logits_CV, softmax, taught  # before the next chunk allocates its own
+            if further is not None:
+                values.append(further.value_C)
+                if d_logits_CV is not None and further.d_logits_CV is not None:
+                    d_logits_CV = d_logits_CV.add_(further.d_logits_CV).to(narrow)
+            del logits_CV, softmax, further  # before the next chunk allocates its own
             if d_hidden_TD is not None and d_logits_CV is not None:
                 x_CD = x_CD.to(narrow)
                 kernels.matmul_into(d_hidden_TD[part], d_logits_CV, narrow_VD)
@@ -201,10 +228,11 @@ class _ChunkedLoss(torch.autograd.Function):
         if d_weight_VD is not None and weight_VD.dtype != torch.float16:  # the sum over tokens may overflow float16
             d_weight_VD = d_weight_VD.to(weight_VD.dtype)
         ctx.gradients = d_hidden_TD, d_weight_VD
-        total, cross_entropy = _sums(terms, valid_T, z_loss)
-        metrics = {"distill_loss": (torch.cat(diverged) * valid_T).sum()} if diverged else {}
-        if diverged:
-            total = total * (1 - ratio) + metrics["distill_loss"] * ratio
+        total, cross_entropy = _sums(sums, valid_T, z_loss)
+        metrics: dict[str, Tensor] = {}
+        if term and values:
+            metrics[term.metric] = (torch.cat(values) * valid_T).sum()
+            total = total * (1 - share) + metrics[term.metric] * share
         ctx.mark_non_differentiable(cross_entropy)
         return total, cross_entropy, metrics
 
@@ -215,7 +243,7 @@ class _ChunkedLoss(torch.autograd.Function):
         for gradient in (d_hidden_TD, d_weight_VD):
             if gradient is not None:
                 gradient.mul_(factor_of(gradient, gradients[0]))
-        return d_hidden_TD, d_weight_VD, *[None] * 7
+        return d_hidden_TD, d_weight_VD, *[None] * 6
 
 
 def _sums(terms: Sequence[tuple[Tensor, Tensor, Tensor]], valid_T: Tensor, z_loss: float) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.loss import LossFunction, TeacherOutput, TokenLoss, token_loss
+from titanlite.loss import LossFunction, Targets, TokenLoss, token_loss
 from titanlite.models.base import Model
 from titanlite.observer import Phase, StepObserver
 from titanlite.ops.attention import document_arguments
@@ -116,7 +116,7 @@ def train_step(
     world: dist.ProcessGroup | None = None,
     replicas: Mapping[nn.Parameter, int] | None = None,
     loss_function: LossFunction = token_loss,
-    teacher: Callable[[Batch], TeacherOutput] | None = None,
+    targets: Targets | None = None,
     decide: Callable[..., Tensor] = never_skip,
     gradients: Gradients | None = None,
     reduce_once: bool = False,
@@ -131,7 +131,7 @@ def train_step(
         max_norm: largest global norm of the gradients; 0 leaves them.
         world: ranks that hold parts or replicas of the parameters. Default: group.
         replicas: how many of those ranks hold the same part, for each parameter. Default: asked of each parameter.
-        teacher: called with each micro-batch before its forward pass. The loss function gets the result.
+        targets: further arguments of the loss function. Default: none.
         decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason. See `StepGuard.decide`.
         gradients: what is done with gradients. Default: they are added up, clipped and used once.
         reduce_once: reduce gradients over shards after the last micro-batch, not after each.
@@ -140,7 +140,7 @@ def train_step(
     observer, world, gradients = observer or StepObserver(), world or group, gradients or Gradients()
     replicas = replicas or count_parameter_replicas(model, world)
     micro_losses, totals, loss_metrics = accumulate(
-        model, batches, group=group, loss_function=loss_function, teacher=teacher, gradients=gradients,
+        model, batches, group=group, loss_function=loss_function, targets=targets or Targets(), gradients=gradients,
         reduce_once=reduce_once, observer=observer,
     )  # fmt: skip
     parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
@@ -173,7 +173,7 @@ def accumulate(
     *,
     group: dist.ProcessGroup,
     loss_function: LossFunction,
-    teacher: Callable[[Batch], TeacherOutput] | None,
+    targets: Targets,
     gradients: Gradients,
     reduce_once: bool,
     observer: StepObserver,
@@ -187,11 +187,8 @@ def accumulate(
     valid_tokens = count_valid_tokens(batches, group)
     losses, metrics = [], dict[str, list[Tensor]]()
     for index, batch in enumerate(batches):
-        observer.phase(Phase.TEACHER if teacher else Phase.FORWARD)
-        taught = {"teacher": teacher(batch)} if teacher else {}
-        loss_of = partial(loss_function, labels_BL=batch["labels"], **taught)
-        if teacher:
-            observer.phase(Phase.FORWARD)
+        loss_of = partial(loss_function, labels_BL=batch["labels"], **targets(batch, observer))
+        observer.phase(Phase.FORWARD)
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
             set_reduces = model.set_requires_gradient_sync if reduce_once else model.set_requires_all_reduce
@@ -202,7 +199,7 @@ def accumulate(
                 "the model's forward must return what loss(hidden, weight) returns, a TokenLoss, and returned "
                 f"{'None' if loss is None else 'something else'} (docs/add_a_model.md, docs/extend.md)"
             )
-        del loss_of, taught  # with the teacher's hidden states
+        del loss_of  # with the targets
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():
             metrics.setdefault(name, []).append(value.detach() / valid_tokens)

@@ -21,7 +21,7 @@ from titanlite.data.samples import Samples
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
-from titanlite.loss import LossFunction, TeacherOutput, build_loss
+from titanlite.loss import LossFunction, Targets, build_loss
 from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, tensor_mesh, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.memory import Memory
@@ -46,12 +46,11 @@ from titanlite.schedule import count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import Gradients, StepResult, train_step
 from titanlite.storage.storage import open_storage
-from titanlite.techniques import after_updates, build_gradients, used
+from titanlite.techniques import after_updates, build_gradients, places, state_memory, used
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
     from titanlite.checks.preflight import ResolvedConfig
-    from titanlite.techniques.distill.teacher import Teacher
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +71,7 @@ class Run:
     optimizer: torch.optim.Optimizer
     gradients: Gradients
     loss_function: LossFunction
-    teacher: "Teacher | None"
+    targets: Targets
     guard: StepGuard
     samples: Samples
     micro_batches: MicroBatches
@@ -133,7 +132,7 @@ def build(
 
     # Data
     start.phase(Phase.DATA_PREPARATION)
-    cache = resolved.teacher_cache
+    targets = resolved.targets
     samples, validation_sources = open_data(
         config.data,
         config.validation,
@@ -143,9 +142,11 @@ def build(
         cache_folder=folder.data_cache,
         group=world,
         prepare_text=prepare_text,
-        teach=cache.teach if cache else None,
+        add_targets=targets.added_to,
     )
-    check_same_everywhere(f"{samples.settings} {cache and cache.settings}", "the training data", group=world)
+    check_same_everywhere(str(samples.settings), "the training data", group=world)
+    if targets.settings:
+        check_same_everywhere(str(targets.settings), targets.title, group=world)
 
     # Model and optimizer: on the meta device, parallelized, then with memory and values
     start.phase(Phase.MODEL)
@@ -155,28 +156,26 @@ def build(
         from titanlite.techniques.tensor.layers import tensor_ranks
 
         vocabulary = tensor_ranks(mesh)
-    disk = None
-    if config.offload.is_used:
-        from titanlite.storage.disk import open_disk
-
-        disk = open_disk(config.offload, folder.path)
-    disk_of_parameters = disk if disk and disk.holds_parameters else None
+    states = state_memory(config, folder.path)
     model = resolved.model.build()
     start.phase(Phase.SHARDING)
-    parallelize_student(model, config, mesh=mesh, kernels=kernels, pin_memory=disk_of_parameters is None)
+    parallelize_student(
+        model, config, mesh=mesh, kernels=kernels, pin_memory=states.pins,
+        has_other_model=targets.frozen is not None,
+    )  # fmt: skip
     materialize(
         model,
         device=device,
-        offload=training.enable_cpu_offload,
         dtype=DTYPES[training.dtype],
         seed=config.debug.seed,
-        disk=disk_of_parameters,
+        on_host="parameters" in places(config),
+        memory=states,
     )
     memory.label((parameter for _, parameter in unique_parameters(model)), "parameters")
     start.phase(Phase.OPTIMIZER)
-    on_gpu = device.type == "cuda" and not training.enable_cpu_offload
+    on_gpu = device.type == "cuda" and "parameters" not in places(config)
     fused = on_gpu or not config.debug.reproducible_layouts
-    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, disk=disk, fused=fused)
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=states, fused=fused)
     memory.follow(optimizer)
 
     # Resume
@@ -189,13 +188,11 @@ def build(
         optimizer=optimizer,
         mesh=mesh,
         device=device,
-        settings=resume_settings(
-            config, model_args=spec.args, data=samples.settings, teacher=resolved.teacher_fingerprint
-        ),
+        settings=resume_settings(config, model_args=spec.args, inputs={**samples.settings, **targets.settings}),
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=hide_secrets(dump(config)),
         timeout_seconds=config.comm.save_timeout_seconds,
-        flush=disk.flush if disk else None,
+        flush=states.flush if "disk" in places(config).values() else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
     )
     progress = checkpoints.load(has_saved=folder.has_saved)
@@ -208,21 +205,11 @@ def build(
     limit = samples.limit(training.epochs) if training.epochs else None
     steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
 
-    # What the step needs beside the model: its teacher, batches, loss, and who decides on skips
-    teacher = None
-    if resolved.teacher is not None:
-        from titanlite.parallelize.teacher import build_teacher
+    # What the step needs beside the model: its targets, batches, loss, and who decides on skips
+    if targets.frozen:
+        from titanlite.parallelize.frozen import build_frozen
 
-        teacher = build_teacher(
-            config.teacher,
-            resolved.teacher,
-            mesh=mesh,
-            device=device,
-            kernels=kernels,
-            parallelism=config.parallelism,
-            training=training,
-            compile=config.compile,
-        )
+        targets.use(build_frozen(targets.frozen, config, mesh=mesh, kernels=kernels, device=device))
     micro_batches = MicroBatches(
         progress.samples_seen,
         global_batch_size=training.global_batch_size,
@@ -253,8 +240,8 @@ def build(
         group=group,
         split=split,
     )
-    of_teacher = teacher.flops_per_token if teacher else (0.0, 0.0)
-    full, causal = (model.flops_per_token(training.seq_len, causal=it) + of_teacher[it] for it in (False, True))
+    running = [it for it in (model, targets.frozen) if it]
+    full, causal = (sum(it.flops_per_token(training.seq_len, causal=of) for it in running) for of in (False, True))
     metrics = MetricsRecorder(
         config.metrics,
         folder=folder,
@@ -279,10 +266,8 @@ def build(
         replicas=replicas,
         optimizer=optimizer,
         gradients=gradients,
-        loss_function=build_loss(
-            training, kernels, config.distill if config.teacher.is_set else None, vocabulary=vocabulary
-        ),
-        teacher=teacher,
+        loss_function=build_loss(training, kernels, targets, vocabulary=vocabulary),
+        targets=targets,
         guard=guard,
         samples=samples,
         micro_batches=micro_batches,
@@ -344,7 +329,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
-    teacher, after_update = _teacher_output(run), after_updates(run.config, run.model)
+    after_update = after_updates(run.config, run.model)
     after_update()
     metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase, metrics.memory)
@@ -365,7 +350,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             replicas=run.replicas,
             max_norm=config.training.max_norm,
             loss_function=run.loss_function,
-            teacher=teacher,
+            targets=run.targets,
             decide=run.guard.decide,
             gradients=run.gradients,
             reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
@@ -414,14 +399,6 @@ def _after_step(
         with metrics.not_training(waits_for_device=not checkpoints.is_background):
             observer.phase(Phase.CHECKPOINT)
             checkpoints.save(_progress(run, step), last=last)
-
-
-def _teacher_output(run: Run) -> Callable[[Batch], TeacherOutput] | None:
-    if not run.config.teacher.cache:
-        return run.teacher
-    from titanlite.techniques.distill.divergence import cached_output
-
-    return cached_output
 
 
 def _samples_seen(run: Run, step: int) -> int:

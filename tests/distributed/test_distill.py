@@ -17,10 +17,11 @@ from tests.helpers import TinyRun, run_in_turn, run_ranks, titanlite, train_on_t
 from tests.layouts import built, degrees, trained, whole
 from titanlite.checkpoint.state import model_state, state_of
 from titanlite.metrics.recorder import step_line
+from titanlite.observer import StepObserver
 from titanlite.ops.attention import document_arguments
 from titanlite.schema import Config
 from titanlite.techniques.distill.source import fingerprint
-from titanlite.tools.convert.source import load_model, open_source, open_teacher
+from titanlite.tools.convert.source import load_model, open_model, open_source
 
 LAYOUTS = [(1, 1), (1, 2), (2, 2), (4, 1), (1, 4)]
 NARROW = ["--model.args.dim=36", "--model.args.n_layers=2"]
@@ -55,20 +56,19 @@ def with_teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, str
 def taught(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Train, and return whether the teacher's bits are those of its checkpoint, and what the checkpoint holds."""
     run = train_on_this_rank(config, rank, world_size)
-    assert run.teacher is not None
+    teacher = run.targets.model
+    assert teacher is not None
     stored = load_model(open_source(str(config.teacher.path)))
     theirs = model_state(stored)
-    for module in run.teacher.model.modules():
+    for module in teacher.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # to the shards that were read: what is kept for the next step is padded
     return {
         "unchanged": {
             name: np.array_equal(whole(tensor).float().numpy(), theirs[name].float().numpy())
-            for name, tensor in model_state(run.teacher.model).items()
+            for name, tensor in model_state(teacher).items()
         },
-        "gradients": [
-            name for name, p in run.teacher.model.named_parameters() if p.grad is not None or p.requires_grad
-        ],
+        "gradients": [name for name, p in teacher.named_parameters() if p.grad is not None or p.requires_grad],
         "saved": {name for part in state_of(run.model, run.optimizer).values() for name in part},
         "student": {name for name, _ in run.model.named_parameters()},
         "flops": run.metrics.model_flops[0] - run.model.flops_per_token(config.training.seq_len),
@@ -136,9 +136,8 @@ def own_output(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Return the teacher's logits of a batch by this run, and those of the model of its checkpoint."""
     run = built(rank, world_size, config)
     batch = next(run.batches)
-    assert run.teacher is not None
-    output = run.teacher(batch)
-    with run.teacher.head_weight() as weight:
+    output = run.targets(batch, StepObserver())["teacher"]
+    with output.teacher.head_weight() as weight:
         logits = output.hidden_BLD @ weight.t()
     stored = load_model(open_source(str(config.teacher.path)))
     with torch.no_grad():
@@ -175,14 +174,14 @@ def test_a_hugging_face_folder_is_a_teacher(tiny: TinyRun) -> None:
     run_ranks(trained, 2, tiny.config(*options, f"--teacher.path={out}", "--job.name=theirs", world_size=2))
     one, two = ([record["distill_loss"] for record in tiny.records(name)] for name in ("ours", "theirs"))
     assert one == pytest.approx(two, rel=2e-5)
-    before = fingerprint(open_teacher(str(out), None))
+    before = fingerprint(open_model(str(out), None, "teacher"))
     copied = shutil.copytree(out, tiny.folder / "copied")
-    assert fingerprint(open_teacher(str(copied), None)) == before, "the same weights elsewhere, written later"
+    assert fingerprint(open_model(str(copied), None, "teacher")) == before, "the same weights elsewhere, written later"
     [weights] = copied.glob("*.safetensors")
     data = bytearray(weights.read_bytes())
     data[-1] ^= 1
     weights.write_bytes(data)
-    assert fingerprint(open_teacher(str(copied), None)) != before
+    assert fingerprint(open_model(str(copied), None, "teacher")) != before
 
 
 PAGE = Path("docs/distill.md").read_text()
@@ -196,7 +195,7 @@ def test_an_own_loss_is_given_the_teacher(with_teacher: tuple[TinyRun, str]) -> 
     own = f"--training.loss={tiny.folder}/match_hidden.py:matched"
     for ranks in (1, 2):
         options = [teacher, own, f"--job.name=matched-{ranks}", "--training.local_batch_size=2"]
-        options += ["--training.steps=4", "--checkpoint.enable=false"]
+        options += ["--training.steps=3", "--checkpoint.enable=false"]
         run_ranks(trained, ranks, tiny.config(*options, world_size=ranks))
     one, two = ([record["hidden_distance"] for record in tiny.records(f"matched-{ranks}")] for ranks in (1, 2))
     assert one == pytest.approx(two, rel=2e-5)

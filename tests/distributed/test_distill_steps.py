@@ -52,7 +52,7 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(ru
     run.batches.close()
     batches[0]["labels"][:3, 5:] = IGNORE
     accumulate(
-        run.model, batches, group=run.group, loss_function=run.loss_function, teacher=run.teacher,
+        run.model, batches, group=run.group, loss_function=run.loss_function, targets=run.targets,
         gradients=Gradients(), reduce_once=False, observer=StepObserver(),
     )  # fmt: skip
     student, teacher = (load_model(open_source(str(of(runs, name)))) for name in ("student", "teacher"))
@@ -82,7 +82,7 @@ def test_neither_frozen_nor_the_teachers_bits_change(runs: TinyRun) -> None:
     still = {name for name, p in unique_parameters(run.model) if torch.equal(whole(p), before[name])}
     first = {name for name in before if name.startswith("layers.0.")}
     assert still == first | {"tok_embeddings.weight", "layers.1.attention.wq.weight"}
-    assert run.teacher is not None
+    assert run.targets.model is not None
     stored = model_state(load_model(open_source(str(of(runs, "teacher")))))
-    for name, tensor in model_state(run.teacher.model).items():
+    for name, tensor in model_state(run.targets.model).items():
         assert np.array_equal(whole(tensor).float().numpy(), stored[name].float().numpy()), name

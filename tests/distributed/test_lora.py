@@ -70,7 +70,7 @@ def train(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 def base_of(config: Config, name: str) -> dict[str, np.ndarray]:
     """Return the values of the base of a run: the initial ones of a model without adapters, converted."""
     model = resolve_model("llama3", None, config.model.args).build()
-    materialize(model, device=torch.device("cpu"), offload=False, dtype=torch.float32, seed=config.debug.seed)
+    materialize(model, device=torch.device("cpu"), dtype=torch.float32, seed=config.debug.seed)
     found = {parameter: value.detach() for parameter, value in model.named_parameters()}
     for parameter, value in [*found.items()]:
         if name.startswith("int8") and parameter.startswith("layers.") and value.ndim == 2:

@@ -18,7 +18,7 @@ EVERYTHING = [*DISK, "--offload.parameters=disk", "--training.enable_cpu_offload
 def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     from titanlite.optim import rounding
 
-    rounding.DISK_SLICE = 512
+    rounding.SMALL_SLICE = 512
     run = train_on_this_rank(config, rank, world_size)
     names = {parameter: name for name, parameter in run.model.named_parameters()}
     return {names[p]: [whole(p).numpy(), *(whole(it).numpy() for it in run.optimizer.state[p].values())] for p in names}

@@ -10,7 +10,7 @@ import pytest
 
 from tests.helpers import TinyRun, run_ranks
 from tests.layouts import degrees, trained
-from titanlite.data.teacher_entries import entry_type
+from titanlite.techniques.distill.entries import entry_type
 
 K = 20
 SCRIPT = f"""

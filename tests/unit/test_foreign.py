@@ -26,7 +26,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name, file_inside
 from titanlite.storage.storage import LocalStorage
 from titanlite.tools import cli
-from titanlite.tools.convert.source import open_source, open_teacher
+from titanlite.tools.convert.source import open_model, open_source
 
 SECRET = "a private file"
 
@@ -131,7 +131,7 @@ def test_code_that_the_user_names_is_run(download: Path, tmp_path: Path, capfd: 
 def test_a_teacher_names_its_code_in_the_config_of_the_user(download: Path) -> None:
     with_config(download, '[model]\nfile = "/somewhere/teacher.py"\n')
     with pytest.raises(UserError, match=r"names model.file = .*name it yourself, with teacher.config$"):
-        open_teacher(str(download), None)
+        open_model(str(download), None, "teacher")
 
 
 def test_pieces_of_the_users_own_are_not_imported(download: Path, tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_a_teacher_or_a_plan_of_others_reads_no_tokenizer_elsewhere(
 ) -> None:
     text = small_toml("llama3", tokenizer=str(tokenizer))
     (download / "config.toml").write_text(text)
-    source = open_teacher(str(of_a_path(download, tokenizer)), None)
+    source = open_model(str(of_a_path(download, tokenizer)), None, "teacher")
     assert source.tokenizer is None
     with pytest.raises(
         UserError, match=rf"not read, since it may be of others: .*with titanlite plan {download}/config.toml$"
@@ -289,7 +289,7 @@ def test_a_teacher_or_a_plan_of_others_reads_no_tokenizer_elsewhere(
     assert [file for file in opened if "my tokenizer" in file] == []
     shutil.copytree(tokenizer, download / "tokenizer")
     assert load_of_run(download, world_size=1).data.tokenizer == str(download / "tokenizer")
-    source = open_teacher(str(download), None)
+    source = open_model(str(download), None, "teacher")
     assert source.tokenizer is not None
     assert source.tokenizer.vocab_size == 260
 

@@ -206,13 +206,14 @@ def test_where_backward_waits_and_gradients_share_memory(
 )
 def test_where_reduced_gradients_last_until_after_backward(keeps: bool, options: Any, updates: bool) -> None:
     training = Training(**{"global_batch_size": 8, "local_batch_size": 1, **options})
+    last = {"lasting_gradients": not updates, "on_host": training.enable_cpu_offload}
     with fake_process_group(8):
         for replicas in (1, 2):
             parallelism = Parallelism(data_parallel_replicate_degree=replicas)
             mesh = build_mesh(parallelism, world_size=8, device_type="cpu")
-            assert keeps_reduced_gradients(mesh, parallelism, training, lasting_gradients=not updates) == keeps
+            assert keeps_reduced_gradients(mesh, parallelism, training, **last) == keeps
         once = parallelism.model_copy(update={"fsdp_reduce_gradients": "last"})
-        found = keeps_reduced_gradients(mesh, once, training, lasting_gradients=not updates)
+        found = keeps_reduced_gradients(mesh, once, training, **last)
         assert found == (keeps or training.global_batch_size == 16), "one reduction a step"
 
 
@@ -223,7 +224,7 @@ def test_a_step_works_after_a_backward_pass_that_raised() -> None:
     model = build_on_meta(Llama3, replace(Llama3.flavors["debug"], n_layers=2))
     mesh = build_mesh(Parallelism(), world_size=1, device_type="cpu")
     shard(model, mesh=mesh, kernels=CpuKernels(), parallelism=Parallelism(), training=training)
-    materialize(model, device=torch.device("cpu"), offload=False, dtype=torch.float32, seed=0)
+    materialize(model, device=torch.device("cpu"), dtype=torch.float32, seed=0)
     tokens = torch.arange(32).view(2, 16)
     batch: Any = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
     fails = [False, True, False]

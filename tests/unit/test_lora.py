@@ -208,7 +208,7 @@ def test_a_frozen_router_keeps_its_bias(rank: int | None) -> None:
 def test_other_adapters_are_another_experiment(tiny: TinyRun) -> None:
     args = resolve_model("llama3", "debug", {}).args
     [plain, one, other] = [
-        resume_settings(tiny.config(*options), model_args=args, data={})
+        resume_settings(tiny.config(*options), model_args=args, inputs={})
         for options in ([], ["--lora.rank=4"], ["--lora.rank=4", "--lora.alpha=8.0"])
     ]
     added = {"lora.rank": 4, "lora.alpha": 16.0, "lora.targets": []}

@@ -16,13 +16,14 @@ from torch import nn
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.plans import layout_of, planned, read
-from tests.whole_runs import assert_equal, parameters_of, trained
+from tests.whole_runs import assert_equal, parameters_of, trained, values_of
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.config.load import load
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.errors import ConfigError, RunError, UserError
-from titanlite.storage import disk as offload
-from titanlite.storage.disk import DiskTensors
+from titanlite.techniques import places
+from titanlite.techniques.offload import disk as offload
+from titanlite.techniques.offload.disk import DiskMemory
 from titanlite.tools.cli import run as run_command
 from titanlite.tools.plan.estimate import _with_disk, estimate, trace
 from titanlite.tools.plan.output import plan_lines, plan_record
@@ -38,8 +39,8 @@ BFLOAT16 = ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"]
 @pytest.fixture
 def _tiny_slices(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:
     """Many in each parameter, and several writes a step. A run that failed does not hold its folder."""
-    monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 512)
-    monkeypatch.setattr("titanlite.storage.disk.WINDOW", 2**17)
+    monkeypatch.setattr("titanlite.optim.rounding.SMALL_SLICE", 512)
+    monkeypatch.setattr("titanlite.techniques.offload.disk.WINDOW", 2**17)
     monkeypatch.setattr("titanlite.run.run_folder._lock", lambda path: None)
 
 
@@ -62,29 +63,23 @@ def mapped(folder: Path) -> list[str]:
         pytest.param(BFLOAT16, id="bfloat16", marks=pytest.mark.nightly),
     ],
 )
-def test_the_same_bits_from_disk(tiny: TinyRun, types: list[str]) -> None:
-    expected = trained(tiny.config("--job.name=memory", *types))
-    for options in (MOMENTS, EVERYTHING[1:], EVERYTHING):
+def test_the_same_bits_from_files_without_a_name(tiny: TinyRun, types: list[str]) -> None:
+    expected = values_of(train_on_this_rank(tiny.config("--job.name=memory", *types), 0, 1))
+    for options, files in ((MOMENTS, 1), (EVERYTHING[1:], 1), (EVERYTHING, 2)):
         name = f"disk-{len(options)}"
-        assert_equal(trained(tiny.config(f"--job.name={name}", *types, *options)), expected)
+        run = train_on_this_rank(tiny.config(f"--job.name={name}", *types, *options), 0, 1)
+        assert_equal(values_of(run), expected)
         assert tiny.losses(name) == tiny.losses("memory")
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("_tiny_slices")
-def test_states_are_in_files_without_a_name(tiny: TinyRun) -> None:
-    for options, files in ((MOMENTS, 1), (EVERYTHING, 2), ([], 0)):
-        name = f"with-{files}"
-        run = train_on_this_rank(tiny.config(f"--job.name={name}", *options), 0, 1)
         lines = mapped(folder(tiny, name))
         assert len(lines) == files
-        assert all(line.endswith("(deleted)") for line in lines)
-        assert not files or [*folder(tiny, name).iterdir()] == []
+        assert all(line.endswith("(deleted)") for line in lines), "they vanish with the process, however it ends"
+        assert [*folder(tiny, name).iterdir()] == []
         spans = [range(*(int(end, 16) for end in line.split()[0].split("-"))) for line in lines]
         state = run.optimizer.state[next(iter(run.model.parameters()))]
-        assert any(state["exp_avg_sq"].to_local().data_ptr() in span for span in spans) == (files > 0)
+        assert any(state["exp_avg_sq"].to_local().data_ptr() in span for span in spans) == (MOMENTS[0] in options)
         weights = [parameter.to_local().data_ptr() for parameter in run.model.parameters()]
-        assert all(any(weight in span for span in spans) for weight in weights) == (files > 1)
+        assert all(any(weight in span for span in spans) for weight in weights) == (options != MOMENTS)
+    assert mapped(folder(tiny, "memory")) == []
 
 
 @pytest.mark.parametrize("threads", [1, 3])
@@ -92,7 +87,7 @@ def test_slices_are_adamw_to_the_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest, threads: int
 ) -> None:
     """Lengths that are no multiple of what the kernel computes at once; and threads, which divide each slice anew."""
-    monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 2**14)
+    monkeypatch.setattr("titanlite.optim.rounding.SMALL_SLICE", 2**14)
     request.addfinalizer(lambda: torch.set_num_threads(1))
     torch.set_num_threads(threads)
     options: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.1}
@@ -102,7 +97,7 @@ def test_slices_are_adamw_to_the_bit(
     names = {str(number): parameter for number, parameter in enumerate(ours)}
     sliced = SlicedAdamW(
         [{"params": ours}], names, state_dtype=torch.float32, seed=0,
-        disk=DiskTensors(tmp_path), **options,
+        memory=DiskMemory(tmp_path), **options,
     )  # fmt: skip
     whole = torch.optim.AdamW(theirs, fused=True, **options)
     for _ in range(3):
@@ -126,22 +121,22 @@ def resident_of_files() -> int:
 @pytest.mark.parametrize("drops", [True, False])
 def test_few_pages_of_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, drops: bool) -> None:
     """96 MiB of moments, of which a few slices of 2 x 1 MiB are. Without dropping them, all are."""
-    monkeypatch.setattr("titanlite.optim.rounding.DISK_SLICE", 2**18)
-    monkeypatch.setattr("titanlite.storage.disk.WINDOW", 2**21)
+    monkeypatch.setattr("titanlite.optim.rounding.SMALL_SLICE", 2**18)
+    monkeypatch.setattr("titanlite.techniques.offload.disk.WINDOW", 2**21)
     if not drops:
         monkeypatch.setattr(offload, "_drop", lambda part: None)
     most: list[int] = []
-    changed = DiskTensors.changed
+    changed = DiskMemory.changed
 
-    def looked_at(self: DiskTensors, *tensors: torch.Tensor) -> None:
+    def looked_at(self: DiskMemory, *tensors: torch.Tensor) -> None:
         changed(self, *tensors)
         most.append(resident_of_files())
 
-    monkeypatch.setattr(DiskTensors, "changed", looked_at)
+    monkeypatch.setattr(DiskMemory, "changed", looked_at)
     weight = nn.Parameter(torch.zeros(12, 2**20))
-    disk = DiskTensors(tmp_path)
+    disk = DiskMemory(tmp_path)
     optimizer = SlicedAdamW(
-        [{"params": [weight]}], {"weight": weight}, state_dtype=torch.float32, seed=0, disk=disk,
+        [{"params": [weight]}], {"weight": weight}, state_dtype=torch.float32, seed=0, memory=disk,
         lr=0.1, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.0,
     )  # fmt: skip
     weight.grad = torch.ones_like(weight)
@@ -161,11 +156,11 @@ def test_few_pages_of_files_are_in_memory(tmp_path: Path, monkeypatch: pytest.Mo
 # What is left
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
     code = (
-        "import os, pathlib, sys, torch; from titanlite.storage.disk import DiskTensors\n"
-        "disk = DiskTensors(pathlib.Path(sys.argv[1]))\n"
+        "import os, pathlib, sys, torch; from titanlite.techniques.offload.disk import DiskMemory\n"
+        "disk = DiskMemory(pathlib.Path(sys.argv[1]))\n"
         "tensors = disk.allocate([(torch.Size([1000]), torch.float32)])\n"
         "tensors[0].fill_(1); disk.changed(*tensors); disk.flush(); os.kill(os.getpid(), 9)"
     )
@@ -267,15 +262,16 @@ def test_what_does_not_go_together(tiny: TinyRun, options: list[str], expected: 
 
 @pytest.mark.long
 def test_states_on_disk_are_not_on_the_device() -> None:
-    memory, disk = planned("--training.enable_cpu_offload"), planned(*MOMENTS)
+    config, layout = read(*EVERYTHING, world_size=8), layout_of(8)
+    offloaded = read("--training.enable_cpu_offload", world_size=8)
+    traced = trace(offloaded, layout)
+    memory, disk = estimate(traced, offloaded, layout), planned(*MOMENTS)
     assert memory.disk == disk.host == 0
     assert disk.disk > 0
     assert {phase["optimizer"] for phase in disk.phases.values()} == {0}
     most = {name: max(phase[name] for phase in disk.phases.values()) for name in ("parameters", "gradients")}
     assert memory.host == disk.disk + sum(most.values())
-    config, layout = read(*EVERYTHING, world_size=8), layout_of(8)
-    traced = trace(read("--training.enable_cpu_offload", world_size=8), layout)
-    found = estimate(_with_disk(traced, config.offload), config, layout)
+    found = estimate(_with_disk(traced, config), config, layout)
     assert (found.disk, found.host) == (disk.disk + most["parameters"], most["gradients"])
     assert found.phases == memory.phases
     assert found.time == memory.time
@@ -287,6 +283,8 @@ def test_states_on_disk_are_not_on_the_device() -> None:
 
 def test_states_on_disk_are_not_in_memory(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """The check before a run: 16 bytes of a parameter, of which 8 or 12 are on disk."""
+    assert places(load(tiny.toml, MOMENTS)) == {"optimizer": "disk"}
+    assert places(load(tiny.toml, EVERYTHING)) == {"parameters": "disk", "gradients": "host", "optimizer": "disk"}
     config = load(tiny.toml, [])
     count = sum(tensor.numel() for tensor in parameters_of(tiny, []))
     assert config.training.dtype == "float32"

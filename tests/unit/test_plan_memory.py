@@ -112,8 +112,8 @@ def test_a_search_does_not_offer_offload_that_no_host_holds() -> None:
     pool: Any = None  # nothing is traced
     searching = _Search(config, layout, pool, share=1)
     degrees = Degrees(replicate=1, shard=8)
-    without = Candidate({}, "full", 1, "", False, degrees, "default", reserved=900 * GIB)
-    offload = replace(without, offload=True, reserved=60 * GIB, host_of_node=6048 * GIB)
+    without = Candidate({}, "full", 1, "", "", degrees, "default", reserved=900 * GIB)
+    offload = replace(without, last_resort="CPU offload", reserved=60 * GIB, host_of_node=6048 * GIB)
     found = searching._confirm([offload], layout.usable, 5)
     assert found.best == []
     assert [reason for _, reason in found.losers] == ["needs 6,048 GiB of host memory in a node"]

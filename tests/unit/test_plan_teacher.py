@@ -11,15 +11,15 @@ import tomlkit
 
 from tests.plans import SMALL, layout_of, read
 from titanlite.models.base import unique_parameters
+from titanlite.models.frozen import FrozenModel
 from titanlite.schema import Config
-from titanlite.techniques.distill.source import forward_flops, teacher_model
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, Plan, plan, trace
+from titanlite.tools.plan.frozen import planned_targets
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import _Search, with_options
-from titanlite.tools.plan.teacher import teacher_spec
 
-RANKS, BLOCKS = 4, 6
+RANKS, BLOCKS = 4, 4
 TEACHER: dict[str, Any] = {
     "dim": 96, "n_layers": BLOCKS, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 200, "vocab_size": 512,
 }  # fmt: skip
@@ -46,11 +46,15 @@ def planned(options: list[str], *more: str) -> Plan:
     return _planned(*options, *more)
 
 
+def frozen_of(config: Config) -> FrozenModel:
+    frozen = planned_targets(config, vocab_size=512).frozen
+    assert frozen is not None
+    return frozen
+
+
 def sizes_of(config: Config) -> tuple[int, int]:
     """Return the parameters of the teacher: all, and those of its head."""
-    spec = teacher_spec(config.teacher, seq_len=config.training.seq_len)
-    assert spec is not None
-    parameters = dict(unique_parameters(teacher_model(spec, seq_len=config.training.seq_len)))
+    parameters = dict(unique_parameters(frozen_of(config).build(config.training.seq_len)))
     head = sum(parameter.numel() for name, parameter in parameters.items() if name.startswith("head"))
     return sum(parameter.numel() for parameter in parameters.values()), head
 
@@ -73,9 +77,7 @@ def test_shards_arithmetic_and_collectives_of_the_teacher(options: list[str]) ->
     assert gathered(found) - gathered(without) == pytest.approx(found.accumulation * each, rel=0.01)
     for category in ("parameters", "gradients", "optimizer"):
         assert found.most(category) == without.most(category)
-    spec = teacher_spec(config.teacher, seq_len=config.training.seq_len)
-    assert spec is not None
-    flops = forward_flops(spec, config.training.seq_len) * found.tokens
+    flops = frozen_of(config).flops_per_token(config.training.seq_len) * found.tokens
     assert found.model_flops - without.model_flops == pytest.approx(flops)
     assert found.flops - without.flops == pytest.approx(flops, rel=0.1)
     assert found.time.total > without.time.total
@@ -102,16 +104,15 @@ def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
     unused: Any = None  # nothing is traced in other processes
     searching = _Search(config, layout, unused, share=4)
     candidates = [
-        it
-        for it in searching._candidates(offload=False)
-        if (it.mode, it.reshard) == ("full", "default") and it.batch in (1, 2)
+        it for it in searching._candidates() if (it.mode, it.reshard) == ("full", "default") and it.batch in (1, 2)
     ]
-    assert {it.teacher for it in candidates if it.degrees.shard > 1} == {"always", "never"}
-    assert {it.teacher for it in candidates if it.degrees.shard == 1} == {"always"}
+    always, never = ("teacher", "always"), ("teacher", "never")
+    assert {it.frozen for it in candidates if it.degrees.shard > 1} == {always, never}
+    assert {it.frozen for it in candidates if it.degrees.shard == 1} == {always}
     traces = {
         (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
         for it in candidates
-        if it.degrees.shard == RANKS and it.teacher == "always"
+        if it.degrees.shard == RANKS and it.frozen == always
     }
     for it in candidates:
         if it.degrees.shard > 1 and it.batch == 1:
@@ -124,11 +125,10 @@ def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
 @pytest.mark.long
 def test_the_command(options: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     words = ["plan", "debug", *SMALL, *options, "--world-size", "4", "--gpu", "H100", "--json"]
-    assert cli.run(words) == 0
+    assert cli.run([*words, "--teacher.enable_cpu_offload=true"]) == 0
     memory = json.loads(capsys.readouterr().out)["memory"]
-    assert memory["by_category"]["teacher"] == planned(options).most("teacher")
-    assert cli.run([*words[:-1], "--teacher.enable_cpu_offload=true"]) == 0
-    assert "GiB: teacher\n" in capsys.readouterr().out
+    assert memory["by_category"]["teacher"] == 0
+    assert memory["host"] == planned(options).most("teacher") > 0
     unknown = [word for word in words if "teacher.config" not in word]
     assert cli.run(unknown) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -154,5 +154,5 @@ def test_a_cache_of_the_teacher_is_read_instead(tmp_path: Path) -> None:
     assert found.model_flops == without.model_flops
     tokens = found.micro_batch_size * 64 * found.accumulation
     assert found.most("other") - without.most("other") == pytest.approx(tokens * (20 * (4 + 2) + 4), rel=0.05)
-    unwritten = planned([f"--teacher.cache={tmp_path}/none", "--distill.ratio=0.5"])
-    assert unwritten.most("other") - without.most("other") == pytest.approx(tokens * (64 * (4 + 2) + 4), rel=0.05)
+    unwritten = planned_targets(config_of([f"--teacher.cache={tmp_path}/none", "--distill.ratio=0.5"]), vocab_size=512)
+    assert sum(it.nbytes for it in unwritten.empty(1, 64).values()) == 64 * (64 * (4 + 2) + 4)

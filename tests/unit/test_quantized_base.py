@@ -233,7 +233,7 @@ def test_the_format_is_a_setting_that_must_match_and_bad_input_is_one_line(
 ) -> None:
     args = adapted().args
     [plain, quantized] = [
-        resume_settings(tiny.config("--lora.rank=4", *options), model_args=args, data={})
+        resume_settings(tiny.config("--lora.rank=4", *options), model_args=args, inputs={})
         for options in ([], [QUANTIZED])
     ]
     assert quantized == plain | {"lora.quantize_base": "int8"}

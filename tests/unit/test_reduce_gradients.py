@@ -51,7 +51,7 @@ def test_a_search_expects_what_the_plan_finds() -> None:
     layout = Layout(4, replace(find_hardware("H100"), link_bandwidth=1e8), 4)  # so slow that collectives count
     unused: Any = None  # nothing is traced in other processes
     searching = _Search(config, layout, unused, share=4)
-    candidates = [it for it in searching._candidates(offload=False) if (it.mode, it.reshard) == ("full", "default")]
+    candidates = [it for it in searching._candidates() if (it.mode, it.reshard) == ("full", "default")]
     traces = {
         (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
         for it in candidates

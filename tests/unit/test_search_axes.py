@@ -73,7 +73,10 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
         asked.append(axis_of({f"parallelism.{key}": value for key, value in found.items() if value > 1}))
         if asked[-1] not in speeds:
             raise UserError("nothing fits")
-        pair: Any = SimpleNamespace(offload=False), SimpleNamespace(tokens_per_second=speeds[asked[-1]], axis=asked[-1])
+        pair: Any = (
+            SimpleNamespace(last_resort=""),
+            SimpleNamespace(tokens_per_second=speeds[asked[-1]], axis=asked[-1]),
+        )
         return Found([pair], [], tried=1)
 
     config = read(*options, "--training.seq_len=32")
@@ -96,7 +99,7 @@ def test_it_expects_what_the_plan_finds(options: tuple[str, ...], world_size: in
     unused: Any = None  # nothing is traced in other processes
     readers = world_size // config.parallelism.tensor_parallel_degree
     searching = _Search(config, layout, unused, share=16 // readers)
-    candidates = [it for it in searching._candidates(offload=False) if (it.mode, it.reshard) == ("full", "default")]
+    candidates = [it for it in searching._candidates() if (it.mode, it.reshard) == ("full", "default")]
     traces = {
         (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
         for it in candidates

@@ -20,16 +20,15 @@ from tests.layouts import built
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import read
 from titanlite.data.loader import MicroBatches
-from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import Samples, as_batch
-from titanlite.data.sources import reader_of, store_of
-from titanlite.data.teacher_entries import TaughtSequences, entry_type
+from titanlite.data.sources import store_of
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
+from titanlite.techniques.distill.entries import Entries, entry_type
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
-from titanlite.tools.convert.source import load_model, open_source, open_teacher
+from titanlite.tools.convert.source import load_model, open_model, open_source
 from titanlite.tools.convert.teacher_cache import rounds, write_cache
 from titanlite.train import Run
 
@@ -147,7 +146,7 @@ def test_any_number_of_ranks_and_workers_reads_the_same(cached: Cached) -> None:
     for one, two in zip(*parts, strict=True):
         assert one.keys() == two.keys() >= {"teacher_ids", "teacher_log_probs", "teacher_log_tail"}
         assert all(torch.equal(one[name], two[name]) for name in one)
-    plain = as_batch([reader_of(samples.sources[0]).read(0)], mark_documents=False)
+    plain = as_batch([samples.sources[0].sequences.read(0)], mark_documents=False)
     assert store_of(samples.sources[0]) is not None, "its checksums are verified beside training"
     assert plain.keys() == {"tokens", "labels"}, "batches without a cache are as before"
 
@@ -222,8 +221,8 @@ def test_all_tokens_in_a_cache_are_the_teacher_itself(cached: Cached, tmp_path: 
     write(cached.tiny.toml, *options, top_k=VOCABULARY)
     live = train(cached.tiny, *cached.live, STEPS, "--job.name=live")
     run = train(cached.tiny, *options, STEPS, "--job.name=all")
-    assert live.teacher is not None
-    assert run.teacher is None, "it is not in memory"
+    assert live.targets.model is not None
+    assert run.targets.model is None, "it is not in memory"
     pairs = list(zip(cached.tiny.records("live"), cached.tiny.records("all"), strict=True))
     for key in ("loss", "distill_loss", "added_loss", "grad_norm"):
         for step, (one, two) in enumerate(pairs):
@@ -235,7 +234,7 @@ def test_a_run_resumes_bit_for_bit_and_with_its_cache_only(cached: Cached) -> No
     """The checkpoint knows the cache as it knows a teacher. Without teacher.path, any cache is read."""
     options = [it for it in cached.options if not it.startswith("--teacher.path")]
     run = train(cached.tiny, *options, STEPS, "--job.name=whole", "--checkpoint.interval=2")
-    assert run.teacher is None
+    assert run.targets.model is None
     train(cached.tiny, *options, "--training.steps=2", "--job.name=parts")
     train(cached.tiny, *options, STEPS, "--job.name=parts", "--data.num_workers=0")
     for key in ("loss", "distill_loss", "grad_norm"):
@@ -257,7 +256,7 @@ def check(cached: Cached, *options: str) -> str:
             cached.tiny.config(*cached.options, *options),
             Ranks(0, 1, 0, 1),
             torch.device("cpu"),
-            open_teacher=open_teacher,
+            open_model=open_model,
         )
     return str(error.value)
 
@@ -282,7 +281,7 @@ def test_a_cache_of_other_settings_is_refused(cached: Cached, option: str, messa
 def test_a_cache_of_another_teacher_or_vocabulary_is_refused(cached: Cached) -> None:
     """The other teacher is the same one, a step earlier."""
     paths = [f"{cached.tiny.folder}/outputs/teacher/checkpoints/step-0000000{step}" for step in (2, 1)]
-    one, two = (fingerprint(open_teacher(path, None)) for path in paths)
+    one, two = (fingerprint(open_model(path, None, "teacher")) for path in paths)
     [line] = check(cached, f"--teacher.path={paths[1]}").splitlines()
     assert f"was made with other settings: the teacher's fingerprint was {one!r}, is {two!r}. " in line
     options = [it for it in cached.options if not it.startswith("--teacher.path")]
@@ -295,19 +294,6 @@ def test_a_cache_of_another_teacher_or_vocabulary_is_refused(cached: Cached) -> 
     assert line.startswith(f"teacher.cache: {cached.tiny.text} is not a cache of a teacher, which `titanlite distill")
 
 
-class Shifted:
-    """Sequences of which each is the next one."""
-
-    def __init__(self, sequences: Any) -> None:
-        self.sequences = sequences
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def read(self, index: int) -> TokenSequence:
-        return self.sequences.read(index + 1)
-
-
 @pytest.mark.long
 def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
@@ -318,17 +304,17 @@ def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path:
     )
     samples = cached.samples()
     source = samples.sources[0]
-    assert isinstance(source.sequences, TaughtSequences)
-    shifted = TaughtSequences(Shifted(source.sequences.sequences), source.sequences.folder, source.sequences.settings)
+    assert isinstance(source.add, Entries)
     with pytest.raises(UserError, match=r"does not have the checksum of sequence 5: it is damaged, or the tokens have"):
-        shifted.read(5)
+        source.add(5, source.sequences.read(6))
     moved = shutil.copytree(cached.folder, tmp_path / "cache")
     file = moved / cached.of_source.name / "0000001.topk"
     data = bytearray(file.read_bytes())
     data[100] ^= 1
     file.write_bytes(bytes(data))
-    damaged = cached.samples(f"--teacher.cache={moved}").sources[0].sequences
-    np.testing.assert_array_equal(damaged.read(17).teacher, source.sequences.read(17).teacher)
+    damaged = cached.samples(f"--teacher.cache={moved}").sources[0]
+    for name, values in damaged.read(17).added.items():
+        np.testing.assert_array_equal(values, source.read(17).added[name])
     with pytest.raises(UserError, match=r"^teacher\.cache: \S+/0000001\.topk does not have the checksum of sequenc"):
         damaged.read(16)
     file.write_bytes(bytes(data[:-1]))

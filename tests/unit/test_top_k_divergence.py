@@ -9,11 +9,10 @@ from torch import Tensor
 from tests.distillation import KINDS, VOCABULARY, Given, inputs, kl, plain
 from tests.operators import LargestTensor
 from titanlite.batch import IGNORE
-from titanlite.loss import token_loss
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.divergence import top_k_divergence
 from titanlite.schema import Distill
-from titanlite.techniques.distill.divergence import TopK
+from titanlite.techniques.distill.divergence import TopK, distilled_loss
 
 
 def top_k(teacher: Given, k: int, temperature: float, dtype: torch.dtype = torch.float32) -> TopK:
@@ -57,7 +56,7 @@ def test_gradients_are_those_of_the_divergence_of_the_outcomes(
     expected = (1 - ratio) * own + ratio * distilled
     expected_gradients = torch.autograd.grad(expected, [hidden, weight])
     kernels = CpuKernels(chunk_bytes=8 * VOCABULARY * 7)
-    found = token_loss(
+    found = distilled_loss(
         hidden, weight, labels_BL=labels, z_loss=z_loss, kernels=kernels, teacher=stored, distill=distill
     )
     assert found.metrics["distill_loss"].item() == pytest.approx(distilled.item(), rel=1e-6)
@@ -76,7 +75,7 @@ def test_all_tokens_in_the_cache_are_the_teacher_itself(kind: Any, temperature: 
     distill = Distill(ratio=0.7, temperature=temperature, kind=kind)
     results = []
     for output in (teacher, top_k(teacher, VOCABULARY, temperature)):
-        found = token_loss(hidden, weight, labels_BL=labels, teacher=output, distill=distill)
+        found = distilled_loss(hidden, weight, labels_BL=labels, teacher=output, distill=distill)
         results.append((found, torch.autograd.grad(found.total, [hidden, weight])))
     (live, live_gradients), (cached, gradients) = results
     assert cached.total.item() == pytest.approx(live.total.item(), rel=1e-6)
@@ -109,6 +108,7 @@ def test_memory_does_not_grow_with_the_vocabulary(vocabulary: int) -> None:
     labels = torch.randint(0, vocabulary, (1, 64))
     with LargestTensor(but=[(vocabulary, 8)]) as seen:
         distill = Distill(ratio=0.5)
-        token_loss(hidden, weight, labels_BL=labels, kernels=kernels, teacher=output, distill=distill).total.backward()
+        found = distilled_loss(hidden, weight, labels_BL=labels, kernels=kernels, teacher=output, distill=distill)
+        found.total.backward()
     assert seen.numel == 512_000
     assert seen.matmuls == 3 * (64 * vocabulary // 512_000), "no matmul of a teacher"

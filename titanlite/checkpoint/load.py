@@ -41,21 +41,17 @@ LORA_ALPHA = "lora.alpha"
 """Setting with which adapters in a checkpoint compute."""
 
 
-def resume_settings(
-    config: Config, *, model_args: Any, data: dict[str, Any], teacher: str | None = None
-) -> dict[str, Any]:
+def resume_settings(config: Config, *, model_args: Any, inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that must match: with another value, a resumed run would be another experiment.
 
     Args:
         model_args: dataclass of the model's shape.
-        data: fingerprints of the data sources.
-        teacher: fingerprint of the teacher.
+        inputs: fingerprints of the data sources and the targets.
     """
     return {
         **model_settings(config.model.title, model_args),
-        **data,
+        **inputs,
         **{key: value for it in used(config) for key, value in it.resume_settings(config).items()},
-        **({"teacher": teacher} if teacher else {}),
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
         "debug.seed": config.debug.seed,

@@ -3,22 +3,23 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
 import torch
 
 from titanlite.checkpoint.exports import check_exports
-from titanlite.checks.memory import check_model_disk, check_model_memory
+from titanlite.checks.memory import bytes_on_disk, check_model_memory
 from titanlite.checks.model import check_own_model, check_quantized_moments
 from titanlite.config.checks import are_right
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.loss import check_loss
+from titanlite.loss import Targets, check_loss
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs
-from titanlite.models.documents import check_documents
+from titanlite.models.frozen import FrozenModel, OpenModel
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.registry import compiles_updates
@@ -27,9 +28,7 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
-from titanlite.techniques import asked_for
-from titanlite.techniques.distill.cache import TeacherCache, data_settings, open_cache
-from titanlite.techniques.distill.source import OpenTeacher, TeacherSource, check_teacher, fingerprint, teacher_model
+from titanlite.techniques import TECHNIQUES, asked_for, places, used
 from titanlite.techniques.technique import reads_of
 
 T = TypeVar("T")
@@ -37,21 +36,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The model, the tokenizer and the teacher that a config names."""
+    """What a config names."""
 
     model: ModelSpec
     tokenizer: Tokenizer
-    teacher: TeacherSource | None = None
-    """Teacher that runs in training."""
-    teacher_cache: TeacherCache | None = None
-    """Cache of a teacher, instead of one that runs."""
-
-    @property
-    def teacher_fingerprint(self) -> str | None:
-        """Hash of all that the output of the teacher depends on; None without one."""
-        if self.teacher_cache:
-            return self.teacher_cache.settings.fingerprint
-        return fingerprint(self.teacher) if self.teacher else None
+    targets: Targets
 
 
 def preflight(
@@ -60,14 +49,14 @@ def preflight(
     device: torch.device,
     *,
     find_text: FindText | None = None,
-    open_teacher: OpenTeacher | None = None,
+    open_model: OpenModel | None = None,
 ) -> ResolvedConfig:
     """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
 
     Raises:
         ConfigError: lists all problems.
     """
-    resolved, problems = examine(config, ranks, device, find_text=find_text, open_teacher=open_teacher)
+    resolved, problems = examine(config, ranks, device, find_text=find_text, open_model=open_model)
     if problems:
         raise ConfigError(problems)
     assert resolved is not None
@@ -81,7 +70,7 @@ def examine(
     bad_keys: Collection[str] = (),
     *,
     find_text: FindText | None = None,
-    open_teacher: OpenTeacher | None = None,
+    open_model: OpenModel | None = None,
     judge_memory: bool = True,
 ) -> tuple[ResolvedConfig | None, list[Problem]]:
     """Resolve a config that may have problems.
@@ -90,7 +79,7 @@ def examine(
         config: with defaults in place of the options in bad_keys.
         bad_keys: options with a reported problem. Checks that read one of them are skipped.
         find_text: checks sources that are text, which are not checked without it.
-        open_teacher: opens the weights of `[teacher]`. Without it, a teacher is refused.
+        open_model: opens the weights of a frozen model. Without it, a config with one is refused.
         judge_memory: whether the run must fit in this machine's memory and on its disk.
 
     Returns:
@@ -108,7 +97,8 @@ def examine(
         report.attempt(key, [key], partial(check_path, path, find_text))
     _check_machine(report, config, device)
     if loss := training.loss:
-        report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, with_teacher=config.teacher.is_set))
+        names = [name for technique in used(config) for name in technique.loss_arguments]
+        report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, names))
     for name in config.metrics.loggers:
         report.attempt("metrics.loggers", ["metrics.loggers"], partial(check_logger, name))
     model = _build_model(report, spec, config) if spec else None
@@ -128,11 +118,13 @@ def examine(
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
-    teacher, cache = _open_teacher(report, config, open_teacher, spec, tokenizer)
+    parts = {"student": spec, "tokenizer": tokenizer, "open_model": open_model, "attempt": report.attempt}
+    opened = (technique.open_targets(config, **parts) for technique in asked_for(config))
+    targets = next(filter(None, opened), None) or Targets()
     if checked and judge_memory:
-        _check_sizes(report, model, teacher, config, ranks, device)
+        _check_sizes(report, model, targets.frozen, config, ranks, device)
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
-    return (ResolvedConfig(spec, tokenizer, teacher, cache) if tokenizer else None), report.problems
+    return (ResolvedConfig(spec, tokenizer, targets) if tokenizer else None), report.problems
 
 
 def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> ModelSpec:
@@ -159,50 +151,15 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
 
 
 def _check_sizes(
-    report: "_Report", model: Model, source: TeacherSource | None, config: Config, ranks: Ranks, device: torch.device
+    report: "_Report", model: Model, frozen: FrozenModel | None, config: Config, ranks: Ranks, device: torch.device
 ) -> None:
-    teacher = teacher_model(source.spec, seq_len=config.training.seq_len) if source else None
-    sizes = ["training", "parallelism", "offload", "teacher"]
-    report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device, teacher=teacher))
-    if config.offload.is_used:
-        report.attempt("offload.path", [*sizes, "job"], lambda: check_model_disk(model, config, ranks))
-
-
-def _open_teacher(
-    report: "_Report", config: Config, open_teacher: OpenTeacher | None, student: ModelSpec, tokenizer: Tokenizer | None
-) -> tuple[TeacherSource | None, TeacherCache | None]:
-    """Return the weights of a teacher that runs in training, or the cache of one."""
-    teacher = report.attempt(
-        "teacher.path",
-        ["teacher", "distill", "training.seq_len"],
-        lambda: check_teacher(
-            config.teacher, open_teacher, student=student, tokenizer=tokenizer, seq_len=config.training.seq_len
-        ),
-    )
-    if teacher is not None:
-        model = teacher_model(teacher.spec, seq_len=config.training.seq_len)
-        if config.data.document_mask:
-            report.attempt("teacher.path", ["data.document_mask"], lambda: check_documents(model))
-    cache = _open_cache(report, config, teacher, student, tokenizer)
-    return teacher if config.teacher.is_live else None, cache
-
-
-def _open_cache(
-    report: "_Report", config: Config, teacher: TeacherSource | None, student: ModelSpec, tokenizer: Tokenizer | None
-) -> TeacherCache | None:
-    """Return the cache of the teacher, if there is one. If weights are named too, it must be of those."""
-    if config.teacher.cache is None or tokenizer is None:
-        return None
-    wanted = data_settings(
-        config.data,
-        config.distill,
-        tokenizer=tokenizer.fingerprint,
-        vocab_size=student.args.vocab_size,
-        seq_len=config.training.seq_len,
-    )
-    wanted |= {"teacher": fingerprint(teacher)} if teacher else {}
-    reads = ["teacher", "distill", "data", "training.seq_len"]
-    return report.attempt("teacher.cache", reads, partial(open_cache, config.teacher.cache, wanted))
+    sizes = ["training", "parallelism", *chain(*TECHNIQUES.values())]
+    report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device, frozen=frozen))
+    for technique in asked_for(config) if "disk" in places(config).values() else ():
+        check = technique.check_disk
+        report.attempt(
+            technique.option, reads_of(check), lambda check=check: check(config, bytes_on_disk(model, config, ranks))
+        )
 
 
 class _Report:

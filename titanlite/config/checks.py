@@ -34,8 +34,8 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         axes = ("data_parallel_replicate", "data_parallel_shard", *(f"{axis}_parallel" for axis in further))
         degrees = tuple(f"parallelism.{axis}_degree" for axis in axes)
         batch = ("training.global_batch_size", "training.local_batch_size")
-        reshard = ("parallelism.fsdp_reshard_after_forward", "teacher.fsdp_reshard_after_forward")
-        checks.append(((*degrees, *reshard), lambda: _layout(config, world_size)))
+        reshard = "parallelism.fsdp_reshard_after_forward"
+        checks.append(((*degrees, reshard), lambda: _layout(config, world_size)))
         checks.append((batch, lambda: _batch(config, world_size)))
     for technique in asked_for(config):
         hooks = [partial(technique.conflicts, config)]
@@ -70,10 +70,9 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""
         yield f"parallelism.{key}_degree", f"{error}{hint}"
         return
-    for section, options in (("parallelism", parallelism), ("teacher", config.teacher)):
-        keep = options.fsdp_reshard_after_forward
-        if isinstance(keep, int) and sharded % keep:
-            yield f"{section}.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
+    keep = parallelism.fsdp_reshard_after_forward
+    if isinstance(keep, int) and sharded % keep:
+        yield "parallelism.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
 
 
 def _data_parallel_degree(config: Config, world_size: int) -> int:

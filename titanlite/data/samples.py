@@ -7,7 +7,7 @@ it has consumed and, if its data was changed, the origin of the present data.
 
 import hashlib
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
 from math import lcm
@@ -156,6 +156,12 @@ class Source:
     weight: float = 1.0
     marks_documents: bool = False
     """Whether batches have what `titanlite.batch` lists for documents that attention keeps apart."""
+    add: Callable[[int, TokenSequence], TokenSequence] | None = None
+    """Adds what `Targets` need to the sequence of a number."""
+
+    def read(self, number: int) -> TokenSequence:
+        sequence = self.sequences.read(number)
+        return self.add(number, sequence) if self.add else sequence
 
 
 @dataclass(frozen=True)
@@ -208,7 +214,7 @@ class Samples(Dataset[Batch]):
     def __getitems__(self, samples: list[int]) -> Batch:
         """Return the batch of these samples, by global sample index."""
         located = [self.locate(sample) for sample in samples]
-        sequences = [self.sources[source].sequences.read(sequence) for source, _, sequence in located]
+        sequences = [self.sources[source].read(sequence) for source, _, sequence in located]
         return as_batch(sequences, mark_documents=self.sources[0].marks_documents)
 
     def consumed(self, samples_seen: int) -> list[int]:
@@ -275,10 +281,8 @@ def as_batch(sequences: Sequence[TokenSequence], *, mark_documents: bool) -> Bat
         "tokens": torch.from_numpy(np.stack([sequence.tokens for sequence in sequences])),
         "labels": torch.from_numpy(np.stack([sequence.labels for sequence in sequences])),
     }
-    if sequences[0].teacher is not None:
-        from titanlite.data.teacher_entries import stacked
-
-        batch |= {f"teacher_{name}": torch.from_numpy(values) for name, values in stacked(sequences).items()}
+    for name in sequences[0].added:
+        batch[name] = torch.from_numpy(np.stack([sequence.added[name] for sequence in sequences]))
     if not mark_documents:
         return batch
     seq_len = len(sequences[0].tokens)

@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from titanlite.data.custom import PREFIX, CustomSequences
-from titanlite.data.packing import BestFit, SequenceReader, Stream
+from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
 from titanlite.data.samples import Samples, Source
 from titanlite.data.tokenizer import Tokenizer
@@ -38,13 +38,13 @@ def open_data(
     cache_folder: Path,
     group: dist.ProcessGroup,
     prepare_text: PrepareText | None = None,
-    teach: Callable[[Source], Source] | None = None,
+    add_targets: Callable[[Source], Source] = lambda source: source,
 ) -> tuple[Samples, list[Source]]:
     """Return the samples to train on, and the sources to validate on. An error of one rank is raised on all.
 
     Args:
         group: all ranks; each opens the same.
-        teach: adds what a cache holds of a teacher to a source to train on.
+        add_targets: as `Targets.added_to`, for sources to train on.
 
     Other arguments and errors: see `open_sources`.
     """
@@ -62,8 +62,7 @@ def open_data(
                     prepare_text=prepare_text,
                 )
             )
-        if teach:
-            opened[0] = [teach(source) for source in opened[0]]
+        opened[0] = [add_targets(source) for source in opened[0]]
 
     on_all(group, open_on_this_rank)
     sources, validation_sources = opened
@@ -174,12 +173,5 @@ def _open(
 
 def store_of(source: Source) -> TokenStore | None:
     """Return the token store of a source, or None for a user's own sequences."""
-    sequences = reader_of(source)
+    sequences = source.sequences
     return sequences.store if isinstance(sequences, Stream | BestFit) else None
-
-
-def reader_of(source: Source) -> SequenceReader:
-    """Return the reader of a source's sequences, without the cache of a teacher."""
-    from titanlite.data.teacher_entries import TaughtSequences
-
-    return source.sequences.sequences if isinstance(source.sequences, TaughtSequences) else source.sequences

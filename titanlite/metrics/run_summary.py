@@ -17,7 +17,7 @@ from titanlite.checkpoint.manager import Progress
 from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
-from titanlite.data.sources import reader_of, store_of
+from titanlite.data.sources import store_of
 from titanlite.mesh import axis_sizes, data_parallel_rank
 from titanlite.metrics.clock import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
@@ -232,7 +232,7 @@ def _report_source(source: Source, *, share: float) -> None:
         logger.info(f"data     {source.name}: {share:.2%} of the sequences; {own}")
         return
     index = store.index
-    reader = reader_of(source)
+    reader = source.sequences
     fill = reader.fill if isinstance(reader, BestFit) else 1
     packed = "" if fill == 1 else f", packed to {fill:.1%}"
     logger.info(

@@ -13,11 +13,11 @@ from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.runtime.state_memory import StateMemory
 from titanlite.schema import Optimizer
 
 if TYPE_CHECKING:
     from titanlite.optim.rounding import UpdateKernel
-    from titanlite.storage.disk import DiskTensors
 
 PickKernel = Callable[[torch.device], "UpdateKernel | None"]
 
@@ -29,17 +29,17 @@ def build_optimizer(
     config: Optimizer,
     *,
     seed: int,
-    disk: "DiskTensors | None" = None,
+    memory: StateMemory | None = None,
     pick_kernel: PickKernel | None = None,
     fused: bool = True,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names; several classes become one `CombinedOptimizer`.
 
-    AdamW is PyTorch's fused kernel. Where weights or moments are bfloat16 or on disk, it is `SlicedAdamW`.
+    AdamW is PyTorch's fused kernel. Where weights or moments are bfloat16, or not in memory, it is `SlicedAdamW`.
 
     Args:
         seed: for stochastic rounding.
-        disk: holds parameters or moments. None: they are in memory.
+        memory: of parameters and moments. Default: as PyTorch allocates it.
         pick_kernel: returns the kernel of `SlicedAdamW` for parameters on a device. Default: the Triton kernel, where
             it starts.
         fused: whether AdamW is the fused kernel. On CPUs, that kernel rounds the last elements of a shard differently.
@@ -51,7 +51,7 @@ def build_optimizer(
     for group in parameter_groups(config, trainable_parameters(model)):
         by_class.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
     optimizers = [
-        _build(groups, config, seed=seed, disk=disk, pick_kernel=pick_kernel, fused=fused)
+        _build(groups, config, seed=seed, memory=memory or StateMemory(), pick_kernel=pick_kernel, fused=fused)
         for groups in by_class.values()
     ]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
@@ -62,7 +62,7 @@ def _build(
     config: Optimizer,
     *,
     seed: int,
-    disk: "DiskTensors | None",
+    memory: StateMemory,
     pick_kernel: PickKernel | None,
     fused: bool,
 ) -> torch.optim.Optimizer:
@@ -81,14 +81,14 @@ def _build(
     options = constructor_options(optimizer_cls, config, groups[0].args, fused=fused)
     state_dtype = getattr(torch, config.state_dtype)
     is_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
-    if optimizer_cls is torch.optim.AdamW and (disk or not is_float32):
+    if optimizer_cls is torch.optim.AdamW and (memory.slices_updates or not is_float32):
         from titanlite.optim import rounding
 
         del options["fused"]
         pick = pick_kernel or rounding.pick_kernel
-        kernel = None if disk else pick(local_tensor(next(iter(parameters.values()))).device)
+        kernel = None if memory.slices_updates else pick(local_tensor(next(iter(parameters.values()))).device)
         return rounding.SlicedAdamW(
-            param_groups, parameters, state_dtype=state_dtype, seed=seed, disk=disk, kernel=kernel, **options
+            param_groups, parameters, state_dtype=state_dtype, seed=seed, memory=memory, kernel=kernel, **options
         )
     if (block_size := block_size_of(optimizer_cls, options)) is not None:
         for name, parameter in parameters.items():

@@ -1,4 +1,4 @@
-"""AdamW (arXiv:1711.05101) with weights and moments in float32 or bfloat16, in memory or on disk.
+"""AdamW (arXiv:1711.05101) with weights and moments in float32 or bfloat16, in memory or elsewhere.
 
 PyTorch's operators update a slice at a time. On GPUs with Triton, one kernel updates a whole tensor.
 """
@@ -12,18 +12,18 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.optim.combined import state_before_steps, zero_moments
-from titanlite.runtime.dtensor import GlobalIndices, from_local_like
+from titanlite.runtime.dtensor import GlobalIndices
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import add_in_place, fused_adamw_, local_tensor
-from titanlite.storage.disk import DiskTensors
+from titanlite.runtime.state_memory import StateMemory
 
 logger = logging.getLogger(__name__)
 
 SLICE = 2**24
 """Elements that `SlicedAdamW` updates at a time. Its memory beside the state is a few times this."""
-DISK_SLICE = 2**21
-"""The same with a disk, so that little of each moment is in memory. A multiple of what a kernel computes at once, so
-that results do not depend on it."""
+SMALL_SLICE = 2**21
+"""The same where `StateMemory.slices_updates`, so that little of each moment is in memory. A multiple of what a kernel
+computes at once, so that results do not depend on it."""
 VECTOR = 64
 """Elements of which the kernel of CPUs computes a multiple in vectors. It rounds those after them differently, and
 which they are depends on how a tensor is sharded."""
@@ -44,8 +44,7 @@ class SlicedAdamW(torch.optim.Optimizer):
     Args:
         parameters: all of them, by name; sharded in any way.
         state_dtype: dtype of the two moments.
-        disk: holds weights or moments. Moments on disk are allocated at once, others at the first step. None: all are
-            in memory.
+        memory: of weights and moments. Default: as PyTorch allocates it.
         kernel: updates tensors whose part on this rank is one run of elements of the whole tensor. None: PyTorch's
             operators update slices.
     """
@@ -59,7 +58,7 @@ class SlicedAdamW(torch.optim.Optimizer):
         *,
         state_dtype: torch.dtype,
         seed: int,
-        disk: DiskTensors | None = None,
+        memory: StateMemory | None = None,
         kernel: UpdateKernel | None = None,
         **options: Any,
     ) -> None:
@@ -69,15 +68,11 @@ class SlicedAdamW(torch.optim.Optimizer):
         self.round = round_stochastically
         """Rounding of float32 values to bfloat16, given random bits."""
         self._origins = {p: (salt(f"{seed}/{name}"), GlobalIndices(p)) for name, p in parameters.items()}
-        self._disk = disk
-        if disk and disk.holds_moments:
-            shapes = [(local_tensor(p).shape, state_dtype) for p in parameters.values() for _ in range(2)]
-            moments = iter(disk.allocate(shapes))
-            for parameter in parameters.values():
-                mean, square = (from_local_like(next(moments), parameter) for _ in range(2))
-                self.state[parameter] = state_before_steps(parameter, mean, square)
-        else:
-            self.state.update({p: zero_moments(p, dtype=state_dtype) for p in parameters.values()})
+        self._memory = memory or StateMemory()
+        elsewhere = self._memory.allocate_moments(parameters.values(), state_dtype)
+        for p in parameters.values():
+            moments = elsewhere.get(p)
+            self.state[p] = state_before_steps(p, *moments) if moments else zero_moments(p, dtype=state_dtype)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -126,7 +121,7 @@ class SlicedAdamW(torch.optim.Optimizer):
         state["step"] += 1
         flat = self._flat(parameter)
         name_salt, indices = self._origins[parameter]
-        size = DISK_SLICE if self._disk else SLICE
+        size = SMALL_SLICE if self._memory.slices_updates else SLICE
         for start in range(0, len(flat[0]), size):
             weight, gradient, mean, square = kept = [tensor[start : start + size] for tensor in flat]
             on_device = [part.to(gradient.device).float() for part in kept]
@@ -145,8 +140,7 @@ class SlicedAdamW(torch.optim.Optimizer):
                     part.copy_(self.round(new[: len(part)], bits >> (16 * number)))
                 elif part is not new:  # it is on another device, or padded
                     part.copy_(new[: len(part)])
-            if self._disk:
-                self._disk.changed(weight, mean, square)
+            self._memory.changed(weight, mean, square)
         if skip is not None:
             state["step"] -= skip
 

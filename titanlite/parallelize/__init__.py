@@ -23,7 +23,7 @@ from titanlite.parallelize.compile import compile_around_exchange, compile_block
 from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.schema import ActivationCheckpoint, Compile, Config, Float8, Parallelism, Training
-from titanlite.techniques import choose_trained, keeps_gradients
+from titanlite.techniques import choose_trained, keeps_gradients, places
 
 NO_FLOAT8 = Float8()
 
@@ -46,8 +46,8 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         compile=config.compile,
         float8=config.quantize.linear.float8,
         choose_trained=partial(choose_trained, config=config),
-        has_other_model=config.teacher.is_live,
         lasting_gradients=keeps_gradients(config),
+        on_host="parameters" in places(config),
         reproducible_layouts=config.debug.reproducible_layouts,
         **options,
     )
@@ -68,6 +68,7 @@ def parallelize(
     has_other_model: bool = False,
     lasting_gradients: bool = True,
     reproducible_layouts: bool = False,
+    on_host: bool | None = None,
     pin_memory: bool = True,
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
@@ -77,10 +78,11 @@ def parallelize(
         choose_trained: freezes parameters, and adds those of adapters; see `titanlite.techniques`. Default: all are
             trained.
         compile_backend: of torch.compile; the planner has its own.
-        has_other_model: whether there is a teacher, or this is one; see `compile_blocks`.
+        has_other_model: whether a frozen model runs beside it, or this is one; see `compile_blocks`.
         lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
         reproducible_layouts: whether gradients have the same bits on every layout.
-        pin_memory: whether parameters in host memory are pinned, with a GPU.
+        on_host: whether parameters are in host memory. Default: `training.enable_cpu_offload`.
+        pin_memory: whether they are pinned there, with a GPU.
     """
     set_dtype(model, DTYPES[training.dtype])
     choose_trained(model)
@@ -111,7 +113,9 @@ def parallelize(
         compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
     shard(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
-        lasting_gradients=lasting_gradients, adds_over_replicas=not reproducible_layouts, pin_memory=pin_memory,
+        lasting_gradients=lasting_gradients, adds_over_replicas=not reproducible_layouts,
+        on_host=training.enable_cpu_offload if on_host is None else on_host,
+        pin_memory=pin_memory,
     )  # fmt: skip
     if reproducible_layouts:
         from titanlite.techniques.reproducible.sums import add_gradients_in_a_tree

@@ -47,7 +47,7 @@ def can_wait(mesh: DeviceMesh, training: Training) -> bool:
 
 
 def keeps_reduced_gradients(
-    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, lasting_gradients: bool
+    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, lasting_gradients: bool, on_host: bool
 ) -> bool:
     """Return True if the output of each reduce-scatter becomes the gradients of a unit, and lasts until after backward.
 
@@ -57,7 +57,7 @@ def keeps_reduced_gradients(
     at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
     adds_gradients = training.global_batch_size > at_once and parallelism.fsdp_reduce_gradients == "each"
     is_converted = training.dtype != training.mixed_precision_reduce
-    return lasting_gradients and not (adds_gradients or is_converted or training.enable_cpu_offload)
+    return lasting_gradients and not (adds_gradients or is_converted or on_host)
 
 
 DTYPES = {name: torch_dtype(name) for name in ("bfloat16", "float16", "float32")}
@@ -73,6 +73,7 @@ def shard(
     experts: "DistributedExperts | None" = None,
     lasting_gradients: bool = True,
     adds_over_replicas: bool = True,
+    on_host: bool = False,
     pin_memory: bool = True,
 ) -> None:
     """Apply `fully_shard` to every FSDP unit and to the root, in place. FSDP averages gradients over the mesh.
@@ -81,7 +82,8 @@ def shard(
         experts: those that are not on all ranks.
         lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
         adds_over_replicas: whether FSDP adds gradients over replicas. Otherwise a hook must.
-        pin_memory: with CPU offload to a GPU: FSDP copies parameters to pinned memory.
+        on_host: whether parameters and gradients are in host memory.
+        pin_memory: whether parameters in host memory are copied to pinned memory, with a GPU.
     """
     compute_dtype = DTYPES[training.mixed_precision_param]
     quantized = quantized_parameters(model)
@@ -92,7 +94,7 @@ def shard(
         cast_forward_inputs=False,
     )
     options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=adds_over_replicas), "mp_policy": policy}
-    if training.enable_cpu_offload:
+    if on_host:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
     placement = None
     if tensor_mesh(mesh):
@@ -113,7 +115,9 @@ def shard(
     sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
     adapt = partial(
         kernels.adapt_fsdp,
-        keeps_gradients=keeps_reduced_gradients(mesh, parallelism, training, lasting_gradients=lasting_gradients),
+        keeps_gradients=keeps_reduced_gradients(
+            mesh, parallelism, training, lasting_gradients=lasting_gradients, on_host=on_host
+        ),
         reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
         awaited=head if [head] in units and can_wait(mesh, training) else None,
     )

@@ -1,8 +1,6 @@
 """Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
 layout."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import nn
 
@@ -14,9 +12,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.fsdp import gather_in_place
 from titanlite.runtime.private_torch.tensors import local_tensor, replace_tensors
-
-if TYPE_CHECKING:
-    from titanlite.storage.disk import DiskTensors
+from titanlite.runtime.state_memory import StateMemory
 
 SLICE = 2**16
 """Values that a CPU thread draws at a time. They stay in its cache."""
@@ -32,10 +28,10 @@ def materialize(
     model: Model,
     *,
     device: torch.device,
-    offload: bool,
     dtype: torch.dtype,
     seed: int,
-    disk: "DiskTensors | None" = None,
+    on_host: bool = False,
+    memory: StateMemory | None = None,
 ) -> None:
     """Allocate a (sharded) meta model and fill it.
 
@@ -43,35 +39,29 @@ def materialize(
     same on every layout and device.
 
     Args:
-        device: of compute; with offload, parameters live on the CPU and buffers on the device.
+        device: of compute, and of buffers.
         dtype: that all trained parameters must have.
-        disk: of parameters; needs offload. None: they are in memory.
+        on_host: whether parameters live on the CPU.
+        memory: of parameters. Default: as PyTorch allocates it.
     """
-    parameter_device = torch.device("cpu") if offload else device
-    allocate(model, parameter_device, device, disk)
-    draw_weights(model, device=device, seed=seed, disk=disk)
-    if disk:
-        from titanlite.techniques.offload.disk import drop_after_use
-
-        drop_after_use(model, disk)
+    parameter_device, memory = torch.device("cpu") if on_host else device, memory or StateMemory()
+    allocate(model, parameter_device, device, memory)
+    draw_weights(model, device=device, seed=seed, memory=memory)
+    memory.drop_after_use(model)
     _check_complete(model, parameter_device, device, dtype)
 
 
 def allocate(
-    model: Model, parameter_device: torch.device, device: torch.device, disk: "DiskTensors | None" = None
+    model: Model, parameter_device: torch.device, device: torch.device, memory: StateMemory | None = None
 ) -> None:
     """Allocate parameters without values, and buffers with theirs. A shared parameter stays one."""
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    on_disk = {}
-    if disk:
-        from titanlite.techniques.offload.disk import tensors_on_disk
-
-        on_disk = tensors_on_disk(model, disk)
+    elsewhere = memory.allocate_parameters(names) if memory else {}
     replace_tensors(
         model,
-        lambda tensor: on_disk[tensor] if tensor in on_disk else torch.empty_like(tensor, device=parameter_device),
+        lambda tensor: elsewhere[tensor] if tensor in elsewhere else torch.empty_like(tensor, device=parameter_device),
     )
     for first, *others in names.values():
         for other in others:
@@ -83,13 +73,13 @@ def allocate(
 
 
 @torch.no_grad()
-def draw_weights(model: Model, *, device: torch.device, seed: int, disk: "DiskTensors | None" = None) -> None:
+def draw_weights(model: Model, *, device: torch.device, seed: int, memory: StateMemory | None = None) -> None:
     """Give every parameter its initial values, slice by slice. Quantized weights are drawn in float32, one at a time.
 
     Args:
         device: computes the values. It may be another than that of the parameters.
     """
-    parameters = dict(unique_parameters(model))
+    parameters, memory = dict(unique_parameters(model)), memory or StateMemory()
     scales = scales_of(parameters)
     for name, parameter in parameters.items():
         if name in scales.values():
@@ -107,14 +97,12 @@ def draw_weights(model: Model, *, device: torch.device, seed: int, disk: "DiskTe
             else:
                 here = indices(start, len(part), device)
                 part.copy_(values.values(random_bits(name_salt, here), here).float())
-            if disk and drawn is local:
-                disk.changed(part)
+            memory.changed(part)
         if name in scales:
             targets = local, local_tensor(parameters[scales[name]])
             for target, value in zip(targets, quantize(drawn), strict=True):
                 target.copy_(value)
-                if disk:
-                    disk.changed(target)
+                memory.changed(target)
     free_tables()
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import reduce
 from importlib import import_module
 from itertools import combinations
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config
@@ -16,6 +17,7 @@ from titanlite.techniques.technique import Conflict, Technique
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
+    from titanlite.runtime.state_memory import StateMemory
     from titanlite.step import Gradients
 
 TECHNIQUES: dict[str, tuple[str, ...]] = {
@@ -86,6 +88,19 @@ def choose_trained(model: "Model", config: Config) -> None:
 def keeps_gradients(config: Config) -> bool:
     """Return whether gradients last until after backward."""
     return all(technique.keeps_gradients(config) for technique in used(config))
+
+
+def places(config: Config) -> dict[str, str]:
+    """Return host or disk for each category of memory that is not on the device."""
+    return {category: place for it in used(config) for category, place in it.places(config).items()}
+
+
+def state_memory(config: Config, run: Path) -> "StateMemory":
+    """Return the memory of parameters and moments; see `Technique.state_memory`."""
+    from titanlite.runtime.state_memory import StateMemory
+
+    found = (technique.state_memory(config, run) for technique in used(config))
+    return next(filter(None, found), None) or StateMemory()
 
 
 def build_gradients(config: Config, **parts: Any) -> "Gradients":

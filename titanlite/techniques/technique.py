@@ -7,6 +7,7 @@ these hooks. What changes the layers of a model is no hook: its order matters, a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from enum import StrEnum
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from titanlite.schema import Config
@@ -15,10 +16,12 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from titanlite.loss import Targets
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.runtime.hardware import Hardware
+    from titanlite.runtime.state_memory import StateMemory
     from titanlite.step import Gradients
     from titanlite.train import Run
 
@@ -26,6 +29,9 @@ Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
 Options = dict[str, Any]
 """Values by dotted key."""
+Attempt = Callable[[str, Sequence[str], Callable[[], Any]], Any]
+"""(key, reads, check): runs a check, and returns its result. A UserError becomes a problem of the key; then, and where
+an option that the check reads has a known problem, the result is None."""
 
 
 class Claim(StrEnum):
@@ -96,11 +102,33 @@ class Technique:
             UserError: it does not.
         """
 
+    def check_disk(self, config: Config, needed: float) -> None:
+        """Check that a disk has room.
+
+        Args:
+            needed: bytes of all processes of this machine in the place "disk"; see `places`.
+
+        Raises:
+            UserError: it has not.
+        """
+
     # The run
 
     def summary(self, config: Config) -> str:
         """Return the words for the first lines of a run, which list what is applied. Only asked if it is used."""
         return ""
+
+    loss_arguments: ClassVar[tuple[str, ...]] = ()
+    """Names of the further arguments that its `Targets` give to the loss function."""
+
+    def open_targets(self, config: Config, **parts: Any) -> "Targets | None":
+        """Open and check what the loss reads beside labels; None if that is nothing, or has problems.
+
+        Args:
+            parts: student (`ModelSpec`), tokenizer (of the data; None if it is not known), open_model (an `OpenModel`;
+                None: this command reads no weights) and attempt (an `Attempt`).
+        """
+        return None
 
     def choose_trained(self, model: "Model", config: Config) -> None:
         """Change which parameters a model has and trains, in place, before all else.
@@ -130,9 +158,23 @@ class Technique:
         """
         return None
 
+    def state_memory(self, config: Config, run: Path) -> "StateMemory | None":
+        """Return the memory of parameters and moments; None if the technique leaves that as it is. One that returns it
+        has the claim `Claim.UPDATE`.
+
+        Args:
+            run: folder of the run.
+        """
+        return None
+
     def keeps_gradients(self, config: Config) -> bool:
         """Return whether gradients last until after backward. Otherwise parameters are updated within it."""
         return True
+
+    def places(self, config: Config) -> dict[str, str]:
+        """Return host or disk for each category of memory that the technique keeps elsewhere than on the device:
+        parameters, gradients, optimizer, or that of a frozen model."""
+        return {}
 
     # The plan, and what `titanlite inspect` shows
 
@@ -148,6 +190,27 @@ class Technique:
         The first one needs nothing of the model or the hardware.
         """
         return []
+
+    last_resort: ClassVar[tuple[str, str] | None] = None
+    """(words for the table, switch) of an option that a search of layouts sets only if nothing fits without it."""
+
+    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
+        """Return the bytes that go over the link from a GPU to its host in a step, and those that the host itself reads
+        and writes.
+
+        Args:
+            sizes: bytes of each category of `places`, on one rank.
+            accumulation: micro-batches of a step.
+        """
+        return 0.0, 0.0
+
+    def planned_targets(self, config: Config, **parts: Any) -> "Targets | None":
+        """Return the targets for a plan, which need not be there yet. Only asked if it is used.
+
+        Args:
+            parts: vocab_size, and read_spec: (path, config, section) -> the model of weights.
+        """
+        return None
 
     facts: ClassVar[dict[str, Any]] = {}
     """What `titanlite inspect` records of each parameter, with the values of one that the technique leaves alone."""

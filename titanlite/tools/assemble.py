@@ -8,7 +8,7 @@ from titanlite.config.load import Draft
 from titanlite.observer import CurrentPhase
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
-from titanlite.tools.convert.source import open_teacher
+from titanlite.tools.convert.source import open_model
 from titanlite.tools.convert.weights import open_weights
 from titanlite.tools.ingest.chat import template_problems
 from titanlite.tools.ingest.inputs import find_files
@@ -33,7 +33,7 @@ def resolve(
         device,
         draft.bad_keys,
         find_text=find_files,
-        open_teacher=open_teacher,
+        open_model=open_model,
         judge_memory=judge_memory,
     )
     draft.add(problems)

@@ -1,13 +1,18 @@
 """Distillation from a teacher that runs in training, or from a cache of its output."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
 
 from titanlite.schema import Config, Distill, Teacher
 from titanlite.techniques.technique import Conflict, Technique, reads
 
+if TYPE_CHECKING:
+    from titanlite.loss import Targets
+
 
 class Distillation(Technique):
     option = "teacher.path"
+    loss_arguments = ("teacher",)
 
     def is_used(self, config: Config) -> bool:
         return config.teacher.is_set
@@ -35,6 +40,32 @@ class Distillation(Technique):
             )
         elif not loss and not distill.ratio:
             yield "distill.ratio", "is 0, so the teacher has no effect: set it above 0, or leave [teacher] out"
+
+    @reads("parallelism", "teacher.fsdp_reshard_after_forward")
+    def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
+        keep = config.teacher.fsdp_reshard_after_forward
+        try:
+            sharded = config.parallelism.degrees(world_size).sharded
+        except ValueError:  # reported for [parallelism]
+            return
+        if isinstance(keep, int) and sharded % keep:
+            yield "teacher.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
+
+    def open_targets(self, config: Config, **parts: Any) -> "Targets | None":
+        from titanlite.techniques.distill.source import open_targets
+
+        return open_targets(config, **parts)
+
+    def places(self, config: Config) -> dict[str, str]:
+        return {"teacher": "host"} if config.teacher.is_live and config.teacher.enable_cpu_offload else {}
+
+    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
+        return accumulation * sizes["teacher"] if self.places(config) else 0.0, 0.0
+
+    def planned_targets(self, config: Config, **parts: Any) -> "Targets":
+        from titanlite.techniques.distill.source import planned_targets
+
+        return planned_targets(config, **parts)
 
     def summary(self, config: Config) -> str:
         if config.teacher.is_live:

@@ -1,22 +1,52 @@
-"""Interface between the loss and a teacher: the teacher's distribution of each next token, chunk by chunk.
+"""The loss with a teacher, whose distribution of each next token is computed chunk by chunk.
 
-`teacher.py` has the teacher itself, of which `HeadDivergence` computes the logits. `TopK` is what a cache on disk holds
+`teacher.py` has the teacher itself, whose logits `HeadLogits` computes. `TopK` is what a cache on disk holds
 of a teacher.
 
 Shape suffixes: see `models.layers`; C the tokens of a chunk, K the tokens that a cache holds for each.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from titanlite.batch import Batch
-from titanlite.ops.divergence import ChunkDivergence, Kind, top_k_divergence
-from titanlite.ops.kernels import Kernels
+from titanlite.loss import LossTerm, TokenLoss, token_loss
+from titanlite.ops.divergence import ChunkDivergence, top_k_divergence
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.schema import Distill
+
+METRIC = "distill_loss"
+
+
+class TeacherOutput(Protocol):
+    """Output of a teacher for one micro-batch. Losses of the user's own get it as the argument `teacher`."""
+
+    def divergence(self, distill: Distill, kernels: Kernels) -> AbstractContextManager[LossTerm]:
+        """Return the divergence that `[distill]` names. It can be computed within the context."""
+        ...
+
+
+def distilled_loss(
+    hidden_BLD: Tensor,
+    weight_VD: Tensor,
+    *,
+    teacher: TeacherOutput,
+    distill: Distill,
+    kernels: Kernels = DEFAULT_KERNELS,
+    **options: Any,
+) -> TokenLoss:
+    """Return (1 - ratio) * loss + ratio * T^2 * divergence, whose formulas are in `ops.divergence`.
+
+    Args:
+        teacher: its output for the same tokens. The metric distill_loss is T^2 * divergence.
+        options: as `token_loss`.
+    """
+    with teacher.divergence(distill, kernels) as term:
+        return token_loss(hidden_BLD, weight_VD, kernels=kernels, term=term, **options)
 
 
 class HeadLogits:
@@ -38,22 +68,19 @@ class HeadLogits:
         return self._float32_mm(self._hidden_TD[part].to(self._dtype), self._weight_VD.t())
 
 
-class HeadDivergence:
-    """Divergence from a teacher whose logits are hidden @ weight^T. Its logits [T, V] never exist at once.
+def head_divergence(hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kernels: Kernels) -> LossTerm:
+    """Return the divergence from a teacher whose logits are hidden @ weight^T. Its logits [T, V] never exist at once.
 
     Args: as of `HeadLogits`.
     """
-
-    matrices = 1
-
-    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kernels: Kernels) -> None:
-        self._logits = HeadLogits(hidden_TD, weight_VD, kernels)
-        self._divergence: Callable[..., ChunkDivergence] = kernels.divergence(hidden_TD.device)
-        self._options = {"kind": distill.kind, "temperature": distill.temperature}
+    logits, divergence = HeadLogits(hidden_TD, weight_VD, kernels), kernels.divergence(hidden_TD.device)
+    options: dict[str, Any] = {"kind": distill.kind, "temperature": distill.temperature}
 
     @torch.no_grad()
-    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
-        return self._divergence(logits_CV, self._logits(part), weight_C=weight_C, **self._options)
+    def of_chunk(logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
+        return divergence(logits_CV, logits(part), weight_C=weight_C, **options)
+
+    return LossTerm(METRIC, distill.ratio, of_chunk)
 
 
 @dataclass(frozen=True)
@@ -68,37 +95,15 @@ class TopK:
     """Logarithm of the probability of the other tokens, float32. -inf if there are none."""
 
     @contextmanager
-    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator["TopKDivergence"]:
-        yield TopKDivergence(self, distill, kernels)
+    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[LossTerm]:
+        """Yield the divergence of K + 1 outcomes; see `ops.divergence`."""
+        ids_TK, log_probs_TK = self.ids_BLK.flatten(0, 1), self.log_probs_BLK.flatten(0, 1)
+        log_tail_T, divergence = self.log_tail_BL.flatten(), kernels.divergence(self.ids_BLK.device)
+        options: dict[str, Any] = {"kind": distill.kind, "temperature": distill.temperature, "divergence": divergence}
 
+        @torch.no_grad()
+        def of_chunk(logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
+            known = ids_TK[part].long(), log_probs_TK[part].float(), log_tail_T[part]
+            return top_k_divergence(logits_CV, *known, weight_C=weight_C, **options)
 
-def cached_output(batch: Batch) -> TopK:
-    """Return what the cache holds of the teacher for a micro-batch."""
-    return TopK(batch["teacher_ids"], batch["teacher_log_probs"], batch["teacher_log_tail"])
-
-
-class TopKDivergence:
-    """Divergence of K + 1 outcomes; see `models.divergence`."""
-
-    matrices = 1
-
-    def __init__(self, output: TopK, distill: Distill, kernels: Kernels) -> None:
-        self._ids_TK = output.ids_BLK.flatten(0, 1)
-        self._log_probs_TK = output.log_probs_BLK.flatten(0, 1)
-        self._log_tail_T = output.log_tail_BL.flatten()
-        self._divergence = kernels.divergence(output.ids_BLK.device)
-        self._kind: Kind = distill.kind
-        self._temperature = distill.temperature
-
-    @torch.no_grad()
-    def __call__(self, logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
-        return top_k_divergence(
-            logits_CV,
-            self._ids_TK[part].long(),
-            self._log_probs_TK[part].float(),
-            self._log_tail_T[part],
-            kind=self._kind,
-            temperature=self._temperature,
-            weight_C=weight_C,
-            divergence=self._divergence,
-        )
+        yield LossTerm(METRIC, distill.ratio, of_chunk)

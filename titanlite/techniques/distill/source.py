@@ -2,99 +2,100 @@
 
 import hashlib
 from collections.abc import Callable
-from dataclasses import asdict, replace
-from typing import Protocol
+from dataclasses import asdict
+from functools import partial
 
 import numpy as np
-from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.models.base import Model
-from titanlite.models.decoder import DecoderArgs
+from titanlite.loss import Targets
+from titanlite.models.documents import check_documents
+from titanlite.models.frozen import FrozenModel, ModelWeights, OpenModel
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
-from titanlite.schema import Teacher as TeacherConfig
+from titanlite.schema import Config
+from titanlite.techniques.distill.cache import data_settings, open_cache, planned_cache
+from titanlite.techniques.distill.teacher import Teacher
+from titanlite.techniques.technique import Attempt
 
 SHOWN = 3
 """Tokens that a message names."""
 
 
-class TeacherSource(Protocol):
-    """Weights of a teacher, and the model that they are of: `titanlite.tools.convert.source.Source`."""
-
-    @property
-    def spec(self) -> ModelSpec: ...
-    @property
-    def tokenizer(self) -> Tokenizer | None:
-        """Tokenizer of the weights; None if it is not known."""
-        ...
-
-    @property
-    def where(self) -> str:
-        """Path or URL of the weights, for errors."""
-        ...
-
-    @property
-    def identity(self) -> str:
-        """Text that differs for other weights."""
-        ...
-
-    @property
-    def reader(self) -> StorageReader: ...
-
-
-OpenTeacher = Callable[[str, str | None], TeacherSource]
-"""(path, config): opens the weights of a teacher, as `titanlite.tools.convert.source.open_teacher` does. It raises
-UserError if there are none, or if they do not describe their model."""
-
-
-def teacher_model(spec: ModelSpec, *, seq_len: int) -> Model:
-    """Return the teacher on the meta device, with its parameters frozen.
+def open_targets(
+    config: Config, *, student: ModelSpec, tokenizer: Tokenizer | None, open_model: OpenModel | None, attempt: Attempt
+) -> Targets | None:
+    """Return a teacher that runs in training, or the cache of one. If weights are named too, it must be of those.
 
     Args:
-        seq_len: of training, for which tables of positions are made.
+        tokenizer: of the data. None if it is not known.
     """
-    if isinstance(spec.args, DecoderArgs):  # others may have parameters for each position
-        spec = spec._replace(args=replace(spec.args, max_seq_len=seq_len))
-    return spec.build().requires_grad_(False)
+    reads, cache = ["teacher", "distill", "training.seq_len"], config.teacher.cache
+    open_weights = partial(open_teacher, config, student=student, tokenizer=tokenizer, open_model=open_model)
+    teacher = attempt("teacher.path", [*reads, "data.document_mask"], open_weights)
+    if cache is None or tokenizer is None:
+        return teacher if cache is None else None
+    wanted = data_settings(config, tokenizer=tokenizer.fingerprint, vocab_size=student.args.vocab_size)
+    wanted |= teacher.settings if teacher else {}
+    return attempt("teacher.cache", [*reads, "data"], partial(open_cache, cache, config.distill, wanted))
 
 
-def forward_flops(spec: ModelSpec, seq_len: int, *, causal: bool = False) -> float:
-    """Floating point operations of the teacher's forward pass for one token: a third of those of training it."""
-    model = teacher_model(spec, seq_len=seq_len).requires_grad_(True)
-    return model.flops_per_token(seq_len, causal=causal) / 3
-
-
-def check_teacher(
-    config: TeacherConfig,
-    open_teacher: OpenTeacher | None,
-    *,
-    student: ModelSpec,
-    tokenizer: Tokenizer | None,
-    seq_len: int,
-) -> TeacherSource | None:
-    """Open the teacher that `[teacher]` names, if any, and check that it fits the student.
+def open_teacher(
+    config: Config, *, student: ModelSpec, tokenizer: Tokenizer | None, open_model: OpenModel | None
+) -> Teacher | None:
+    """Open the weights that `[teacher]` names, if any, and check that they fit the student and the data.
 
     Args:
         tokenizer: of the data. None if it is not known.
 
     Raises:
-        UserError: there are no such weights, the vocabularies differ, or sequences are too long for the teacher.
+        UserError: there are no such weights, the vocabularies differ, sequences are too long for the teacher, or it
+            ignores documents.
     """
-    if config.path is None:
+    teacher, seq_len = config.teacher, config.training.seq_len
+    if teacher.path is None:
         return None
-    if open_teacher is None:
+    if open_model is None:
         raise UserError("teacher.path: this command reads no teacher")
-    source = open_teacher(config.path, config.config)
-    if source.spec.args.max_seq_len < seq_len:
-        raise UserError(
-            f"{source.where} has {source.spec.args.max_seq_len} positions, and training.seq_len is {seq_len}: lower it"
-        )
-    _check_vocabulary(source, student, tokenizer)
-    return source
+    weights = open_model(teacher.path, teacher.config, "teacher")
+    if (most := weights.spec.args.max_seq_len) < seq_len:
+        raise UserError(f"{weights.where} has {most} positions, and training.seq_len is {seq_len}: lower it")
+    _check_vocabulary(weights, student, tokenizer)
+    frozen = frozen_teacher(config, weights.spec, weights)
+    if config.data.document_mask:
+        check_documents(frozen.build(seq_len))
+    return Teacher(frozen, config.distill, fingerprint=fingerprint(weights))
 
 
-def _check_vocabulary(source: TeacherSource, student: ModelSpec, tokenizer: Tokenizer | None) -> None:
+def planned_targets(
+    config: Config, *, vocab_size: int, read_spec: Callable[[str, str | None, str], ModelSpec]
+) -> Targets:
+    """Return the teacher or the cache for a plan."""
+    teacher = config.teacher
+    if teacher.cache is not None:
+        return planned_cache(teacher.cache, config.distill, vocab_size=vocab_size)
+    spec = read_spec(str(teacher.path), teacher.config, "teacher")
+    return Teacher(frozen_teacher(config, spec, None), config.distill, fingerprint="")
+
+
+def frozen_teacher(config: Config, spec: ModelSpec, weights: ModelWeights | None) -> FrozenModel:
+    """Return the teacher as `[teacher]` asks for it.
+
+    Args:
+        weights: None in a plan.
+    """
+    teacher = config.teacher
+    return FrozenModel(
+        section="teacher",
+        spec=spec,
+        weights=weights,
+        dtype=teacher.dtype or config.training.mixed_precision_param,
+        reshard_after_forward=teacher.fsdp_reshard_after_forward,
+        is_on_host=teacher.enable_cpu_offload,
+    )
+
+
+def _check_vocabulary(source: ModelWeights, student: ModelSpec, tokenizer: Tokenizer | None) -> None:
     theirs, ours = source.spec.args.vocab_size, student.args.vocab_size
     changed = different_tokens(source.tokenizer, tokenizer) if source.tokenizer and tokenizer else []
     problem = "" if theirs == ours else f"it has {theirs:,} tokens, and the model {ours:,}"
@@ -126,7 +127,7 @@ def different_tokens(theirs: Tokenizer, ours: Tokenizer) -> list[str]:
     return words
 
 
-def fingerprint(source: TeacherSource) -> str:
+def fingerprint(source: ModelWeights) -> str:
     """Return a hash of the teacher's weights and of its model's arguments."""
     args = {name: value for name, value in asdict(source.spec.args).items() if name != "max_seq_len"}
     text = f"{source.spec.model_cls.__name__} {sorted(args.items())} {source.identity}"

@@ -7,17 +7,22 @@ activations exist. The loss then gathers the teacher's head once more, and compu
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import Batch
+from titanlite.loss import LossTerm, Targets
 from titanlite.models.base import Model, head_of
+from titanlite.models.frozen import FrozenModel
+from titanlite.observer import Phase, StepObserver
 from titanlite.ops.attention import document_arguments
 from titanlite.ops.kernels import Kernels
 from titanlite.schema import Distill
-from titanlite.techniques.distill.divergence import HeadDivergence
+from titanlite.techniques.distill.divergence import distilled_loss, head_divergence
 
 
 @dataclass(frozen=True)
@@ -29,30 +34,39 @@ class HiddenStates:
     teacher: "Teacher"
 
     @contextmanager
-    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[HeadDivergence]:
+    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[LossTerm]:
         with self.teacher.head_weight() as weight_VD:
-            yield HeadDivergence(self.hidden_BLD.flatten(0, 1), weight_VD, distill, kernels)
+            yield head_divergence(self.hidden_BLD.flatten(0, 1), weight_VD, distill, kernels)
 
 
-class Teacher:
-    """Frozen model.
+class Teacher(Targets):
+    """Targets that a frozen model computes.
 
     Args:
-        keeps_gathered: whether gathered parameters stay on every process.
-        flops_per_token: of the forward pass, full and causal; see `Model.flops_per_token`.
+        fingerprint: of the model and its weights.
     """
 
-    def __init__(self, model: Model, *, keeps_gathered: bool, flops_per_token: tuple[float, float]) -> None:
-        self.model = model
-        self.flops_per_token = flops_per_token
-        self._keeps_gathered = keeps_gathered
-        self._head = head_of(model)
+    title = "teacher.path: the teacher"
+
+    def __init__(self, frozen: FrozenModel, distill: Distill, *, fingerprint: str) -> None:
+        self.frozen = frozen
+        self._keeps_gathered = frozen.reshard_after_forward == "never"
+        self.settings = {"teacher": fingerprint}
+        self.token_loss = partial(distilled_loss, distill=distill)
         self._weight: str | Tensor = ""
         """Name of the projection's weight in the head, or a weight that the head computes."""
 
+    def use(self, model: Model) -> None:
+        self.model, self._head = model, head_of(model)
+
+    def __call__(self, batch: Batch, observer: StepObserver) -> dict[str, Any]:
+        observer.phase(Phase.TEACHER)
+        return {"teacher": self.hidden_states(batch)}
+
     @torch.no_grad()
-    def __call__(self, batch: Batch) -> HiddenStates:
+    def hidden_states(self, batch: Batch) -> HiddenStates:
         """Return the teacher's final hidden states. Labels and gradients play no part."""
+        assert self.model
         hidden_BLD = self.model(batch["tokens"], loss=self._keep_weight, **document_arguments(batch))
         return HiddenStates(hidden_BLD, self)
 

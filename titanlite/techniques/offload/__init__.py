@@ -1,18 +1,22 @@
-"""Parameters and optimizer states in host memory, or in files on a local disk; `disk.py` has what is particular there.
+"""Parameters and optimizer states in host memory, to which FSDP2 offloads, or in files on a local disk (`disk.py`)."""
 
-FSDP2 offloads to host memory. The optimizer reads moments in slices from `storage/disk.py`.
-"""
-
+import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlite.runtime.files import why_not_writable
 from titanlite.schema import Config
 from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
 
+if TYPE_CHECKING:
+    from titanlite.runtime.state_memory import StateMemory
+
 
 class CPUOffload(Technique):
     option = "offload.path"
+    last_resort = "CPU offload", "training.enable_cpu_offload"
 
     def is_used(self, config: Config) -> bool:
         return config.training.enable_cpu_offload or config.offload.is_used
@@ -42,6 +46,33 @@ class CPUOffload(Technique):
         if offload.path is not None and (problem := why_not_writable(offload.path)):
             yield self.option, problem
 
+    @reads("offload", "training", "parallelism", "job")
+    def check_disk(self, config: Config, needed: float) -> None:
+        from titanlite.techniques.offload.disk import check_room
+
+        check_room(_folder(config, Path(config.job.dump_folder, str(config.job.name))), needed)
+
+    def state_memory(self, config: Config, run: Path) -> "StateMemory | None":
+        if not config.offload.is_used:
+            return None
+        from titanlite.techniques.offload.disk import DiskMemory
+
+        parameters, moments = config.offload.parameters == "disk", config.offload.optimizer == "disk"
+        return DiskMemory(_folder(config, run), parameters=parameters, moments=moments)
+
+    def places(self, config: Config) -> dict[str, str]:
+        states = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ()
+        on_disk = {"parameters": config.offload.parameters, "optimizer": config.offload.optimizer}
+        return dict.fromkeys(states, "host") | {name: place for name, place in on_disk.items() if place == "disk"}
+
+    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
+        """Parameters go to the device twice a micro-batch, and gradients come back. The update reads parameters,
+        gradients and moments, and writes all but the gradients."""
+        if not config.training.enable_cpu_offload:
+            return 0.0, 0.0
+        states = sum(sizes[category] for category in ("parameters", "gradients", "optimizer"))
+        return accumulation * 3 * sizes["parameters"], 1.75 * states
+
     def summary(self, config: Config) -> str:
         return "CPU offload" if config.training.enable_cpu_offload else ""
 
@@ -52,6 +83,12 @@ class CPUOffload(Technique):
         if is_gpu and not config.training.enable_cpu_offload:
             cost = "parameters and updates in host memory: much slower steps"
             yield 4, {"training.enable_cpu_offload": True}, cost
+
+
+def _folder(config: Config, run: Path) -> Path:
+    """Return the folder of a run's files on disk."""
+    path = config.offload.path
+    return Path(os.path.expanduser(path)) if path else run / "offload"
 
 
 TECHNIQUE = CPUOffload()

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
+from titanlite.techniques import used
 from titanlite.techniques.technique import Claim, Conflict, Technique, reads
 
 if TYPE_CHECKING:
@@ -20,15 +21,11 @@ class TensorParallel(Technique):
     def claims(self, config: Config) -> dict[Claim, str]:
         return {Claim.LAYERS: self.option}
 
-    @reads("parallelism", "teacher", "training.loss")
+    @reads("parallelism", "training.loss")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        refused = {
-            "teacher.path": config.teacher.is_set,
-            "training.loss": config.training.loss is not None,
-        }
-        for other, is_set in refused.items():
-            if is_set:
-                yield self.option, f"cannot be combined with {other} yet: set it to 1, or leave that out"
+        refused = [it.option for it in used(config) if it.loss_arguments]
+        for other in [*refused, "training.loss"] if config.training.loss else refused:
+            yield self.option, f"cannot be combined with {other} yet: set it to 1, or leave that out"
         keep = config.parallelism.fsdp_reshard_after_forward
         if isinstance(keep, int) and keep > 1:
             problem = f"FSDP2 cannot combine {keep} with {self.option}: set default"

@@ -26,6 +26,7 @@ from titanlite.config.foreign import read_foreign
 from titanlite.config.load import load
 from titanlite.data.tokenizer import Tokenizer, find_copy, is_shipped, load_tokenizer
 from titanlite.models.base import Model
+from titanlite.models.frozen import ModelWeights
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import set_kernels
@@ -182,13 +183,14 @@ def _sample(file: Path) -> str:
     return f"{file.name} {size} {checksum:08x}"
 
 
-def open_teacher(path: str, config: str | None) -> Source:
-    """Open the weights of a teacher; see `open_source`."""
+def open_model(path: str, config: str | None, section: str) -> ModelWeights:
+    """Open the weights that a section of a config names, as its `path` and `config`; see `open_source`."""
     try:
-        return open_source(path, config=config)
+        source = open_source(path, config=config)
+        return ModelWeights(source.spec, source.tokenizer, source.where, source.identity, source.reader)
     except UserError as error:
         raise UserError(
-            re.sub(r"(--model, )?(--flavor, )?(--model-file or )?--config", "teacher.config", str(error))
+            re.sub(r"(--model, )?(--flavor, )?(--model-file or )?--config", f"{section}.config", str(error))
         ) from None
 
 

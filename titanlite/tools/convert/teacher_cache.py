@@ -1,8 +1,8 @@
 """`titanlite distill cache`: run a teacher once over the training data, and write its most probable tokens.
 
-`data.teacher_entries` has the format. Files have a fixed number of sequences each. Every process computes a file of its
-own at a time: it writes it beside its place, and renames it when it is whole. So a start after an interruption finds
-whole files, and makes the others.
+`techniques.distill.entries` has the format. Files have a fixed number of sequences each. Every process computes a file
+of its own at a time: it writes it beside its place, and renames it when it is whole. So a start after an interruption
+finds whole files, and makes the others.
 """
 
 import json
@@ -27,7 +27,25 @@ from titanlite.config.load import load
 from titanlite.data.loader import to_device
 from titanlite.data.samples import Source, as_batch
 from titanlite.data.sources import open_data
-from titanlite.data.teacher_entries import (
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.mesh import data_parallel_rank, world_group
+from titanlite.models.frozen import FrozenModel
+from titanlite.models.registry import ModelSpec
+from titanlite.ops import pick_kernels
+from titanlite.ops.divergence import most_probable
+from titanlite.ops.kernels import Kernels
+from titanlite.parallelize import build_mesh
+from titanlite.parallelize.frozen import build_frozen
+from titanlite.runtime.console import progress_console
+from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
+from titanlite.runtime.files import FileLocked, lock_file, write_atomically
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.runtime.ranks import check_same_everywhere, on_all, on_rank_0
+from titanlite.schema import Config, Validation
+from titanlite.schema import Teacher as TeacherConfig
+from titanlite.techniques.distill.cache import cache_folder, data_settings
+from titanlite.techniques.distill.divergence import HeadLogits
+from titanlite.techniques.distill.entries import (
     BLOCK_BYTES,
     COMMAND,
     FORMAT,
@@ -43,28 +61,10 @@ from titanlite.data.teacher_entries import (
     make_manifest,
     read_settings,
 )
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
-from titanlite.mesh import data_parallel_rank, world_group
-from titanlite.models.documents import check_documents
-from titanlite.models.registry import ModelSpec
-from titanlite.ops import pick_kernels
-from titanlite.ops.divergence import most_probable
-from titanlite.ops.kernels import Kernels
-from titanlite.parallelize import build_mesh
-from titanlite.parallelize.teacher import build_teacher
-from titanlite.runtime.console import progress_console
-from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
-from titanlite.runtime.files import FileLocked, lock_file, write_atomically
-from titanlite.runtime.process_group import pick_device, process_group, read_ranks
-from titanlite.runtime.ranks import on_all, on_rank_0
-from titanlite.schema import Data, Validation
-from titanlite.schema import Teacher as TeacherConfig
-from titanlite.techniques.distill.cache import cache_folder, data_settings
-from titanlite.techniques.distill.divergence import HeadLogits
-from titanlite.techniques.distill.source import TeacherSource, check_teacher, fingerprint, teacher_model
+from titanlite.techniques.distill.source import open_teacher
 from titanlite.techniques.distill.teacher import Teacher
 from titanlite.tools.arguments import Count
-from titanlite.tools.convert.source import open_teacher
+from titanlite.tools.convert.source import open_model
 from titanlite.tools.ingest.prepare import prepare_text
 
 GIB = 2**30
@@ -122,23 +122,15 @@ def write_cache(
     device, training, folder = pick_device(ranks), config.training, _folder(config.teacher)
     tokenizer = load_tokenizer(config.data.tokenizer)
     student = select_model(config.model, tokenizer)
-    source = _open_source(config.teacher, config.data, student, tokenizer, seq_len=training.seq_len)
-    wanted = data_settings(
-        config.data,
-        config.distill,
-        tokenizer=tokenizer.fingerprint,
-        vocab_size=student.args.vocab_size,
-        seq_len=training.seq_len,
-    )
-    compute = config.teacher.dtype or training.mixed_precision_param
-    settings = _settings(
-        fingerprint(source), top_k=top_k, dtype=dtype, block_bytes=block_bytes, compute_dtype=compute, **wanted
-    )
+    teacher, frozen = _open_teacher(config, student, tokenizer)
+    wanted = data_settings(config, tokenizer=tokenizer.fingerprint, vocab_size=student.args.vocab_size)
+    wanted |= {**teacher.settings, "compute_dtype": frozen.dtype}
+    settings = _settings(top_k=top_k, dtype=dtype, block_bytes=block_bytes, **wanted)
     # Entries are of whole sequences: ranks that would split them shard the teacher instead.
     whole = {"context_parallel_degree": 1, "data_parallel_shard_degree": -1}
-    parallelism = config.parallelism.model_copy(update=whole)
+    config = config.model_copy(update={"parallelism": config.parallelism.model_copy(update=whole)})
     with process_group(ranks, device, deterministic=config.debug.deterministic):
-        mesh = build_mesh(parallelism, world_size=ranks.world_size, device_type=device.type)
+        mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
         group = world_group(mesh)
         with _opened(folder, settings, group) as settings:
             samples, _ = open_data(
@@ -153,8 +145,8 @@ def write_cache(
             )
             missing = on_rank_0(group, lambda: _missing(folder, samples.sources, settings))
             kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
-            options = {"parallelism": parallelism, "training": training, "compile": config.compile}
-            teacher = build_teacher(config.teacher, source, mesh=mesh, device=device, kernels=kernels, **options)
+            check_same_everywhere(str(teacher.settings), teacher.title, group=group)
+            teacher.use(build_frozen(frozen, config, mesh=mesh, kernels=kernels, device=device))
             writer = CacheWriter(teacher, settings, kernels=kernels, mesh=mesh, batch_size=batch_size)
             _write(writer, folder, samples.sources, missing, settings, shown=ranks.rank == 0)
 
@@ -227,7 +219,7 @@ class CacheWriter:
     def _entries(self, batch: Batch) -> np.ndarray:
         """Return the entries [B, L] of a batch."""
         settings, parts = self._settings, []
-        hidden_TD = self._teacher(batch).hidden_BLD.flatten(0, 1)
+        hidden_TD = self._teacher.hidden_states(batch).hidden_BLD.flatten(0, 1)
         with self._teacher.head_weight() as weight_VD:
             logits = HeadLogits(hidden_TD, weight_VD, self._kernels)
             chunk = self._kernels.loss_chunk(len(hidden_TD), 2 * len(weight_VD), hidden_TD.device)
@@ -318,36 +310,29 @@ def _write(
         )
 
 
-def _open_source(
-    config: TeacherConfig, data: Data, student: ModelSpec, tokenizer: Tokenizer, *, seq_len: int
-) -> TeacherSource:
-    """Open the weights of the teacher, and check that they fit the student and the data.
+def _open_teacher(config: Config, student: ModelSpec, tokenizer: Tokenizer) -> tuple[Teacher, FrozenModel]:
+    """Open the teacher, and check that it fits the student and the data.
 
     Raises:
-        ConfigError: they do not.
+        ConfigError: it does not.
     """
     try:
-        source = check_teacher(config, open_teacher, student=student, tokenizer=tokenizer, seq_len=seq_len)
-        assert source is not None
-        if data.document_mask:
-            check_documents(teacher_model(source.spec, seq_len=seq_len))
+        teacher = open_teacher(config, student=student, tokenizer=tokenizer, open_model=open_model)
     except UserError as error:
         raise _problem("path", str(error).removeprefix("teacher.path: ")) from None
-    return source
+    assert teacher
+    assert teacher.frozen
+    return teacher, teacher.frozen
 
 
 def _problem(option: str, message: str) -> ConfigError:
     return ConfigError([Problem(f"teacher.{option}", message)])
 
 
-def _settings(
-    teacher: str, *, top_k: int, block_bytes: int, vocab_size: int, seq_len: int, **others: Any
-) -> CacheSettings:
+def _settings(*, top_k: int, block_bytes: int, vocab_size: int, **others: Any) -> CacheSettings:
     if top_k > vocab_size:
         raise UserError(f"--top-k: {top_k:,} is more than the {vocab_size:,} tokens of the vocabulary")
-    settings = CacheSettings(
-        teacher=teacher, top_k=top_k, vocab_size=vocab_size, seq_len=seq_len, block_sequences=1, **others
-    )
+    settings = CacheSettings(top_k=top_k, vocab_size=vocab_size, block_sequences=1, **others)
     return replace(settings, block_sequences=max(1, block_bytes // settings.record.itemsize))
 
 

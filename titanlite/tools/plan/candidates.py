@@ -22,11 +22,12 @@ class Candidate:
     batch: int
     variant: str
     """Words for the options of techniques that the search sets: one of their `variants`."""
-    offload: bool
+    last_resort: str
+    """Words for the switch that is on because nothing fits without it. Empty: none is."""
     degrees: Degrees
     reshard: str
-    teacher: str | None = None
-    """`teacher.fsdp_reshard_after_forward`; None without a teacher."""
+    frozen: tuple[str, str] | None = None
+    """Word for a frozen model beside the one that is trained, and its `fsdp_reshard_after_forward`."""
     tokens_per_second: float = 0.0
     reserved: float = 0.0
     """Bytes."""
@@ -38,14 +39,13 @@ class Candidate:
     @property
     def kernels(self) -> tuple[Any, ...]:
         """Options that determine the work of the device."""
-        return self.mode, self.batch, self.variant, self.offload
+        return self.mode, self.batch, self.variant, self.last_resort
 
     @property
     def title(self) -> str:
         words = [f"{self.degrees}", f"reshard {self.reshard}", f"recompute {self.mode}", f"local batch {self.batch}"]
-        words += [f"teacher {self.teacher}"] if self.teacher else []
-        words += [self.variant] * bool(self.variant) + ["CPU offload"] * self.offload
-        return ", ".join(words)
+        words += [" ".join(self.frozen)] if self.frozen else []
+        return ", ".join([*words, *filter(None, (self.variant, self.last_resort))])
 
 
 @dataclass(frozen=True)

@@ -6,16 +6,17 @@ from typing import Any
 
 from titanlite.checks.preflight import select_model
 from titanlite.data.tokenizer import load_tokenizer
+from titanlite.loss import Targets
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.hardware import Hardware
-from titanlite.schema import Config, Degrees, Offload, Teacher
-from titanlite.techniques.distill.source import forward_flops
-from titanlite.tools.plan import teacher as teachers
+from titanlite.schema import Config, Degrees
+from titanlite.techniques import places, used
 from titanlite.tools.plan.depth import can_vary, period_of, trained_model
+from titanlite.tools.plan.frozen import planned_targets
 from titanlite.tools.plan.memory import Profile, extend, profile
 from titanlite.tools.plan.schedule import StepTime, step_time
-from titanlite.tools.plan.time import HOST_LINK, Kernel, Unit, offload_time
+from titanlite.tools.plan.time import Kernel, Unit, host_time
 from titanlite.tools.plan.trace import trace_step
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 
@@ -24,8 +25,6 @@ OUTSIDE = 2 * 2**30
 communicator (github.com/NVIDIA/nccl issue 1685); each further one takes 0.7 GB (issue 964, A100s)."""
 USABLE_ON_CPU = 0.93
 """Share of this machine's memory for tensors."""
-ON_HOST = ("parameters", "gradients", "optimizer")
-"""Categories that CPU offload keeps in host memory, unless they are on disk."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +73,7 @@ class Plan(Profile):
     micro_batch_size: int
     accumulation: int
     host: int
-    """Bytes in host memory, with CPU offload, of one rank."""
+    """Bytes in host memory, of one rank on a GPU."""
     disk: int
     """Bytes in files."""
     flops: float
@@ -142,7 +141,7 @@ def plan(config: Config, layout: Layout, *, whole: bool = False) -> Plan:
 
 def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks. A
-    teacher, which has no backward, is always whole.
+    frozen model beside it, which has no backward, is always whole.
 
     Allocated memory and time are the same either way. Reserved memory is not: holes between tensors do not grow in
     proportion to the number of blocks.
@@ -165,19 +164,17 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     if not whole and not groups and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
-    guide = teachers.teacher_spec(config.teacher, seq_len=config.training.seq_len)
-    traces = [_traced(config, spec.model_cls, shape, guide, layout) for shape in shapes]
+    targets = planned_targets(config, vocab_size=spec.args.vocab_size)
+    traces = [_traced(config, spec.model_cls, shape, targets, layout) for shape in shapes]
     found = traces[0] if len(traces) == 1 else _extended(*traces, blocks=depth, edge=edge, period=period)
-    return _with_disk(found, config.offload)
+    return _with_disk(found, config)
 
 
-def _traced(
-    config: Config, model_cls: type[Model], args: ModelArgs, teacher: ModelSpec | None, layout: Layout
-) -> Trace:
-    """Trace a step of the whole model of these arguments, and the whole teacher."""
+def _traced(config: Config, model_cls: type[Model], args: ModelArgs, targets: Targets, layout: Layout) -> Trace:
+    """Trace a step of the whole model of these arguments."""
     fuse = config.compile.enable and layout.is_gpu
     _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
-    traced = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, teacher=teacher)
+    traced = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets)
     return Trace(
         profile(traced.recorder, traced.blocks, gpu=layout.is_gpu, compiled=fuse, hidden=_hidden(config, layout)),
         workload_of(traced.recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
@@ -187,17 +184,12 @@ def _traced(
 
 def _hidden(config: Config, layout: Layout) -> list[str]:
     """Return the categories that are not in the device's memory."""
-    hidden = on_host(config) if layout.is_gpu else []
-    return hidden + [category for category, place in places_of_states(config.offload).items() if place == "disk"]
-
-
-def _offloads(teacher: Teacher) -> bool:
-    return teacher.is_live and teacher.enable_cpu_offload
+    return [category for category, place in places(config).items() if layout.is_gpu or place == "disk"]
 
 
 def on_host(config: Config) -> list[str]:
-    """Return the categories that CPU offload keeps in host memory, unless they are on disk."""
-    return [*(ON_HOST if config.training.enable_cpu_offload else ()), *["teacher"] * _offloads(config.teacher)]
+    """Return the categories that are in host memory, with a GPU."""
+    return [category for category, place in places(config).items() if place == "host"]
 
 
 def _extended(small: Trace, large: Trace, *, blocks: int, edge: int, period: int) -> Trace:
@@ -211,16 +203,11 @@ def _extended(small: Trace, large: Trace, *, blocks: int, edge: int, period: int
     )
 
 
-def places_of_states(offload: Offload) -> dict[str, str]:
-    """Return the option of each category of states that can be on disk."""
-    return {"parameters": offload.parameters, "optimizer": offload.optimizer}
-
-
-def _with_disk(traced: Trace, offload: Offload) -> Trace:
+def _with_disk(traced: Trace, config: Config) -> Trace:
     """Move states on disk out of the profile: a trace makes no files. The few slices that an update works on are not
     counted."""
-    places = places_of_states(offload)
-    on_disk = {category: traced.profile.most(category) for category, place in places.items() if place == "disk"}
+    of_disk = [category for category, place in places(config).items() if place == "disk"]
+    on_disk = {category: traced.profile.most(category) for category in of_disk}
     phases = {name: {**sizes, **dict.fromkeys(on_disk, 0)} for name, sizes in traced.profile.phases.items()}
     return replace(traced, profile=replace(traced.profile, phases=phases), on_disk=on_disk)
 
@@ -239,22 +226,16 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         accumulation=accumulation,
         whole=workload.whole,
     )
-    phases, host, disk = traced.profile.phases, 0, sum(traced.on_disk.values())
-    added = 0.0
-    if training.enable_cpu_offload and layout.is_gpu:
-        host = sum(traced.profile.most(category) for category in ON_HOST)
-        parameters = traced.profile.most("parameters") + traced.on_disk.get("parameters", 0)
-        added = offload_time(parameters, host + disk, accumulation=accumulation)
-    if _offloads(config.teacher) and layout.is_gpu:
-        shards = traced.profile.most("teacher")
-        host, added = host + shards, added + accumulation * shards / HOST_LINK
+    phases, host = traced.profile.phases, 0
     if gone := on_host(config) if layout.is_gpu else []:
-        time = replace(time, total=time.total + added)
+        sizes = {category: traced.profile.most(category) for category in places(config)} | traced.on_disk
+        host = sum(sizes[category] for category in gone)
+        time = replace(time, total=time.total + host_time(used(config), config, sizes, accumulation))
         phases = {name: {**sizes, **dict.fromkeys(gone, 0)} for name, sizes in phases.items()}
     tokens = training.global_batch_size * training.seq_len
     model_flops = model.flops_per_token(training.seq_len) * tokens
-    if guide := teachers.teacher_spec(config.teacher, seq_len=training.seq_len):
-        model_flops += forward_flops(guide, training.seq_len) * tokens
+    if frozen := planned_targets(config, vocab_size=model.args.vocab_size).frozen:
+        model_flops += frozen.flops_per_token(training.seq_len) * tokens
     peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops
     return Plan(
         phases=phases,
@@ -266,7 +247,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         micro_batch_size=micro_batch_size,
         accumulation=accumulation,
         host=host,
-        disk=disk,
+        disk=sum(traced.on_disk.values()),
         flops=layout.world_size * accumulation * sum(it.flops for it in _kernels(workload.units)),
         model_flops=model_flops,
         traffic=traced.traffic,

@@ -23,7 +23,6 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Degrees
 from titanlite.techniques import every_technique, exclusions
 from titanlite.techniques.technique import Options
-from titanlite.tools.plan import teacher as teachers
 from titanlite.tools.plan.candidates import (
     MODES,
     Candidate,
@@ -34,7 +33,8 @@ from titanlite.tools.plan.candidates import (
     too_large,
     with_options,
 )
-from titanlite.tools.plan.estimate import ON_HOST, Layout, Plan, Trace, estimate, model_of, trace
+from titanlite.tools.plan.estimate import Layout, Plan, Trace, estimate, model_of, trace
+from titanlite.tools.plan.frozen import is_of, kept_bytes, planned_targets
 from titanlite.tools.plan.layouts import (
     CONTEXT,
     EXPERT,
@@ -48,17 +48,18 @@ from titanlite.tools.plan.layouts import (
     reductions,
 )
 from titanlite.tools.plan.schedule import step_time
-from titanlite.tools.plan.teacher import is_teacher
-from titanlite.tools.plan.time import offload_time
+from titanlite.tools.plan.time import host_time
 
-RESHARD, TEACHER = ("default", "never"), ("always", "never")
-"""Values of `parallelism.` and `teacher.fsdp_reshard_after_forward`; the first needs least memory."""
+RESHARD, FROZEN = ("default", "never"), ("always", "never")
+"""Values of `fsdp_reshard_after_forward`, of the trained model and of a frozen one; the first needs least memory."""
 LARGEST_BATCH = 16
 """Most sequences in a forward pass that are tried."""
 GIB = 2**30
 
+STATES = ("parameters", "gradients", "optimizer")
+"""Categories of memory that ranks share."""
 Sharding = tuple[Degrees, str, str | None]
-"""Degrees, and when gathered parameters of the model and of the teacher are freed."""
+"""Degrees, and when gathered parameters of the trained and of the frozen model are freed."""
 Traces = dict[tuple[str, str, int], Trace]
 """Traces of full sharding, by (recompute mode, variant, local batch size)."""
 
@@ -67,7 +68,7 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
     """Search all layouts for the fastest ones that fit.
 
     Args:
-        config: the search sets its layout, recomputation, local batch size, offload, and the variants of techniques.
+        config: the search sets its layout, recomputation, local batch size, and the variants of techniques.
         count: number of best candidates, and of runners-up.
 
     Raises:
@@ -80,7 +81,7 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
 def best_axes(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
     """Return the fastest result of the config's own axes, and of experts on the ranks of a node.
 
-    If these need offload or do not fit, take the fewest ranks for a sequence, or else for a layer, that need none.
+    If these need a last resort or do not fit, take the fewest ranks for a sequence, or else for a layer, that do not.
 
     Raises:
         UserError: that of the config's own axes.
@@ -100,7 +101,7 @@ def best_axes(config: Config, layout: Layout, find: Callable[[Config, Layout], F
         except UserError as error:
             failure = failure or error
             continue
-        fits = fits or not further.best[0][0].offload
+        fits = fits or not further.best[0][0].last_resort
         tried = further.tried + (found.tried if found else 0)
         if found is None or further.best[0][1].tokens_per_second > found.best[0][1].tokens_per_second:
             found = further
@@ -154,8 +155,11 @@ class _Search:
         self.reduce_once = config.parallelism.fsdp_reduce_gradients == "last"
         sizes = range(1, min(share, LARGEST_BATCH) + 1)
         self.batches = [size for size in sizes if share % size == 0 and not self._is_refused(size)]
-        self.policies = TEACHER if config.teacher.is_live else (None,)
+        self.frozen = planned_targets(config, vocab_size=model_of(config).args.vocab_size).frozen
+        self.policies = FROZEN if self.frozen else (None,)
         self.variants = variants_of(config, layout)
+        resorts = ((it, *it.last_resort) for it in every_technique() if it.last_resort)
+        self.resort, self.resort_words, self.resort_switch = next(resorts)
 
     def _is_refused(self, batch: int) -> bool:
         """Return whether the config, on any layout, cannot have a local batch size."""
@@ -164,10 +168,10 @@ class _Search:
 
     def run(self, count: int) -> Found:
         traces = self._trace_all()
-        candidates = [self._expect(it, traces) for it in self._candidates(offload=False)]
+        candidates = [self._expect(it, traces) for it in self._candidates()]
         room = self.layout.usable
         if not any(it.reserved <= room for it in candidates):
-            candidates += [self._expect(it, traces) for it in self._candidates(offload=True)]
+            candidates += [self._expect(it, traces) for it in self._candidates(last_resort=True)]
         candidates.sort(key=lambda it: (-it.tokens_per_second, it.reserved))
         found = self._confirm(candidates, room, count)
         if not found.best:
@@ -176,14 +180,13 @@ class _Search:
 
     def _nothing_fits(self, candidates: Sequence[Candidate], room: float) -> str:
         hardware = self.layout.hardware
-        least = min((it for it in candidates if not it.offload), key=lambda it: it.reserved)
-        hosts = [it.host_of_node for it in candidates if it.offload and it.reserved <= room]
-        offload = (
-            f"; CPU offload {needs_host(min(hosts))}, which has {hardware.node_memory / GIB:,.0f}" if hosts else ""
-        )
+        least = min((it for it in candidates if not it.last_resort), key=lambda it: it.reserved)
+        hosts = [it.host_of_node for it in candidates if it.last_resort and it.reserved <= room]
+        there = f"which has {hardware.node_memory / GIB:,.0f}"
+        resort = f"; {self.resort_words} {needs_host(min(hosts))}, {there}" if hosts else ""
         return (
             f"nothing fits: the least is {least.reserved / GIB:.1f} GiB ({least.title}), and a {hardware.name} has "
-            f"{room / GIB:.1f} GiB for it{offload}. Use more GPUs, or a shorter training.seq_len"
+            f"{room / GIB:.1f} GiB for it{resort}. Use more GPUs, or a shorter training.seq_len"
         )
 
     def _trace_all(self) -> Traces:
@@ -191,14 +194,14 @@ class _Search:
         futures = {}
         for mode, variant, batch in keys:
             sharding = self.degrees[-1], RESHARD[0], self.policies[0]
-            options = self._options(mode, variant, batch, sharding, offload=False)
+            options = self._options(mode, variant, batch, sharding)
             futures[mode, variant, batch] = self._submit(with_options(self.config, options))
         return {key: future.result() for key, future in futures.items()}
 
-    def _options(self, mode: str, variant: str, batch: int, sharding: Sharding, *, offload: bool) -> Options:
-        degrees, reshard, teacher = sharding
+    def _options(self, mode: str, variant: str, batch: int, sharding: Sharding, last_resort: bool = False) -> Options:
+        degrees, reshard, of_frozen = sharding
         return {
-            **({"teacher.fsdp_reshard_after_forward": teacher} if teacher else {}),
+            **({f"{self.frozen.section}.fsdp_reshard_after_forward": of_frozen} if self.frozen else {}),
             "parallelism.data_parallel_replicate_degree": degrees.replicate,
             "parallelism.data_parallel_shard_degree": degrees.shard,
             CONTEXT: degrees.context,
@@ -208,16 +211,18 @@ class _Search:
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": "op",
             "training.local_batch_size": batch,
-            "training.enable_cpu_offload": offload,
+            self.resort_switch: last_resort,
             **self.variants[variant],
         }
 
-    def _candidates(self, *, offload: bool) -> Iterator[Candidate]:
+    def _candidates(self, *, last_resort: bool = False) -> Iterator[Candidate]:
+        words = self.resort_words if last_resort else ""
         for degrees, mode, variant, batch in product(self.degrees, MODES, self.variants, self.batches):
             several = degrees.sharded > 1
-            for reshard, teacher in product(RESHARD if several else RESHARD[:1], self.policies[: 1 + several]):
-                options = self._options(mode, variant, batch, (degrees, reshard, teacher), offload=offload)
-                yield Candidate(options, mode, batch, variant, offload, degrees, reshard, teacher)
+            for reshard, policy in product(RESHARD if several else RESHARD[:1], self.policies[: 1 + several]):
+                options = self._options(mode, variant, batch, (degrees, reshard, policy), last_resort)
+                frozen = (self.frozen.section, policy) if self.frozen and policy else None
+                yield Candidate(options, mode, batch, variant, words, degrees, reshard, frozen)
 
     def _expect(self, it: Candidate, traces: Traces) -> Candidate:
         """Return the candidate with its expected memory and time."""
@@ -231,11 +236,12 @@ class _Search:
             for trace, batch in ((one, self.batches[0]), (two, self.batches[:2][-1]))
         )
         reserved = without + further * (grown - without) + self._held_gradients(one, it.batch)
-        states = sum(one.profile.most(category) for category in ON_HOST)
-        host = states * full / it.degrees.sharded if it.offload else 0.0
-        gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather if not is_teacher(unit))
-        reserved += teachers.kept_bytes(one.profile, one.workload, it.teacher, shard=it.degrees.sharded, world=full)
-        reserved += -states if it.offload else states * (full / it.degrees.sharded - 1)
+        states = sum(one.profile.most(category) for category in STATES)
+        host = states * full / it.degrees.sharded if it.last_resort else 0.0
+        gathered = sum(it.bytes for unit in one.workload.units for it in unit.gather if not is_of(self.frozen, unit))
+        policy = it.frozen[1] if it.frozen else None
+        reserved += kept_bytes(self.frozen, one.profile, one.workload, policy, shard=it.degrees.sharded, world=full)
+        reserved += -states if it.last_resort else states * (full / it.degrees.sharded - 1)
         if world > 1 and (it.reshard == "never" or it.degrees.sharded == 1):
             reserved += gathered
         units = [
@@ -246,7 +252,7 @@ class _Search:
                 reshard=it.reshard,
                 reduce_once=self.reduce_once,
                 gpus_per_node=per_node,
-                stays_gathered=it.teacher == "never" and is_teacher(of_one),
+                stays_gathered=policy == "never" and is_of(self.frozen, of_one),
             )
             for of_one, of_two in zip(one.workload.units, two.workload.units, strict=True)
         ]
@@ -260,9 +266,10 @@ class _Search:
             whole=one.workload.whole,
         )
         total = time.total
-        if it.offload:
-            parameters = one.profile.most("parameters") * full // it.degrees.sharded
-            total += offload_time(parameters, host, accumulation=self.share // it.batch)
+        if it.last_resort:
+            sizes = {category: one.profile.most(category) * full / it.degrees.sharded for category in STATES}
+            resorted = with_options(self.config, {self.resort_switch: True})
+            total += host_time([self.resort], resorted, sizes, self.share // it.batch)
         tokens = self.config.training.global_batch_size * self.config.training.seq_len
         return replace(
             it,

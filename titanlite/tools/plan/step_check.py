@@ -4,6 +4,7 @@ import logging
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -26,6 +27,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, Validation
+from titanlite.techniques import used
 from titanlite.tools.plan.depth import can_vary, period_of
 from titanlite.tools.plan.trace import trace_step
 
@@ -109,11 +111,13 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
     if not config.model.file:  # else each block is tried
         spec = _few_blocks(spec, config, 2 * period_of(config))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
-    teacher = _few_blocks(resolved.teacher.spec, Config(), 2) if resolved.teacher else None
+    targets = copy(resolved.targets)
+    if targets.frozen:
+        targets.frozen = replace(targets.frozen, spec=_few_blocks(targets.frozen.spec, Config(), 2))
     what = f"one step of {ranks.world_size} processes" if ranks.world_size > 1 else "one step"
     try:
         with _quiet():
-            trace(gpu=device.type == "cuda", teacher=teacher)
+            trace(gpu=device.type == "cuda", targets=targets)
     except UserError as error:
         if not isinstance(error.__cause__, ValueNeeded):
             raise
@@ -156,7 +160,7 @@ def _has_own_code(config: Config) -> bool:
 def _runs(config: Config, spec: ModelSpec) -> bool:
     """Return whether forward and backward run on the CPU with values: some code cannot be traced, and is right."""
     model = small_model(spec)
-    if model is None or config.teacher.is_set:
+    if model is None or any(technique.loss_arguments for technique in used(config)):
         return False
     try:
         _forward_backward(config, model, min(SMALL_LENGTH, spec.args.max_seq_len))

@@ -6,11 +6,14 @@ ranks.
 """
 
 import math
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.hardware import Hardware
+from titanlite.schema import Config
+from titanlite.techniques.technique import Technique
 
 MEMORY_EFFICIENCY = 0.85
 """Share of the memory bandwidth that kernels reach on long vectors."""
@@ -145,12 +148,7 @@ def _all_to_all_time(collective: Collective, hardware: Hardware) -> float:
     return max(within, beyond) + (NETWORK_HOP_SECONDS if size > per_node else HOP_SECONDS)
 
 
-def offload_time(parameters: float, states: float, *, accumulation: int) -> float:
-    """Return the seconds that CPU offload adds to a step, if nothing of it is hidden.
-
-    Args:
-        parameters: bytes of this rank's shards. They go to the device twice a micro-batch, and gradients come back.
-        states: bytes of parameters, gradients and moments in host memory. The update reads them all, and writes all but
-            the gradients.
-    """
-    return accumulation * 3 * parameters / HOST_LINK + 1.75 * states / HOST_MEMORY
+def host_time(techniques: Iterable[Technique], config: Config, sizes: Mapping[str, float], accumulation: int) -> float:
+    """Return the seconds that host memory adds to a step, if nothing of it is hidden; see `Technique.host_traffic`."""
+    link, memory = zip(*(it.host_traffic(config, sizes, accumulation) for it in techniques), strict=True)
+    return sum(link) / HOST_LINK + sum(memory) / HOST_MEMORY

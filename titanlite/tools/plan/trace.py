@@ -13,17 +13,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.batch import Batch
-from titanlite.loss import build_loss
+from titanlite.loss import Targets, build_loss
 from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
-from titanlite.models.registry import ModelSpec
+from titanlite.observer import StepObserver
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
 from titanlite.parallelize import build_mesh, parallelize_student
+from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
-from titanlite.parallelize.teacher import parallelize_teacher
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
@@ -31,17 +31,14 @@ from titanlite.runtime.private_torch.tensors import fused_adamw_, local_tensor
 from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
 from titanlite.schema import Config
 from titanlite.step import train_step
-from titanlite.techniques import after_updates, build_gradients, keeps_gradients
+from titanlite.techniques import after_updates, build_gradients, keeps_gradients, places
 from titanlite.techniques.context.sequences import split_batch
-from titanlite.techniques.distill.divergence import cached_output
-from titanlite.techniques.distill.source import teacher_model
-from titanlite.techniques.distill.teacher import Teacher
 from titanlite.techniques.reproducible.sums import partial_sums
 from titanlite.techniques.tensor.layers import tensor_ranks
 from titanlite.tools.plan.fake_ranks import fake_ranks
+from titanlite.tools.plan.frozen import prefix_of
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
-from titanlite.tools.plan.teacher import PREFIX, CacheEntry, cache_entry
 
 BACKEND = "aot_eager_decomp_partition"
 """Backend of torch.compile in a trace."""
@@ -66,13 +63,13 @@ def trace_step(
     *,
     world_size: int,
     gpu: bool,
-    teacher: ModelSpec | None = None,
+    targets: Targets | None = None,
 ) -> StepTrace:
     """Trace a step whose optimizer has its states already.
 
     Args:
         gpu: whether the kernels are those of an NVIDIA GPU, or those of this machine's CPU.
-        teacher: model of the teacher, if the config has one.
+        targets: of the config; see `planned_targets`. Their model is made here. Default: labels only.
 
     Raises:
         UserError: the model, the loss or the optimizer needs values, which fake tensors lack.
@@ -83,16 +80,22 @@ def trace_step(
     attention = config.training.attention_backend
     kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else FakeCpuKernels()
     with fake_ranks(world_size), _fresh_compiler(config):
-        model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
-        guide = traced_teacher(config, teacher, mesh=mesh, kernels=kernels) if teacher else None
-        cache = cache_entry(config.teacher, vocab_size=args.vocab_size)
+        targets = targets or Targets()
+        frozen = targets.frozen
+        model, mesh = parallelized(
+            config, model_cls, args, world_size=world_size, kernels=kernels, has_other_model=frozen is not None
+        )
+        models = {"": model}
+        if frozen:
+            other = parallelize_frozen(frozen, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
+            models[prefix_of(frozen)] = other
+            targets.use(other)
         tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
             recorder = Recorder(fakes, gpu=gpu)
             recorder.name_group(world_group(mesh), "world")
             for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
                 recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
-            models = {"": model} | ({PREFIX: guide.model} if guide else {})
             phases = ExitStack()
             for prefix, it in models.items():
                 observe_fsdp(it, recorder, prefix=prefix)
@@ -101,11 +104,12 @@ def trace_step(
                 for prefix, it in models.items():
                     with recorder.category("other"):
                         allocate(it, torch.device("cpu"), torch.device("cpu"))
-                    recorder.label((p for _, p in unique_parameters(it)), "teacher" if prefix else "parameters")
+                    category = frozen.section if frozen and prefix else "parameters"
+                    recorder.label((p for _, p in unique_parameters(it)), category)
                 optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
                 with recorder.category("other"):
                     fill_states(optimizer, one_by_one=not keeps_gradients(config))
-                    batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], cache)]
+                    batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], targets)]
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
                 with recorder.category("reduce-scatter"):
@@ -114,12 +118,10 @@ def trace_step(
                     _label_gradients(model, recorder)
                 gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
                 after_update = recorder.during("other", after_updates(config, model))
-                if guide and config.teacher.fsdp_reshard_after_forward == "never":
-                    guide(batches[0])  # gathers all that later steps find gathered
+                if frozen and frozen.reshard_after_forward == "never":
+                    targets(batches[0], StepObserver())  # gathers all that later steps find gathered
                     recorder.sent.clear()
-                teacher_output = cached_output if cache else guide
-                distill = config.distill if teacher_output else None
-                loss = build_loss(config.training, kernels, distill, vocabulary=tensor_ranks(mesh))
+                loss = build_loss(config.training, kernels, targets, vocabulary=tensor_ranks(mesh))
                 recorder.unit("step")
                 after_update()  # of the step before
                 train_step(
@@ -130,7 +132,7 @@ def trace_step(
                     world=world_group(mesh),
                     max_norm=config.training.max_norm,
                     loss_function=recorder.during("logits", loss),
-                    teacher=teacher_output,
+                    targets=targets,
                     gradients=gradients,
                     reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
                     observer=recorder,
@@ -147,33 +149,20 @@ def parallelized(
     *,
     world_size: int,
     kernels: Kernels,
+    **options: Any,
 ) -> tuple[Model, DeviceMesh]:
     """Return the parallelized model, with its tensors still on the meta device, and its mesh of CPUs.
 
     A compiled block is traced and partitioned as the default compiler does it, and its parts run operator by operator.
     It keeps for backward what a compiled block keeps; its temporary memory is larger.
+
+    Args:
+        options: further ones of `parallelize`.
     """
     model = build_on_meta(model_cls, args)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
-    parallelize_student(model, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
+    parallelize_student(model, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND, **options)
     return model, mesh
-
-
-def traced_teacher(config: Config, spec: ModelSpec, *, mesh: DeviceMesh, kernels: Kernels) -> Teacher:
-    """Return the parallelized teacher, with its tensors still on the meta device."""
-    model = teacher_model(spec, seq_len=config.training.seq_len)
-    parallelize_teacher(
-        model,
-        config.teacher,
-        mesh=mesh,
-        kernels=kernels,
-        parallelism=config.parallelism,
-        training=config.training,
-        compile=config.compile,
-        compile_backend=BACKEND,
-    )
-    keeps_gathered = config.teacher.fsdp_reshard_after_forward == "never"
-    return Teacher(model.eval(), keeps_gathered=keeps_gathered, flops_per_token=(0.0, 0.0))
 
 
 def _groups_of_parameters(model: Model) -> dict[str, dist.ProcessGroup]:
@@ -188,7 +177,7 @@ def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.opti
     Raises:
         ConfigError: its options are wrong.
     """
-    on_gpu = isinstance(kernels, GpuKernels) and not config.training.enable_cpu_offload
+    on_gpu = isinstance(kernels, GpuKernels) and "parameters" not in places(config)
     with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
         if problems := check_optimizer(config.optimizer, None, dtype=config.training.dtype):  # may allocate, once
             raise ConfigError(problems)
@@ -271,7 +260,7 @@ def _partial_sums(config: Config, optimizer: Any, *, accumulation: int, traced: 
     return [torch.empty_like(it, dtype=dtype) for it in parameters for _ in range(missing)]
 
 
-def _batches(config: Config, ranks: int, cache: CacheEntry | None) -> list[Batch]:
+def _batches(config: Config, ranks: int, targets: Targets) -> list[Batch]:
     size, accumulation = config.training.batch_split(ranks)
     seq_len = config.training.seq_len
     batches = []
@@ -282,11 +271,7 @@ def _batches(config: Config, ranks: int, cache: CacheEntry | None) -> list[Batch
             batch["positions"] = torch.zeros_like(tokens)
             batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
             batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
-        if cache:
-            batch["teacher_ids"] = torch.zeros(size, seq_len, cache.top_k, dtype=torch.int32)
-            batch["teacher_log_probs"] = torch.zeros(size, seq_len, cache.top_k, dtype=torch_dtype(cache.dtype))
-            batch["teacher_log_tail"] = torch.zeros(size, seq_len)
-        batches.append(batch)
+        batches.append(batch | targets.empty(size, seq_len))
     return batches
 
 

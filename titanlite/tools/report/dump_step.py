@@ -12,7 +12,7 @@ from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.tools.assemble import assemble
-from titanlite.tools.convert.source import open_teacher
+from titanlite.tools.convert.source import open_model
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.report.value_dump import StepDumped, ValueDump
 from titanlite.train import Run, train
@@ -30,7 +30,7 @@ def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -
         raise UserError("parallelism.tensor_parallel_degree: values of parts of layers cannot be compared yet: set 1")
     start_logging(ranks.rank)
     device = pick_device(ranks)
-    resolved = preflight(config, ranks, device, find_text=find_files, open_teacher=open_teacher)
+    resolved = preflight(config, ranks, device, find_text=find_files, open_model=open_model)
     if ranks.rank == 0:
         shutil.rmtree(folder / "run", ignore_errors=True)
     with process_group(ranks, device, deterministic=config.debug.deterministic):

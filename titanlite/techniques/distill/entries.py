@@ -15,7 +15,6 @@ worker processes start fast.
 import hashlib
 import json
 import zlib
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -23,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from titanlite.data.packing import SequenceReader, TokenSequence
+from titanlite.data.packing import TokenSequence
 from titanlite.data.tokens import RecordFile
 from titanlite.runtime.errors import UserError
 
@@ -36,6 +35,8 @@ BLOCK_BYTES = 2**27
 command is killed."""
 MOST_OPEN_FILES = 64
 COMMAND = "titanlite distill cache"
+PREFIX = "teacher_"
+"""Prefix of the parts of an entry in a batch."""
 StoredDtype = Literal["float16", "float32"]
 
 
@@ -156,31 +157,30 @@ def _read_json(path: Path, otherwise: str) -> dict[str, Any]:
     return found
 
 
-class TaughtSequences:
-    """Reader of the sequences of a source, with the entries of a cache.
+class Entries:
+    """Entries of the sequences of a source in a cache.
 
     Args:
-        sequences: of the source.
         folder: of the source, in the cache.
+        sequences: number of sequences of the source.
 
     Raises:
         UserError: the folder is not complete, or of another source or cache.
     """
 
-    def __init__(self, sequences: SequenceReader, folder: Path, settings: CacheSettings) -> None:
-        self.sequences = sequences
+    def __init__(self, folder: Path, settings: CacheSettings, sequences: int) -> None:
         self.folder = folder
         self.settings = settings
         self._open = lru_cache(MOST_OPEN_FILES)(self._open_file)
-        sizes = block_sizes(len(sequences), settings)
-        there = [has_block(folder, block, count, settings) for block, count in enumerate(sizes)]
+        self._sizes = block_sizes(sequences, settings)
+        there = [has_block(folder, block, count, settings) for block, count in enumerate(self._sizes)]
         if not (folder / MANIFEST).is_file():
             raise UserError(
                 f"teacher.cache: {folder} is not complete: {sum(there)} of {len(there)} files are written. Start "
                 f"`{COMMAND}` again: it resumes with the rest"
             )
         manifest = _read_json(folder / MANIFEST, "has no readable manifest")
-        if manifest != make_manifest(settings, len(sequences)):
+        if manifest != make_manifest(settings, sequences):
             raise UserError(f"teacher.cache: {folder} has the entries of another cache: delete it, and run `{COMMAND}`")
         if not all(there):
             raise UserError(
@@ -188,18 +188,14 @@ class TaughtSequences:
             )
 
     def __reduce__(self) -> Any:
-        return type(self), (self.sequences, self.folder, self.settings)  # a worker process opens the files anew
+        return type(self), (self.folder, self.settings, sum(self._sizes))  # a worker process opens the files anew
 
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def read(self, index: int) -> TokenSequence:
-        """Return a sequence with its entries.
+    def __call__(self, index: int, sequence: TokenSequence) -> TokenSequence:
+        """Return the sequence of an index with its entries: ids [L, K], log_probs [L, K], log_tail [L].
 
         Raises:
             UserError: the entries are damaged, or were made of other tokens.
         """
-        sequence = self.sequences.read(index)
         block, at = divmod(index, self.settings.block_sequences)
         [record] = self._open(block).read(at, at + 1)
         if record["checksum"] != checksum(record["entries"], sequence):
@@ -207,25 +203,13 @@ class TaughtSequences:
                 f"teacher.cache: {self.folder / block_name(block)} does not have the checksum of sequence {index:,}: "
                 f"it is damaged, or the tokens have changed. {_remedy()}"
             )
-        return sequence._replace(teacher=record["entries"])
+        entries = record["entries"]
+        added = {f"{PREFIX}{name}": entries[name] for name in ("log_probs", "log_tail")}
+        return sequence._replace(added={f"{PREFIX}ids": entries["ids"].astype(np.int32), **added})
 
     def _open_file(self, block: int) -> RecordFile:
-        count = block_sizes(len(self), self.settings)[block]
         path = self.folder / block_name(block)
-        return RecordFile(path, self.settings.record, count, key="teacher.cache", remedy=_remedy())
-
-
-def stacked(sequences: Sequence[TokenSequence]) -> dict[str, np.ndarray]:
-    """Stack the entries of B sequences, in types of torch: ids [B, L, K], log_probs [B, L, K], log_tail [B, L].
-
-    Returns nothing without a cache.
-    """
-    entries = [sequence.teacher for sequence in sequences if sequence.teacher is not None]
-    types = {"ids": np.dtype(np.int32)}
-    return {
-        name: np.stack([part[name].astype(types.get(name, part[name].dtype)) for part in entries])
-        for name in (entries[0].dtype.names or () if entries else ())
-    }
+        return RecordFile(path, self.settings.record, self._sizes[block], key="teacher.cache", remedy=_remedy())
 
 
 def _remedy() -> str:
