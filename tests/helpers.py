@@ -62,9 +62,13 @@ def closed_stdout() -> Iterator[None]:
 
 
 class TinyRun:
-    """A folder with some text and a config."""
+    """A folder with some text and a config.
 
-    def __init__(self, folder: Path) -> None:
+    Args:
+        n_layers: of the model. The fewer there are, the sooner a run is over.
+    """
+
+    def __init__(self, folder: Path, *, n_layers: int = 3) -> None:
         self.folder = folder
         self.text = folder / "text"
         self.text.mkdir()
@@ -73,7 +77,8 @@ class TinyRun:
             sentence = " ".join(words.choice(["one", "two", "three", "four", "five"]) for _ in range(800))
             (self.text / f"{name}.txt").write_text(sentence)
         self.toml = folder / "tiny.toml"
-        self.toml.write_text(f'[data]\npath = "{self.text}"\n[job]\ndump_folder = "{folder}/outputs"\n{TINY_TOML}')
+        text = TINY_TOML.replace("n_layers = 3", f"n_layers = {n_layers}")
+        self.toml.write_text(f'[data]\npath = "{self.text}"\n[job]\ndump_folder = "{folder}/outputs"\n{text}')
 
     def config(self, *overrides: str, world_size: int = 1) -> Config:
         return load(self.toml, overrides, world_size=world_size)

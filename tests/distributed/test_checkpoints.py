@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import degrees, trained, whole
+from tests.layouts import degrees, trained
 from tests.object_stores import s3_server_that_fails
 from tests.processes import started
 from titanlite.checkpoint import manifest as manifests
@@ -50,18 +50,6 @@ def folder_lost(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     (run_folder / "checkpoints").write_text("in the way")
 
 
-def shard_cut(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
-    write = ShardWriter.write_data
-
-    def write_and_cut(self: ShardWriter, *args: Any) -> Any:
-        results = write(self, *args)
-        path = run_folder / "checkpoints" / self.folder / self.name
-        os.truncate(path, path.stat().st_size - 1)
-        return results
-
-    patch.setattr(ShardWriter, "write_data", write_and_cut)
-
-
 def shard_lost(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     write = ShardWriter.write_data
 
@@ -71,13 +59,6 @@ def shard_lost(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
         return results
 
     patch.setattr(ShardWriter, "write_data", write_and_lose)
-
-
-def writer_raising(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
-    def fail(self: ShardWriter, *args: Any) -> Any:
-        raise ValueError("a bug in the writer")
-
-    patch.setattr(ShardWriter, "write_data", fail)
 
 
 def no_memory_to_stage(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
@@ -91,9 +72,7 @@ Trouble = Callable[[pytest.MonkeyPatch, Path], None]
 TROUBLE: dict[Trouble, tuple[int, str]] = {
     disk_full: (1, f"rank 1: [Errno {errno.ENOSPC}] No space left on device: '/dev/full'"),
     folder_lost: (0, "checkpoints"),
-    shard_cut: (1, "__1_0.distcp has "),
     shard_lost: (1, "__1_0.distcp is missing"),
-    writer_raising: (1, "rank 1: ValueError('a bug in the writer')"),
     no_memory_to_stage: (1, "rank 1: MemoryError('no host memory')"),
 }
 
@@ -112,7 +91,7 @@ def failing(rank: int, world_size: int, given: tuple[Config, Trouble]) -> tuple[
             while not (run_folder / "checkpoints" / folder_name(2)).exists():
                 time.sleep(0.01)
             trouble(patch, run_folder)
-        time.sleep(0.1)
+        time.sleep(0.05)
 
     patch.setattr(MetricsRecorder, "end_step", recorded)
     try:
@@ -125,9 +104,9 @@ def failing(rank: int, world_size: int, given: tuple[Config, Trouble]) -> tuple[
 
 
 def test_a_failed_save_ends_every_rank_at_the_same_step(tiny: TinyRun) -> None:
-    cases = [*((trouble, "async") for trouble in TROUBLE), (disk_full, "disabled"), (writer_raising, "disabled")]
+    cases = [*((trouble, "async") for trouble in TROUBLE), (disk_full, "disabled")]
     names = [f"{trouble.__name__}-{mode}" for trouble, mode in cases]
-    options = ["--checkpoint.interval=2", "--training.steps=20", *degrees(1, 2)]
+    options = ["--checkpoint.interval=2", "--training.steps=20", "--model.args.n_layers=1", *degrees(1, 2)]
     configs = [
         tiny.config(*options, f"--checkpoint.async_mode={mode}", f"--job.name={name}", world_size=2)
         for name, (_, mode) in zip(names, cases, strict=True)
@@ -143,7 +122,7 @@ def test_a_failed_save_ends_every_rank_at_the_same_step(tiny: TinyRun) -> None:
 
 
 def test_two_shards_swapped(tiny: TinyRun) -> None:
-    options = ["--checkpoint.interval=2", *degrees(1, 2)]
+    options = ["--checkpoint.interval=2", "--model.args.n_layers=1", *degrees(1, 2)]
     config = tiny.config(*options, "--training.steps=4", world_size=2)
     run_ranks(trained, 2, config)
     losses = tiny.losses()
@@ -181,29 +160,6 @@ def test_replicas_share_the_writing(tiny: TinyRun) -> None:
     assert [entry[1:] for entry in of_ranks] == [(first, 2)] * 4
     assert sum(entry[0] for entry in of_ranks) == first, "each tensor is copied and written by one replica"
     assert max(entry[0] for entry in of_ranks) < 0.4 * first
-
-
-def final_state(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    run = train_on_this_rank(config, rank, world_size)
-    moments = {
-        f"{name}.{key}": whole(value).numpy()
-        for name, parameter in run.model.named_parameters()
-        for key, value in run.optimizer.state[parameter].items()
-    }
-    return {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()} | moments
-
-
-@pytest.mark.nightly
-def test_thirty_steps_are_three_times_ten_on_an_uneven_layout(tiny: TinyRun) -> None:
-    """259 rows over 2 shards: parameters, moments and losses bit for bit, after two restarts."""
-    layout = degrees(1, 2)
-    options = [["--job.name=whole", "--training.steps=30"], *([f"--training.steps={until}"] for until in (10, 20, 30))]
-    configs = [tiny.config(*more, *layout, world_size=2) for more in options]
-    (expected, _), _, _, (final, _) = run_in_turn(final_state, 2, configs)
-    assert tiny.losses() == tiny.losses("whole")
-    assert final.keys() == expected.keys()
-    for name, value in expected.items():
-        assert (value == final[name]).all(), name
 
 
 def trained_there(rank: int, world_size: int, config: Config, environment: dict[str, str]) -> dict[str, Any]:

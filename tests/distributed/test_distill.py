@@ -2,14 +2,12 @@
 
 import json
 import re
-import shlex
 import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import tomli
 import torch
 from torch.distributed.fsdp import FSDPModule
 
@@ -203,28 +201,3 @@ def test_an_own_loss_is_given_the_teacher(with_teacher: tuple[TinyRun, str]) -> 
     assert 0 < one[-1] < one[0]
     first = tiny.records("matched-1")[0]
     assert first["added_loss"] == pytest.approx(first["hidden_distance"], rel=1e-4)
-
-
-@pytest.mark.nightly
-def test_the_shipped_example_runs_by_the_commands_in_it(tiny: TinyRun) -> None:
-    text = Path("train_configs/distill_example.toml").read_text()
-    lines = "\n".join(line.removeprefix("#") for line in text.splitlines() if line.startswith("#   "))
-    commands = [shlex.split(line)[1:] for line in lines.replace("\\\n", " ").splitlines()]
-    assert [command[:2] for command in commands] == [
-        ["train", "debug"],
-        ["train", "distill_example"],
-        ["train", "debug"],
-    ]
-    outputs, few = tiny.folder / "outputs", [f"--data.path={tiny.text}", f"--validation.path={tiny.text}"]
-    few += [f"--job.dump_folder={outputs}", "--training.seq_len=32", "--lr_scheduler.warmup_steps=1"]
-    few += ["--metrics.loggers=[]", "--training.steps=2", "--validation.sequences=4"]
-    code, _, errors = titanlite(*commands[1], *few, f"--teacher.path={outputs}/teacher")
-    assert code == 2
-    assert errors[-1].startswith(f"error: teacher.path: no file or folder {outputs}/teacher")
-    for command in commands:
-        more = [f"--teacher.path={outputs}/teacher"] if command[1] == "distill_example" else []
-        assert titanlite(*command, *few, *more)[0] == 0, command
-    assert {path.name for path in outputs.iterdir()} >= {"teacher", "distill_example", "alone"}
-    assert tiny.records("distill_example")[-1]["distill_loss"] > 0
-    configs = [tomli.loads((outputs / name / "config.toml").read_text()) for name in ("distill_example", "alone")]
-    assert configs[0]["model"] == configs[1]["model"]

@@ -57,7 +57,7 @@ def run_on(tiny: TinyRun, function: Any, layouts: dict[str, tuple[int, int]], *o
 
 
 def test_two_ranks_have_the_bits_of_one(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    run_on(tiny, train, {"one": (1, 1), "sharded": (1, 2), "replicas": (2, 1)})
+    run_on(tiny, train, {"one": (1, 1), "sharded": (1, 2), "replicas": (2, 1)}, "--model.args.n_layers=1")
     one = hashes(tiny, "one")
     assert len({*one}) == 4
     assert hashes(tiny, "sharded") == hashes(tiny, "replicas") == one

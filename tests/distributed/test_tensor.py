@@ -100,12 +100,6 @@ def test_a_model_of_ones_own(tiny: TinyRun) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("techniques", [FURTHER, SHARED], ids=["further", "shared"])
-def test_further_techniques(tiny: TinyRun, techniques: dict[str, list[str]]) -> None:
-    compared(tiny, techniques, [TWO])
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("techniques", [TECHNIQUES | FURTHER, SHARED], ids=["further", "shared"])
 def test_four_ranks(tiny: TinyRun, techniques: dict[str, list[str]]) -> None:
     compared(tiny, techniques, [(1, 2, 1, 2), (2, 1, 1, 2), (1, 1, 2, 2)])

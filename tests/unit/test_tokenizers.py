@@ -166,18 +166,12 @@ def test_ids_of_a_rank_file(tmp_path: Path) -> None:
 def test_special_tokens_have_llama_31s_ids() -> None:
     ids = {token: 128_000 + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
     assert len(ids) == 256
-    assert ids["<|begin_of_text|>"] == 128000
-    assert ids["<|end_of_text|>"] == 128001
-    assert ids["<|reserved_special_token_1|>"] == 128003
-    assert ids["<|finetune_right_pad_id|>"] == 128004
-    assert ids["<|reserved_special_token_2|>"] == 128005
-    assert ids["<|start_header_id|>"] == 128006
-    assert ids["<|end_header_id|>"] == 128007
-    assert ids["<|eom_id|>"] == 128008
-    assert ids["<|eot_id|>"] == 128009
-    assert ids["<|python_tag|>"] == 128010
-    assert ids["<|reserved_special_token_3|>"] == 128011
-    assert ids["<|reserved_special_token_247|>"] == 128255
+    expected = {
+        "begin_of_text": 128000, "end_of_text": 128001, "reserved_special_token_1": 128003,
+        "finetune_right_pad_id": 128004, "reserved_special_token_2": 128005, "start_header_id": 128006,
+        "eom_id": 128008, "eot_id": 128009, "python_tag": 128010, "reserved_special_token_247": 128255,
+    }  # fmt: skip
+    assert {name: ids[f"<|{name}|>"] for name in expected} == expected
 
 
 def test_python_2k_is_shipped() -> None:
