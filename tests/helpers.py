@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TINY_TOML = """
 [model.args]
 dim = 42
-n_layers = 3
+n_layers = 1
 n_heads = 3
 n_kv_heads = 1
 hidden_dim = 70
@@ -47,7 +47,8 @@ loggers = []
 [checkpoint]
 interval = 100
 """
-"""No dimension divides by 4, so that uneven shards are the rule."""
+"""No dimension divides by 4, so that uneven shards are the rule. There is one block: a run is over sooner."""
+THREE_BLOCKS = "--model.args.n_layers=3"
 
 
 @contextmanager
@@ -62,13 +63,9 @@ def closed_stdout() -> Iterator[None]:
 
 
 class TinyRun:
-    """A folder with some text and a config.
+    """A folder with some text and a config."""
 
-    Args:
-        n_layers: of the model. The fewer there are, the sooner a run is over.
-    """
-
-    def __init__(self, folder: Path, *, n_layers: int = 3) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.text = folder / "text"
         self.text.mkdir()
@@ -77,8 +74,7 @@ class TinyRun:
             sentence = " ".join(words.choice(["one", "two", "three", "four", "five"]) for _ in range(800))
             (self.text / f"{name}.txt").write_text(sentence)
         self.toml = folder / "tiny.toml"
-        text = TINY_TOML.replace("n_layers = 3", f"n_layers = {n_layers}")
-        self.toml.write_text(f'[data]\npath = "{self.text}"\n[job]\ndump_folder = "{folder}/outputs"\n{text}')
+        self.toml.write_text(f'[data]\npath = "{self.text}"\n[job]\ndump_folder = "{folder}/outputs"\n{TINY_TOML}')
 
     def config(self, *overrides: str, world_size: int = 1) -> Config:
         return load(self.toml, overrides, world_size=world_size)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks
 from tests.layouts import built, degrees, one_step
 from titanlite.schema import Config
 
@@ -53,7 +53,10 @@ CHECKPOINTING = [
 def test_activation_checkpointing_recomputes(tiny: TinyRun) -> None:
     names = ["mode", "selective_ac_option"]
     configs = [
-        tiny.config(*(f"--activation_checkpoint.{name}={value}" for name, value in zip(names, options, strict=False)))
+        tiny.config(
+            THREE_BLOCKS,
+            *(f"--activation_checkpoint.{name}={value}" for name, value in zip(names, options, strict=False)),
+        )
         for options, _, _ in CHECKPOINTING
     ]
     results = run_in_turn(operators_of_a_step, 1, configs)
@@ -66,7 +69,7 @@ def test_activation_checkpointing_recomputes(tiny: TinyRun) -> None:
 
 def test_backward_gathers_within_the_smaller_group(tiny: TinyRun) -> None:
     """ZeRO++ hpZ: after forward a 1/2 shard stays, so that backward gathers over 2 processes instead of 4."""
-    config = tiny.config("--parallelism.fsdp_reshard_after_forward=2", world_size=4)
+    config = tiny.config("--parallelism.fsdp_reshard_after_forward=2", THREE_BLOCKS, world_size=4)
     counts = run_ranks(operators_of_a_step, 4, config)[0]
     assert counts["all-gather over 4"] == 5
     assert counts["all-gather over 2"] == 4  # blocks and head; the embedding needs none
@@ -105,7 +108,7 @@ class OfTwo:
 
 def see(rank: int, world_size: int, tiny: TinyRun) -> OfTwo:
     def config(*options: str) -> Config:
-        return tiny.config(*options, world_size=world_size)
+        return tiny.config(THREE_BLOCKS, *options, world_size=world_size)
 
     prefetch = ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=1"]
     return OfTwo(

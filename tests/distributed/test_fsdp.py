@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import built, degrees, one_step
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter
 from titanlite.schema import Config
@@ -68,7 +68,13 @@ EXCHANGES: dict[str, tuple[list[str], list[bool]]] = {
 
 
 def test_backward_continues_during_an_exchange_unless_it_reads_the_result(tiny: TinyRun) -> None:
-    common = [*degrees(1, 2), "--training.steps=1", "--lr_scheduler.warmup_steps=1", "--checkpoint.enable=false"]
+    common = [
+        THREE_BLOCKS,
+        *degrees(1, 2),
+        "--training.steps=1",
+        "--lr_scheduler.warmup_steps=1",
+        "--checkpoint.enable=false",
+    ]
     configs = [
         tiny.config(*common, *options, f"--job.name={number}", world_size=2)
         for number, (options, _) in enumerate(EXCHANGES.values())

@@ -41,7 +41,7 @@ def test_every_layout_begins_with_the_same_bits(tiny: TinyRun) -> None:
     moe.save_pretrained(tiny.folder / "experts")
     save_torchtitan("llama3", llama, tiny.folder / "torchtitan")
     save_meta(llama, tiny.folder / "meta", parts=2, params=None)
-    layouts = [(source, degrees_) for source in SOURCES for degrees_ in ((1, 4), (2, 2))]
+    layouts = [*((source, (1, 4)) for source in SOURCES), ("hugging-face", (2, 2))]
     configs = []
     for source, (replicate, shard) in layouts:
         family, oracle = ("qwen3_moe", moe) if source == "experts" else ("llama3", llama)

@@ -18,7 +18,6 @@ from titanlite.train import finish, train
 
 ON = "--optimizer.in_backward=true"
 NO_CLIPPING = "--training.max_norm=0"
-FOUR_STEPS = [NO_CLIPPING, "--training.steps=4"]
 BAD_STEP = 3
 
 CASES = {
@@ -98,7 +97,7 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 
 def test_all_ranks_stop_alike(tiny: TinyRun) -> None:
     """The state is saved after a nonfinite loss. After a nonfinite gradient the last checkpoint is resumed."""
-    options = [ON, NO_CLIPPING, "--metrics.log_freq=5", "--checkpoint.interval=2", "--model.args.n_layers=1"]
+    options = [ON, NO_CLIPPING, "--metrics.log_freq=5", "--checkpoint.interval=2"]
     names = "loss", "gradient"
     configs = [tiny.config(*options, f"--job.name={name}", world_size=2) for name in names]
     again = tiny.config(*options, "--job.name=gradient", world_size=2)

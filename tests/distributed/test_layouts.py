@@ -11,7 +11,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers import TinyRun, run_in_turn
+from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn
 from tests.layouts import LAYOUTS, built, degrees, each_on_every_layout, one_step, trained, whole
 from titanlite.batch import IGNORE
 from titanlite.loss import token_loss
@@ -76,7 +76,7 @@ Layouts = dict[tuple[int, int], list[Found]]
 )
 def on_layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Layouts]:
     """Steps of one micro-batch, and of as many as there are sequences, on every layout."""
-    tiny = TinyRun(tmp_path_factory.mktemp("layouts"), n_layers=1)
+    tiny = TinyRun(tmp_path_factory.mktemp("layouts"))
     sizes = [[*request.param, f"--training.local_batch_size={size}"] for size in (8, 1)]
     return each_on_every_layout(few_steps, tiny, sizes)
 
@@ -141,7 +141,8 @@ def test_techniques_that_trade_memory_for_time_change_no_bit(
     names = [f"--job.name=exact-{i}" for i in range(len(several))]
     several_named = [[name, *options] for name, options in zip(names, several, strict=True)]
     all_options = [["--job.name=reference"], *several_named]
-    configs = [tiny.config("--training.steps=4", *options, world_size=ranks) for options in all_options]
+    short = ["--training.steps=3", "--checkpoint.enable=false", "--model.args.n_layers=2"]
+    configs = [tiny.config(*short, *options, world_size=ranks) for options in all_options]
     reference, *others = (found[0] for found in run_in_turn(trained, ranks, configs, timeout=240))
     for index, (options, weights) in enumerate(zip(several, others, strict=True)):
         name = f"exact-{index}"
@@ -196,12 +197,12 @@ def collectives_of_a_step(rank: int, world_size: int, config: Config) -> Collect
 
 COLLECTIVES = [
     # replicate, shard, options, units, all-gathers in forward and in backward
-    (1, 4, "default", 5, 5, 3),  # blocks, embedding, head; in backward the blocks
-    (1, 4, "always", 5, 5, 4),  # the embedding's backward does not need its weight
-    (1, 4, "never", 5, 5, 0),
+    (1, 2, "default", 5, 5, 3),  # blocks, embedding, head; in backward the blocks
+    (1, 2, "always", 5, 5, 4),  # the embedding's backward does not need its weight
+    (1, 2, "never", 5, 5, 0),
+    (2, 1, "default", 5, 0, 0),
+    (1, 2, "tied", 4, 4, 3),  # embedding and head are one unit, kept like a head
     (2, 2, "default", 5, 5, 3),
-    (4, 1, "default", 5, 0, 0),
-    (1, 4, "tied", 4, 4, 3),  # embedding and head are one unit, kept like a head
 ]
 
 
@@ -212,18 +213,20 @@ def test_collectives_of_a_step(tiny: TinyRun) -> None:
     It has one reduce-scatter in backward; the head too, though its chunked loss uses the weight many times.
     Replicas are reduced once a step. On gloo a reduce-scatter is an all-to-all.
     """
-    named = {"tied": "--model.args.tied_head"}
-    configs = [
-        tiny.config(
-            *degrees(replicate, shard),
-            named.get(option, f"--parallelism.fsdp_reshard_after_forward={option}"),
-            "--training.local_batch_size=1",
-            world_size=4,
-        )
-        for replicate, shard, option, *_ in COLLECTIVES
-    ]
-    accumulation = 2
-    results = run_in_turn(collectives_of_a_step, 4, configs)
+    accumulation, results = 2, []
+    for world_size in (2, 4):
+        configs = [
+            tiny.config(
+                *degrees(replicate, shard),
+                "--model.args.tied_head" if option == "tied" else f"--parallelism.fsdp_reshard_after_forward={option}",
+                THREE_BLOCKS,
+                f"--training.local_batch_size={8 // world_size // accumulation}",
+                world_size=world_size,
+            )
+            for replicate, shard, option, *_ in COLLECTIVES
+            if replicate * shard == world_size
+        ]
+        results += run_in_turn(collectives_of_a_step, world_size, configs)
     for (replicate, shard, option, units, forward, backward), ranks in zip(COLLECTIVES, results, strict=True):
         for counts, in_forward, _ in ranks:
             assert in_forward["allgather_base"] == forward * accumulation, option

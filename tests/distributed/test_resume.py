@@ -58,7 +58,7 @@ def test_optimizer_state_survives_the_change_of_layout(tiny: TinyRun) -> None:
 
 
 def test_tied_model_resumes_and_is_stored_once(tiny: TinyRun) -> None:
-    tied = ["--model.args.tied_head", "--model.args.n_layers=1", *degrees(1, 2)]
+    tied = ["--model.args.tied_head", *degrees(1, 2)]
     runs = ["--job.name=whole"], ["--training.steps=3"], []
     run_in_turn(trained, 2, [tiny.config(*options, *tied, world_size=2) for options in runs])
     assert tiny.losses() == tiny.losses("whole")

@@ -1,5 +1,6 @@
 """Compile and float8 through the same path as everything else."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -25,16 +26,23 @@ def compile_counts(rank: int, world_size: int, config: Config, plain: Config) ->
     for _ in range(2):
         one_step(run)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    of_both = ([name for name, _ in it.model.named_parameters()] for it in (run, built(rank, world_size, plain)))
-    return graphs, *of_both
+    names, of_plain = (
+        [name for name, _ in it.model.named_parameters()] for it in (run, built(rank, world_size, plain))
+    )
+    return graphs, names, of_plain
 
 
-@pytest.mark.slow
-def test_compiled_blocks_give_the_same_losses(tiny: TinyRun) -> None:
-    options = [*degrees(1, 2), "--training.steps=3"]
+def traced(rank: int, world_size: int, config: Config) -> None:
+    with patch("titanlite.parallelize.compile_blocks", trace_blocks):
+        trained(rank, world_size, config)
+
+
+@pytest.mark.parametrize("train", [pytest.param(traced, id="traced"), pytest.param(trained, marks=pytest.mark.nightly)])
+def test_compiled_blocks_give_the_same_losses(tiny: TinyRun, train: Any) -> None:
+    options = [*degrees(1, 2), "--training.steps=3", "--checkpoint.enable=false"]
     compiled = ["--job.name=compiled", "--compile.enable", "--activation_checkpoint.mode=selective"]
     runs = [tiny.config(*words, *options, world_size=2) for words in (["--job.name=eager"], compiled)]
-    run_in_turn(trained, 2, runs, timeout=300)
+    run_in_turn(train, 2, runs, timeout=300)
     assert tiny.losses("compiled") == pytest.approx(tiny.losses("eager"), rel=1e-5)
 
 
@@ -54,7 +62,6 @@ def test_float8_trains(tiny: TinyRun, recipe: str) -> None:
     sizes = [
         "--model.args.dim=48",
         "--model.args.hidden_dim=64",
-        "--model.args.n_layers=1",
         "--training.steps=3",
         "--optimizer.lr=1e-3",
         "--checkpoint.enable=false",

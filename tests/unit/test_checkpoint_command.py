@@ -244,14 +244,6 @@ def test_verify_where_nothing_can_be_written(
     assert titanlite.table(str(tmp_path))[0][-1] == "sizes"
 
 
-def test_another_format_is_named(titanlite: Command, tmp_path: Path) -> None:
-    save(str(tmp_path), 1)
-    (tmp_path / folder_name(1) / MANIFEST).write_text(json.dumps({"step": 1, "format": 1}))
-    message = "manifest.json has format 1, this version of titanlite reads format 2"
-    assert titanlite.table(str(tmp_path))[0][-1] == f"damaged: {message}"
-    assert titanlite.refusal("verify", str(tmp_path)) == f"error: {tmp_path}/step-00000001/{message}"
-
-
 # prune
 
 
@@ -364,7 +356,7 @@ def test_show(titanlite: Command, trained: TinyRun) -> None:
     }
     assert "  model.args.dim = 42" in lines
     # Of each parameter: itself, its two moments and its number of steps.
-    assert values["tensors"] == "120; of the model 30, 62,622 parameters"
+    assert values["tensors"] == "48; of the model 12, 35,406 parameters"
 
 
 def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, tmp_path: Path) -> None:

@@ -49,15 +49,10 @@ def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) 
     return lambda: [record.getMessage() for record in caplog.records if is_ours(record)]
 
 
-@pytest.fixture
-def tiny(tmp_path: Path) -> TinyRun:
-    return TinyRun(tmp_path, n_layers=1)
-
-
 @pytest.fixture(scope="module")
 def trained_once(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     """A run whose folder tests copy: the first test that needs it trains."""
-    return TinyRun(tmp_path_factory.mktemp("trained"), n_layers=1)
+    return TinyRun(tmp_path_factory.mktemp("trained"))
 
 
 def folder(tiny: TinyRun, name: str = "tiny") -> Path:
@@ -287,14 +282,11 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
     "a flipped byte": (lambda new, _: flip(new / "__0_0.distcp", 5000), "__0_0.distcp (model.*): wrong checksum"),
     "a flipped byte of metadata": (lambda new, _: flip(new / ".metadata"), ".metadata: its checksum is not"),
     "a flipped byte of checksums": (lambda new, _: flip(new / "checksums.json"), "checksums.json: its checksum is not"),
-    "a flipped byte of the manifest": (lambda new, _: flip(new / MANIFEST), "manifest.json: "),
-    "truncated": (lambda new, _: truncate(new / "__0_0.distcp"), "bytes, its manifest states"),
     "deleted": (lambda new, _: (new / "__0_0.distcp").unlink(), "__0_0.distcp is missing"),
     "an older file": (
         lambda new, old: shutil.copy(old / "__0_0.distcp", new),
         "__0_0.distcp (model.*): wrong checksum",
     ),
-    "an older manifest": (lambda new, old: shutil.copy(old / MANIFEST, new), "is the manifest of step 2"),
     "no manifest": (lambda new, _: (new / MANIFEST).unlink(), ""),
 }
 

@@ -199,19 +199,16 @@ def test_other_adapters_are_another_experiment(tiny: TinyRun) -> None:
 
 
 MOE = ["--model.name=qwen3_moe", "--model.flavor=debug", "--model.args={dim=32, n_layers=2, vocab_size=259}"]
-KNOWN = "there are layers.*.attention.wq x3, layers.*.attention.wk x3, "
+KNOWN = "there are layers.0.attention.wq, layers.0.attention.wk, "
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lora.rank=0"], "lora.rank: expected a number of at least 1, got 0"),
         (["--lora.rank=15"], "lora.rank: 15 is more than layers.0.attention.wk has: its weight is 14 x 42; lower it, "),
         (["--lora.alpha=2.0"], "lora.rank: is not set, and without it [lora] has no effect"),
         (["--lora.rank=2", '--lora.targets=["layers.9.*"]'],
          f"lora.targets: layers.9.* matches no linear layer; {KNOWN}"),
-        (["--lora.rank=2", '--lora.targets=["*.wq.weight"]'],
-         "lora.targets: *.wq.weight matches layers.0.attention.wq.weight, which is no linear layer; "),
         (["--lora.rank=2", '--lora.targets=["head.*"]'],
          "lora.targets: head.* matches head.output, whose matmul the loss computes; "),
         ([*MOE, "--lora.rank=2", '--lora.targets=["layers.*.feed_forward.w1"]'],

@@ -201,7 +201,7 @@ def test_weights_are_quantized_when_they_are_loaded_and_a_quantized_base_needs_t
             config = tiny.config(*options, QUANTIZED, f"--checkpoint.initial_load_path={path}", f"--job.name={name}")
             found = dict(unique_parameters(train_on_this_rank(config, 0, 1).model))
             scales = scales_of(found)
-            assert len(scales) == 21
+            assert len(scales) == 7
             for parameter, value in base.items():
                 if parameter in scales:
                     codes, scale = quantize(whole(value))
