@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Run the test suite:  ./run_tests.sh [pytest arguments]
 # Unit tests that take under a minute together:  ./run_tests.sh unit [pytest arguments]
+# Those of `./run_tests.sh` and the slow ones together, as CI runs them:  ./run_tests.sh ci [pytest arguments]
 # PyTorch's CUDA code without a GPU, in an environment of 5 GB:  ./run_tests.sh null_gpu [--record | pytest arguments]
 set -euo pipefail
 # shellcheck source=scripts/environment.sh
@@ -13,8 +14,11 @@ fi
 find_python dev pytest xdist transformers torchao s3fs moto
 cd "$ROOT"
 unset PYTHONDONTWRITEBYTECODE # else each of the many processes compiles titanlite, and each worker all tests, again
-side_by_side=(--numprocesses auto --maxprocesses 4 --dist worksteal)
-if [[ ${1:-} == unit ]]; then # prints what should be marked long, too
+workers=$(($(getconf _NPROCESSORS_ONLN) + 1)) # many tests wait, for other processes or for a clock
+side_by_side=(--numprocesses "$((workers < 5 ? workers : 5))" --dist worksteal)
+if [[ ${1:-} == ci ]]; then
+    set -- -m "not nightly and not null_gpu" "${side_by_side[@]}" "${@:2}"
+elif [[ ${1:-} == unit ]]; then # prints what should be marked long, too
     set -- tests/unit -m "not long and not slow and not nightly" "${side_by_side[@]}" --durations=10 --durations-min=1 "${@:2}"
 fi
 (($#)) || set -- "${side_by_side[@]}"

@@ -1,13 +1,9 @@
 """Dumps of one step with an error planted, and their comparison by `titanlite parity --where`."""
 
-from dataclasses import replace
 from pathlib import Path
 
-import torch
-
-from tests.helpers import TinyRun
+from tests.helpers import THREE_BLOCKS, TinyRun
 from tests.layouts import built
-from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.schema import Config
 from titanlite.tools.report.dump_step import record
 from titanlite.tools.report.value_dump import read_dump
@@ -17,6 +13,7 @@ FILE = Path(__file__).with_name("planted.py")
 OPTIONS = [
     f"--model.file={FILE}",
     "--checkpoint.enable=false",
+    THREE_BLOCKS,
     "--model.args.max_seq_len=32",
 ]
 OTHERS = '"tok_embeddings.*", "layers.0.*", "layers.2.*", "head.*"'
@@ -45,27 +42,9 @@ PLANTED: dict[str, tuple[list[str], int, str, str, str]] = {
 """Options of each error, the step that is compared, and the module, the direction and a part of the reason to name."""
 
 
-def dumped(
-    rank: int, world_size: int, config: Config, folder: Path, *, step: int = 1, from_rank: int | None = None
-) -> None:
-    """Write a dump of a step.
-
-    Args:
-        from_rank: rank whose samples this rank reads, by mistake.
-    """
-    run = built(rank, world_size, config)
-    if from_rank is not None:
-        right = run.micro_batches
-        wrong = MicroBatches(
-            right.start,
-            global_batch_size=right.global_batch_size,
-            micro_batch_size=right.micro_batch_size,
-            rank=from_rank,
-            ranks=world_size,
-        )
-        run.batches.close()
-        run = replace(run, batches=build_loader(run.samples, wrong, num_workers=0, device=torch.device("cpu")))
-    record(run, folder=folder, step=step)
+def dumped(rank: int, world_size: int, config: Config, folder: Path, *, step: int = 1) -> None:
+    """Write a dump of a step."""
+    record(built(rank, world_size, config), folder=folder, step=step)
 
 
 def options(*more: str, name: str) -> list[str]:

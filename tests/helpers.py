@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 TINY_TOML = """
 [model.args]
 dim = 42
-n_layers = 3
+n_layers = 1
 n_heads = 3
 n_kv_heads = 1
 hidden_dim = 70
@@ -47,7 +47,8 @@ loggers = []
 [checkpoint]
 interval = 100
 """
-"""No dimension divides by 4, so that uneven shards are the rule."""
+"""No dimension divides by 4, so that uneven shards are the rule. There is one block: a run is over sooner."""
+THREE_BLOCKS = "--model.args.n_layers=3"
 
 
 @contextmanager

@@ -32,10 +32,3 @@ def test_links_of_two_processes() -> None:
         assert results[0] == [1, 1, 2, 2, own, own], "gathered parts"
         assert results[1] == [own] * 4 + [3, 3], "summed parts"
         assert results[2] == [3] * 4 + [own, own], "sums"
-
-
-@pytest.mark.nightly
-def test_a_network_of_two_nodes() -> None:
-    """Two nodes of one process: there are no links within a node."""
-    for values, _ in run_ranks(measured, 2, 1):
-        assert [*values] == ["network_bandwidth"]

@@ -1,8 +1,6 @@
 """Commands in processes of their own: a run from start to resume, and run_train.sh on several processes and nodes."""
 
 import json
-import socket
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,18 +10,19 @@ from titanlite.runtime.console import shell_command
 from titanlite.tools import cli
 
 
+@pytest.mark.usefixtures("own_process_group")
 def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     command = ("train", "--config", str(tiny.toml), "--training.steps=3", "--metrics.loggers=['tensorboard']")
-    code, out, err = titanlite(*command)
-    assert (code, err) == (0, [])
-    run = tiny.folder / "outputs" / "tiny"
-    text = "\n".join(out)
+    assert cli.run([*command]) == 0
+    text, err = capfd.readouterr()
+    assert err == ""
+    run, out = tiny.folder / "outputs" / "tiny", text.splitlines()
     assert "unigram entropy" in text
     assert "step     3  loss" in text
     assert f"checkpoints  {run / 'checkpoints'} (3)" in text
     resume = f"{shell_command('titanlite')} train {run}/config.toml"
     assert f"continue       the same command with --training.steps=6, or {resume} --training.steps=6" in text
-    assert "applied  FSDP of 3 blocks, reshard_after_forward default\n" in text
+    assert "applied  FSDP of 1 blocks, reshard_after_forward default\n" in text
     assert f"saves    every 100 steps and the last, in the background, to {run}/checkpoints; the newest 10" in text
     [times] = [line for line in out if line.startswith("  time         ")]
     assert "compute " in times
@@ -95,32 +94,15 @@ def test_run_train_on_four_processes(tiny: TinyRun) -> None:
     assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
 
 
-@pytest.mark.nightly
-def test_run_train_on_two_nodes(tiny: TinyRun) -> None:
-    """Two machines that share a folder: here both are this one, each with a launcher of its own."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
-    nodes = {"NNODES": "2", "NPROC": "1", "RDZV_ENDPOINT": endpoint}
-    arguments = ["--config", str(tiny.toml), "--training.steps=3"]
-    with ThreadPoolExecutor() as pool:
-        futures = [pool.submit(run_train, *arguments, cwd=tiny.folder, **nodes) for _ in range(2)]
-        results = [future.result() for future in futures]
-    assert [result.returncode for result in results] == [0, 0], results[0].stderr + results[1].stderr
-    assert len(tiny.losses()) == 3
-    run = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())
-    assert run["starts"][0]["mesh"] == {"replicate": 1, "shard": 2}
-    refused = run_train(*arguments, cwd=tiny.folder, NNODES="2")
-    assert refused.returncode == 2
-    assert "set RDZV_ENDPOINT to host:port" in refused.stderr
-
-
 def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
     result = run_train("--config", str(tiny.toml), "--training.stepss=3", cwd=tiny.folder, NPROC="2")
     assert result.returncode == 2
     assert result.stderr.splitlines() == [
         "error: training.stepss: unknown key, did you mean training.steps? (command line)"
     ]
+    without_place = run_train("--config", str(tiny.toml), cwd=tiny.folder, NNODES="2")
+    assert without_place.returncode == 2
+    assert "RDZV_ENDPOINT" in without_place.stderr
 
 
 @pytest.mark.nightly
@@ -134,17 +116,16 @@ def test_run_train_passes_on_the_exit_code_of_a_rank(tiny: TinyRun) -> None:
     assert "less than one sequence of 32" in errors[0]
 
 
-@pytest.mark.slow
-def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun) -> None:
-    """Weights that overflow: from the user's side."""
-    result = run_train("--config", str(tiny.toml), "--optimizer.lr=1e36", cwd=tiny.folder, NPROC="1")
-    assert result.returncode == 3, result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert errors[0].startswith("error: step 2: loss or gradient is not finite (loss ")
-    assert "types    weights float32, compute float32, reduction float32, moments float32" in result.stdout
+@pytest.mark.usefixtures("own_process_group")
+def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    """Weights that overflow."""
+    assert cli.run(["train", "--config", str(tiny.toml), "--optimizer.lr=1e36"]) == 3
+    out, err = capfd.readouterr()
+    [error] = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert error.startswith("error: step 2: loss or gradient is not finite (loss ")
+    assert "types    weights float32, compute float32, reduction float32, moments float32" in out
     skipped = tiny.folder / "outputs" / "tiny" / "skipped.jsonl"
-    assert f"stopped: the skipped steps are in {skipped}" in result.stdout
+    assert f"stopped: the skipped steps are in {skipped}" in out
     [record] = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert (record["step"], record["samples"]) == (2, [*range(8, 16)])
     assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000001"]

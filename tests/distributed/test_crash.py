@@ -7,9 +7,9 @@ import pytest
 from tests.crash import CrashRun
 
 
-@pytest.mark.nightly
-def test_killed_again_and_again_a_run_ends_as_if_never_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.nightly)])
+def test_killed_again_and_again_a_run_ends_as_if_never_killed(tmp_path: Path, kills: int) -> None:
     run = CrashRun(tmp_path, seed=0)
-    for _ in range(4):
+    for _ in range(kills):
         print(run.kill())
     assert run.finish() >= 4

@@ -1,6 +1,7 @@
 """Each technique has its effect: one that silently does nothing would pass every test of equality."""
 
 from collections import Counter
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks
+from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks
 from tests.layouts import built, degrees, one_step
 from titanlite.schema import Config
 
@@ -52,7 +53,10 @@ CHECKPOINTING = [
 def test_activation_checkpointing_recomputes(tiny: TinyRun) -> None:
     names = ["mode", "selective_ac_option"]
     configs = [
-        tiny.config(*(f"--activation_checkpoint.{name}={value}" for name, value in zip(names, options, strict=False)))
+        tiny.config(
+            THREE_BLOCKS,
+            *(f"--activation_checkpoint.{name}={value}" for name, value in zip(names, options, strict=False)),
+        )
         for options, _, _ in CHECKPOINTING
     ]
     results = run_in_turn(operators_of_a_step, 1, configs)
@@ -63,17 +67,9 @@ def test_activation_checkpointing_recomputes(tiny: TinyRun) -> None:
         assert counts["aten._scaled_dot_product_flash_attention_for_cpu.default"] == attention, options
 
 
-def test_a_step_never_waits_for_the_device(tiny: TinyRun) -> None:
-    """`.item()` and the like all end in this operator; on a GPU it would stop the host."""
-    config = tiny.config("--training.local_batch_size=2", *degrees(2, 1), world_size=2)
-    for counts in run_ranks(operators_of_a_step, 2, config):
-        assert counts["aten.mm.default"] > 0
-        assert counts["aten._local_scalar_dense.default"] == 0
-
-
 def test_backward_gathers_within_the_smaller_group(tiny: TinyRun) -> None:
     """ZeRO++ hpZ: after forward a 1/2 shard stays, so that backward gathers over 2 processes instead of 4."""
-    config = tiny.config("--parallelism.fsdp_reshard_after_forward=2", world_size=4)
+    config = tiny.config("--parallelism.fsdp_reshard_after_forward=2", THREE_BLOCKS, world_size=4)
     counts = run_ranks(operators_of_a_step, 4, config)[0]
     assert counts["all-gather over 4"] == 5
     assert counts["all-gather over 2"] == 4  # blocks and head; the embedding needs none
@@ -92,15 +88,6 @@ def prefetched(rank: int, world_size: int, config: Config) -> dict[str, tuple[li
     return found
 
 
-def test_prefetch_depth_is_the_configured_one(tiny: TinyRun) -> None:
-    options = ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=1"]
-    found = run_ranks(prefetched, 2, tiny.config(*options, world_size=2))[0]
-    assert found["tok_embeddings"] == (["layers.0", "layers.1"], [])
-    assert found["layers.0"] == (["layers.1", "layers.2"], ["tok_embeddings"])
-    assert found["layers.2"] == (["head"], ["layers.1"])
-    assert found["head"] == ([], ["layers.2"])
-
-
 def sizes_of_a_rank(rank: int, world_size: int, config: Config) -> tuple[int, int, int]:
     """Elements of a rank's parameters and moments, and of the whole model."""
     run = built(rank, world_size, config)
@@ -110,10 +97,53 @@ def sizes_of_a_rank(rank: int, world_size: int, config: Config) -> tuple[int, in
     return local, moments, sum(parameter.numel() for parameter in parameters)
 
 
-def test_parameters_and_states_are_really_sharded(tiny: TinyRun) -> None:
-    layouts = [(1, 2), (2, 1)]
-    configs = [tiny.config(*degrees(*it), f"--job.name=on-{it[1]}", world_size=2) for it in layouts]
-    for (replicate, shard), ranks in zip(layouts, run_in_turn(sizes_of_a_rank, 2, configs), strict=True):
-        for local, moments, whole in ranks:
+@dataclass(frozen=True)
+class OfTwo:
+    """What one of two ranks sees, in one process group."""
+
+    operators: Counter[str]
+    prefetched: dict[str, tuple[list[str], list[str]]]
+    sizes: dict[tuple[int, int], tuple[int, int, int]]
+
+
+def see(rank: int, world_size: int, tiny: TinyRun) -> OfTwo:
+    def config(*options: str) -> Config:
+        return tiny.config(THREE_BLOCKS, *options, world_size=world_size)
+
+    prefetch = ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=1"]
+    return OfTwo(
+        operators_of_a_step(rank, world_size, config("--training.local_batch_size=2", *degrees(2, 1))),
+        prefetched(rank, world_size, config(*prefetch, "--job.name=prefetch")),
+        {
+            layout: sizes_of_a_rank(rank, world_size, config(*degrees(*layout), f"--job.name=on-{layout[1]}"))
+            for layout in ((1, 2), (2, 1))
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def of_two(tmp_path_factory: pytest.TempPathFactory) -> list[OfTwo]:
+    return run_ranks(see, 2, TinyRun(tmp_path_factory.mktemp("two")))
+
+
+def test_a_step_never_waits_for_the_device(of_two: list[OfTwo]) -> None:
+    """`.item()` and the like all end in this operator; on a GPU it would stop the host."""
+    for seen in of_two:
+        assert seen.operators["aten.mm.default"] > 0
+        assert seen.operators["aten._local_scalar_dense.default"] == 0
+
+
+def test_prefetch_depth_is_the_configured_one(of_two: list[OfTwo]) -> None:
+    found = of_two[0].prefetched
+    assert found["tok_embeddings"] == (["layers.0", "layers.1"], [])
+    assert found["layers.0"] == (["layers.1", "layers.2"], ["tok_embeddings"])
+    assert found["layers.2"] == (["head"], ["layers.1"])
+    assert found["head"] == ([], ["layers.2"])
+
+
+def test_parameters_and_states_are_really_sharded(of_two: list[OfTwo]) -> None:
+    for replicate, shard in ((1, 2), (2, 1)):
+        sizes = [seen.sizes[replicate, shard] for seen in of_two]
+        for local, moments, whole in sizes:
             assert moments == local == pytest.approx(whole / shard, rel=0.1)
-        assert sum(local for local, _, _ in ranks) == replicate * ranks[0][2]
+        assert sum(local for local, _, _ in sizes) == replicate * sizes[0][2]

@@ -1,13 +1,8 @@
 """Ranks that start with different software, config or environment: real gloo ranks, and two processes as two hosts."""
 
 import os
-import socket
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 
-import pytest
 import torch
 
 from tests.helpers import TinyRun, run_ranks
@@ -43,29 +38,3 @@ def test_a_difference_is_found_on_every_rank(tiny: TinyRun) -> None:
     assert none == []
     assert " has OMP_NUM_THREADS=1, rank 0 on " in warnings[0]
     assert "has optimizer.lr = 2.0, rank 0 on" in config
-
-
-@pytest.mark.slow
-def test_hosts_with_other_options_end_with_code_2(tiny: TinyRun, tmp_path: Path) -> None:
-    """Each process is started by hand, as a scheduler starts one on each host. Nothing is prepared or saved."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
-    processes = []
-    for rank in (0, 1):
-        environ = {"RANK": str(rank), "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1"}
-        environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
-        words = ["-m", "titanlite", "train", str(tiny.toml), f"--debug.seed={rank}"]
-        processes.append(
-            subprocess.Popen(
-                [sys.executable, *words], env={**os.environ, **environ}, cwd=tmp_path, stderr=subprocess.PIPE, text=True
-            )
-        )
-    errors = [process.communicate(timeout=120)[1] for process in processes]
-    assert [process.returncode for process in processes] == [2, 2]
-    for text in errors:
-        [line] = [line for line in text.splitlines() if line.startswith("error")]
-        assert line.startswith("error: rank 1 on ")
-        assert "has debug.seed = 1, rank 0 on " in line
-        assert line.endswith("has debug.seed = 0: start all hosts with the same config and options")
-    assert not [*(tiny.folder / "outputs").rglob("checkpoints")]

@@ -14,7 +14,7 @@ from titanlite.loss import TokenLoss
 from titanlite.schema import Config
 from titanlite.train import finish, train
 
-LAYERS = 3 * 7
+LAYERS = 7
 """Linear layers that are converted."""
 SIZES = ["--model.args.dim=48", "--model.args.hidden_dim=64"]
 FLOAT8 = [f"--quantize.linear.float8.{option}" for option in ("enable", "emulate", "skip_small=false")]

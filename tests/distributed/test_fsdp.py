@@ -4,11 +4,12 @@ from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import built, degrees, one_step
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter
 from titanlite.schema import Config
@@ -67,7 +68,13 @@ EXCHANGES: dict[str, tuple[list[str], list[bool]]] = {
 
 
 def test_backward_continues_during_an_exchange_unless_it_reads_the_result(tiny: TinyRun) -> None:
-    common = [*degrees(1, 2), "--training.steps=1", "--lr_scheduler.warmup_steps=1"]
+    common = [
+        THREE_BLOCKS,
+        *degrees(1, 2),
+        "--training.steps=1",
+        "--lr_scheduler.warmup_steps=1",
+        "--checkpoint.enable=false",
+    ]
     configs = [
         tiny.config(*common, *options, f"--job.name={number}", world_size=2)
         for number, (options, _) in enumerate(EXCHANGES.values())
@@ -88,11 +95,12 @@ def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:
     return [it._unsharded_param.data_ptr() == it._sharded_param_data.data_ptr() for it in parameters]
 
 
+@pytest.mark.usefixtures("single_process_group")
 def test_one_shard_is_gathered_in_place(tiny: TinyRun) -> None:
     """Also for each of several replicas; where weights are converted or elsewhere, they are copied."""
     alone = [["--parallelism.fsdp_reshard_after_forward=always"], ["--training.mixed_precision_param=bfloat16"]]
     configs = [tiny.config(*options, f"--job.name={number}") for number, options in enumerate(alone)]
-    assert [set(found) for [found] in run_in_turn(gathered_in_place, 1, configs)] == [{True}, {False}]
+    assert [{*gathered_in_place(0, 1, config)} for config in configs] == [{True}, {False}]
     layouts = [degrees(2, 1), degrees(1, 2)]
     of_two = [tiny.config(*it, f"--job.name=two-{number}", world_size=2) for number, it in enumerate(layouts)]
     found = run_in_turn(gathered_in_place, 2, of_two)
@@ -112,7 +120,8 @@ def zeroed(rank: int, world_size: int, config: Config) -> tuple[float, float]:
     return before, after
 
 
+@pytest.mark.usefixtures("single_process_group")
 def test_new_values_are_used_at_once(tiny: TinyRun) -> None:
-    [(before, after)] = run_ranks(zeroed, 1, tiny.config())
+    before, after = zeroed(0, 1, tiny.config())
     assert before > 0
     assert after == 0

@@ -3,6 +3,7 @@
 import os
 import platform
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from tests.helpers import TinyRun
 from tests.processes import Job, started
 from titanlite.run.proc import descendants, state_of
 
+TRAIN = [sys.executable, "-m", "titanlite", "train"]
 ENDLESS = "--training.steps=1000000", "--checkpoint.enable=false"
 
 
@@ -69,34 +71,6 @@ def loss(*args, **options):
 
 
 @pytest.mark.nightly
-def test_a_sleeping_rank_is_named_with_its_line_and_changes_nothing(tiny: TinyRun) -> None:
-    """The rank sleeps until the report is there, so that training continues, with the same losses."""
-    awake = tiny.folder / "awake"
-    (tiny.folder / "mine.py").write_text(
-        ASLEEP.format(waits=f"while not os.path.exists({str(awake)!r}): time.sleep(0.05)")
-    )
-    loss = f"--training.loss={tiny.folder / 'mine.py'}:loss"
-    with started(
-        tiny.folder, f"--config={tiny.toml}", loss, "--comm.train_timeout_seconds=120", NPROC="2"
-    ) as job:  # fmt: skip
-        job.wait_for_step(3)
-        rank = job.ranks()[1]
-        line = report(job)
-        assert f"rank 1 on {platform.node()} (process {rank}) is in its own code (mine.py:9, loss) since " in line
-        assert "; rank 0 waits for it. Stacks of all ranks: " in line
-        wait_for_stacks(tiny, job, 1, 'mine.py", line 9 in loss')
-        awake.touch()
-        assert job.end(120) == 0
-        assert job.text().count("hang: ") == job.text().count("hang is over: training continues") == 1
-    losses = tiny.losses()
-    with started(tiny.folder, f"--config={tiny.toml}", loss, "--job.name=awake", NPROC="2") as job:
-        assert job.end(120) == 0
-        assert "hang:" not in job.text()
-    assert tiny.losses("awake") == losses
-    assert len(losses) == 6
-
-
-@pytest.mark.nightly
 def test_a_stopped_data_worker_is_named_and_ends_the_run(tiny: TinyRun) -> None:
     options = *ENDLESS, "--comm.train_timeout_seconds=20", "--data.num_workers=1"
     with started(tiny.folder, f"--config={tiny.toml}", *options, NPROC="2") as job:
@@ -125,7 +99,7 @@ def test_a_file_system_that_blocks_is_named_and_the_process_is_ended(tiny: TinyR
     ))  # fmt: skip
     loss = f"--training.loss={tiny.folder / 'mine.py'}:loss"
     with started(
-        tiny.folder, f"--config={tiny.toml}", loss, *ENDLESS, "--comm.train_timeout_seconds=20", NPROC="1"
+        tiny.folder, f"--config={tiny.toml}", loss, *ENDLESS, "--comm.train_timeout_seconds=20", command=TRAIN
     ) as job:
         line = report(job)
         assert f"waits for the file system ({pipe}) since " in line

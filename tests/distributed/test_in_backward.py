@@ -18,7 +18,6 @@ from titanlite.train import finish, train
 
 ON = "--optimizer.in_backward=true"
 NO_CLIPPING = "--training.max_norm=0"
-FOUR_STEPS = [NO_CLIPPING, "--training.steps=4"]
 BAD_STEP = 3
 
 CASES = {

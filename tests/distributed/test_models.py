@@ -23,14 +23,6 @@ FAMILIES = {
         "--model.args={dim = 42, n_layers = 3, n_heads = 3, vocab_size = 259}",
     ],
 }
-TECHNIQUES = [
-    ["--activation_checkpoint.mode=full"],
-    ["--activation_checkpoint.mode=selective"],
-    ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
-    ["--parallelism.fsdp_reshard_after_forward=never"],
-    ["--training.enable_cpu_offload"],
-]
-
 families = pytest.mark.parametrize(
     "family", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
 )
@@ -56,21 +48,6 @@ def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
         assert [record.get("busiest_expert", 0.0) for record in records] == busiest
 
 
-def techniques_of(tiny: TinyRun, options: list[str]) -> list[Config]:
-    every = [[], *TECHNIQUES]
-    return [tiny.config(*options, *more, f"--job.name={i}", world_size=2) for i, more in enumerate(every)]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", [*FAMILIES])
-def test_techniques_change_no_bit(tiny: TinyRun, family: str) -> None:
-    found = run_in_turn(trained, 2, techniques_of(tiny, FAMILIES[family]))
-    reference = found[0][0]
-    for options, [weights, _] in zip(TECHNIQUES, found[1:], strict=True):
-        for name, weight in reference.items():
-            assert (weights[name] == weight).all(), (options, name)
-
-
 def state_after_training(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Weights and persistent buffers."""
     from tests.helpers import train_on_this_rank
@@ -91,7 +68,7 @@ def test_saved_and_loaded_on_another_layout(tiny: TinyRun, family: str) -> None:
     for name, value in straight.items():
         assert abs(resumed[name] - value).max() < 1e-4, name
     biases = [name for name in straight if name.endswith("bias_E")]
-    assert len(biases) == (3 if family == "qwen3_moe" else 0)
+    assert len(biases) == (1 if family == "qwen3_moe" else 0)
     for name in biases:
         assert abs(straight[name]).max() > 0.02, "six steps of 0.01, some up and some down"
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks
-from tests.layouts import ROUNDED, assert_same_curve, built, degrees, trained, whole
+from tests.layouts import built, trained, whole
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.runtime.errors import UserError
@@ -84,39 +84,6 @@ def test_a_run_resumes_bit_for_bit(tiny: TinyRun, class_name: str, shape: str) -
     for name, value in on_two.items():
         assert value.any()
         assert np.array_equal(on_one[name], value), name
-
-
-MOE = ["--model={name='qwen3_moe', flavor='debug', args={n_layers=2, dim=256, hidden_dim=64, vocab_size=260}}"]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("options", "mine", "theirs"),
-    [
-        pytest.param(
-            [*SHAPE, "--model.args.dim=256", "--data.document_mask", "--optimizer.lr=1e-3"],
-            (1, 1, 2),
-            (1, 2),
-            id="context",
-        ),
-        pytest.param([*MOE, "--optimizer.lr=1e-3"], (1, 2, 1, 1, 2), (1, 2), id="expert"),
-    ],
-)
-def test_further_axes_train_as_fsdp_and_resume_bit_for_bit(
-    tiny: TinyRun, options: list[str], mine: tuple[int, ...], theirs: tuple[int, ...]
-) -> None:
-    """A stopped run ends with the bits of a whole one."""
-    options = [*options, "--optimizer.name=torchao.optim.AdamW8bit"]
-    runs = [("whole", 20, mine), ("fsdp", 20, theirs), ("parts", 10, mine), ("parts", 20, mine)]
-    configs = [
-        tiny.config(*options, *degrees(*layout), f"--job.name={name}", f"--training.steps={steps}", world_size=2)
-        for name, steps, layout in runs
-    ]
-    [expected, _], _, _, [found, _] = run_in_turn(eager, 2, configs, timeout=300)
-    assert_same_curve(tiny, "whole", "fsdp", loss=ROUNDED, grad_norm=0.1)
-    assert tiny.losses("parts") == tiny.losses("whole")
-    for name, value in expected.items():
-        assert (found[name] == value).all(), name
 
 
 def refused(rank: int, world_size: int, config: Config) -> str:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, run_train
+from tests.helpers import THREE_BLOCKS, TinyRun, run_train
 from titanlite.tools import cli
 
 CODE = """
@@ -66,7 +66,7 @@ def test_one_rank_prints_the_command_that_suggests_options(
 ) -> None:
     """Two ranks run out of memory at once."""
     loss = f"--training.loss={code}:in_backward"
-    result = run_train("--config", str(tiny.toml), loss, cwd=tiny.folder, NPROC="2", OMP_NUM_THREADS="1")
+    result = run_train("--config", str(tiny.toml), THREE_BLOCKS, loss, cwd=tiny.folder, NPROC="2", OMP_NUM_THREADS="1")
     assert result.returncode == 1
     head, last = errors(result.stderr)
     assert head.startswith("out of memory on rank ")

@@ -9,7 +9,7 @@ from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from titanlite.schema import Config
 from titanlite.tools.report.profile_command import read_profile
 
-UNITS = ("tok_embeddings", "layers.0", "layers.1", "layers.2", "head")
+UNITS = ("tok_embeddings", "layers.0", "head")
 STEPS, WINDOW = 6, 2
 
 
@@ -33,9 +33,9 @@ def test_every_rank_writes_its_collectives(tiny: TinyRun) -> None:
         assert (found.rank, found.world_size) == (rank, 2)
         assert (found.first, found.last) == (STEPS - WINDOW + 1, STEPS)
         collectives = found.collectives
-        # 5 units in forward and 3 in backward; tok_embeddings and the head keep their parameters. One for metrics.
-        assert collectives["all-gather"].calls >= 8 * WINDOW
-        assert collectives["reduce-scatter"].calls == 5 * WINDOW
+        # 3 units in forward and 1 in backward; tok_embeddings and the head keep their parameters. One for metrics.
+        assert collectives["all-gather"].calls >= 4 * WINDOW
+        assert collectives["reduce-scatter"].calls == 3 * WINDOW
         assert all(0 <= it.hidden <= it.total for it in collectives.values())
         names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
         kinds = "all_gather", "pre_backward", "post_backward_reduce"

@@ -7,8 +7,8 @@ from tests.layouts import CountOperators, built, degrees
 from titanlite.schema import Config
 from titanlite.train import finish, train
 
-UNITS = 5
-"""FSDP units of the tiny model: the embedding, three blocks and the head."""
+UNITS = 3
+"""FSDP units of the tiny model: the embedding, a block and the head."""
 
 
 def counted(rank: int, world_size: int, config: Config) -> int:
@@ -22,20 +22,19 @@ def counted(rank: int, world_size: int, config: Config) -> int:
 
 @pytest.mark.slow
 def test_losses_are_the_same_and_reductions_fewer(tiny: TinyRun) -> None:
-    """Two micro-batches a step, on FSDP and on HSDP."""
+    """Two micro-batches a step, on HSDP."""
     configs = [
         tiny.config(
-            *degrees(*layout), f"--job.name={layout[0]}-{when}", f"--parallelism.fsdp_reduce_gradients={when}",
-            "--training.local_batch_size=1", "--training.steps=2", world_size=4,
+            *degrees(2, 2), f"--job.name={when}", f"--parallelism.fsdp_reduce_gradients={when}",
+            "--training.local_batch_size=1", "--training.steps=2", "--checkpoint.enable=false", world_size=4,
         )
-        for layout in ((1, 4), (2, 2)) for when in ("each", "last")
+        for when in ("each", "last")
     ]  # fmt: skip
     found = run_in_turn(counted, 4, configs)
-    for ranks, expected in zip(found, [2, 1, 2, 1], strict=True):
+    for ranks, expected in zip(found, [2, 1], strict=True):
         assert ranks == [expected * UNITS * 2] * 4
-    for replicate in (1, 2):
-        each, last = (tiny.records(f"{replicate}-{when}") for when in ("each", "last"))
-        assert len(each) == len(last) == 2
-        for one, other in zip(each, last, strict=True):
-            assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
-            assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+    each, last = tiny.records("each"), tiny.records("last")
+    assert len(each) == len(last) == 2
+    for one, other in zip(each, last, strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)

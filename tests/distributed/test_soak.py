@@ -18,7 +18,7 @@ KINDS = [
 STEPS = 70
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_small_soak(tmp_path: Path) -> None:
     """Two faults of different kinds, and the same losses, samples and last checkpoint as without them.
 

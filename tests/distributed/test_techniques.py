@@ -1,5 +1,6 @@
 """Compile and float8 through the same path as everything else."""
 
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -18,34 +19,39 @@ def trace_blocks(model: Model, **_: object) -> None:
     compile_blocks(model, backend="aot_eager")
 
 
-def compile_counts(rank: int, world_size: int, config: Config) -> tuple[int, list[str]]:
+def compile_counts(rank: int, world_size: int, config: Config, plain: Config) -> tuple[int, list[str], list[str]]:
+    """Return the number of graphs after some steps, and the names of parameters with and without the compiler."""
     with patch("titanlite.parallelize.compile_blocks", trace_blocks):
         run = built(rank, world_size, config)
-    for _ in range(3):
+    for _ in range(2):
         one_step(run)
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    return graphs, [name for name, _ in run.model.named_parameters()]
+    names, of_plain = (
+        [name for name, _ in it.model.named_parameters()] for it in (run, built(rank, world_size, plain))
+    )
+    return graphs, names, of_plain
 
 
-@pytest.mark.slow
-def test_compiled_blocks_give_the_same_losses(tiny: TinyRun) -> None:
-    options = [*degrees(1, 2), "--training.steps=3"]
+def traced(rank: int, world_size: int, config: Config) -> None:
+    with patch("titanlite.parallelize.compile_blocks", trace_blocks):
+        trained(rank, world_size, config)
+
+
+@pytest.mark.parametrize("train", [pytest.param(traced, id="traced"), pytest.param(trained, marks=pytest.mark.nightly)])
+def test_compiled_blocks_give_the_same_losses(tiny: TinyRun, train: Any) -> None:
+    options = [*degrees(1, 2), "--training.steps=3", "--checkpoint.enable=false"]
     compiled = ["--job.name=compiled", "--compile.enable", "--activation_checkpoint.mode=selective"]
     runs = [tiny.config(*words, *options, world_size=2) for words in (["--job.name=eager"], compiled)]
-    run_in_turn(trained, 2, runs, timeout=300)
+    run_in_turn(train, 2, runs, timeout=300)
     assert tiny.losses("compiled") == pytest.approx(tiny.losses("eager"), rel=1e-5)
 
 
 def test_blocks_share_one_graph_and_names_stay(tiny: TinyRun) -> None:
-    config = tiny.config("--compile.enable", "--activation_checkpoint.mode=full")
-    [(graphs, names)] = run_ranks(compile_counts, 1, config, timeout=300)
+    config = tiny.config("--compile.enable", "--activation_checkpoint.mode=full", "--model.args.n_layers=2")
+    plain = tiny.config("--job.name=plain", "--model.args.n_layers=2")
+    [(graphs, names, of_plain)] = run_ranks(compile_counts, 1, config, plain, timeout=300)
     assert graphs == 1
-    [plain] = run_ranks(parameter_names, 1, tiny.config("--job.name=plain"))
-    assert names == plain
-
-
-def parameter_names(rank: int, world_size: int, config: Config) -> list[str]:
-    return [name for name, _ in built(rank, world_size, config).model.named_parameters()]
+    assert names == of_plain
 
 
 @pytest.mark.parametrize(

@@ -55,12 +55,13 @@ def equal(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
     return [name for name in ours if not (ours[name] == theirs[name]).all()]
 
 
-def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tuple[int, ...]]) -> None:
+def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tuple[int, ...]], steps: int = 20) -> None:
     """Train on each layout and on one process, and compare losses, gradient norms and validation losses.
 
     Replicas have the same bits on ranks that split layers, and one process loads the bits that they have saved.
     """
-    common = ["--training.steps=20", "--validation.enable", "--validation.freq=20", f"--validation.path={tiny.text}"]
+    common = [f"--training.steps={steps}", "--validation.enable", f"--validation.freq={steps}"]
+    common += [f"--validation.path={tiny.text}"]
     results = {}
     for layout in [*layouts, ONE]:
         world_size = math.prod(layout)
@@ -80,7 +81,7 @@ def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tupl
         first = f"{technique}-1-1"
         for layout in layouts:
             name = f"{technique}-{'-'.join(map(str, layout))}"
-            assert_same_curve(tiny, name, first)
+            assert_same_curve(tiny, name, first, steps=steps)
             for parameter, value in results[first][0]["whole"].items():
                 assert results[name][0]["whole"][parameter] == pytest.approx(value, abs=1e-3), (name, parameter)
             for rank, neighbour in zip(results[name][::2], results[name][1::2], strict=True):
@@ -90,19 +91,13 @@ def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tupl
 
 @pytest.mark.slow
 def test_two_ranks_that_split_layers_train_as_one(tiny: TinyRun) -> None:
-    compared(tiny, TECHNIQUES, [TWO])
+    compared(tiny, TECHNIQUES, [TWO], steps=6)
 
 
 @pytest.mark.nightly
 def test_a_model_of_ones_own(tiny: TinyRun) -> None:
     own = [f"--model.file={own_models.__file__}", "--model.name=Own", *LLAMA]
     compared(tiny, {"own": own, "own-compile": [*own, "--compile.enable"]}, [TWO])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("techniques", [FURTHER, SHARED], ids=["further", "shared"])
-def test_further_techniques(tiny: TinyRun, techniques: dict[str, list[str]]) -> None:
-    compared(tiny, techniques, [TWO])
 
 
 @pytest.mark.nightly

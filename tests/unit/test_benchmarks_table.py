@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from benchmarks.record import read, record
-from titanlite.runtime.errors import UserError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RATIO: dict[str, Any] = {
@@ -76,23 +75,6 @@ def test_marks_of_a_release(tmp_path: Path) -> None:
     assert found == {name: mark for name, (_, _, mark) in cases}
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("{", "not a measurement: Invalid JSON"),
-        ('{"name": "x"}', "not a measurement: value: "),
-        (json.dumps({**RATIO, "value": float("nan")}), "nan is not between 0.95 and 1.05"),
-        (json.dumps({**RATIO, "low": 2}), "1.0 is not between 2.0 and 1.05"),
-    ],
-)
-def test_a_bad_line_is_named_with_its_place(tmp_path: Path, line: str, message: str) -> None:
-    path = tmp_path / "bad.jsonl"
-    path.write_text(f"{json.dumps(RATIO)}\n\n{line}\n")
-    with pytest.raises(UserError) as caught:
-        read(path)
-    assert str(caught.value).startswith(f"{path}:3: {message}")
-
-
 def test_record_of_values_pairs_and_one_value(tmp_path: Path) -> None:
     path = tmp_path / "measurements.jsonl"
     record(path, name="values", values=[3.0, 1.0, 2.5], unit="s", better="lower", aim="< 4 s")
@@ -108,13 +90,6 @@ def test_record_of_values_pairs_and_one_value(tmp_path: Path) -> None:
     assert " core" in first.machine
     assert first.machine.endswith("GiB")
     assert first.date.endswith("+00:00")
-
-
-@pytest.mark.parametrize("place", ["no/such/folder/x.jsonl", "."])
-def test_where_one_cannot_write_is_reported_before_anything_runs(tmp_path: Path, place: str) -> None:
-    run = script("bench_startup.py", "--record", tmp_path / place)
-    assert run.returncode == 2
-    assert f"--record: cannot write to {tmp_path / place}" in run.stderr
 
 
 @pytest.mark.parametrize("page", sorted((BENCHMARKS / "releases").glob("*.md")), ids=lambda page: page.stem)

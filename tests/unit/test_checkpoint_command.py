@@ -105,27 +105,6 @@ def test_list_shows_each_state(titanlite: Command, tmp_path: Path) -> None:
     assert titanlite.table(str(folders[1]) + "/") == [["1", "3 min", "2.9 MiB", "whole", "sizes"]]
 
 
-def test_list_of_an_object_store(titanlite: Command) -> None:
-    place = "memory://listed/run"
-    try:
-        save(place, 1)
-        save(place, 2)
-        save(place, 4)
-        save(place, 12, publish=False)
-        open_storage(place).quarantine(folder_name(2), "superseded")
-        change(place, f"{folder_name(4)}/.metadata", b"")
-        change(place, f"{folder_name(9)}/{command.MARK}", b"{}")  # of a verification that a deletion overtook
-        assert titanlite.table(place + "/") == [
-            ["1", "3 min", "2.9 MiB", "whole", "sizes"],
-            ["2", "2.9 MiB", "superseded"],
-            ["4", "2.9 MiB", "damaged: .metadata has 0 bytes, its manifest states 2"],
-            ["12", "2.9 MiB", "being written"],
-        ]
-        assert titanlite.table(f"{place}/{folder_name(1)}") == [["1", "3 min", "2.9 MiB", "whole", "sizes"]]
-    finally:
-        fsspec.filesystem("memory").rm("/listed", recursive=True)
-
-
 def test_list_of_a_folder_of_runs(titanlite: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for run in ("outputs/b/checkpoints", "outputs/a/checkpoints", "outputs/group/c/elsewhere"):
@@ -265,14 +244,6 @@ def test_verify_where_nothing_can_be_written(
     assert titanlite.table(str(tmp_path))[0][-1] == "sizes"
 
 
-def test_another_format_is_named(titanlite: Command, tmp_path: Path) -> None:
-    save(str(tmp_path), 1)
-    (tmp_path / folder_name(1) / MANIFEST).write_text(json.dumps({"step": 1, "format": 1}))
-    message = "manifest.json has format 1, this version of titanlite reads format 2"
-    assert titanlite.table(str(tmp_path))[0][-1] == f"damaged: {message}"
-    assert titanlite.refusal("verify", str(tmp_path)) == f"error: {tmp_path}/step-00000001/{message}"
-
-
 # prune
 
 
@@ -321,18 +292,6 @@ def test_prune_of_what_is_quarantined(titanlite: Command, place: str) -> None:
     storage.quarantine(folder_name(3), "superseded")
     assert titanlite.refusal(*everything).startswith("error: nothing is deleted: the newest, ")
     assert len(storage.list()) == 2
-
-
-def test_prune_lets_hidden_folders_be(titanlite: Command, tmp_path: Path) -> None:
-    for step in (1, 2, 8, 9):
-        save(str(tmp_path), step)
-    hidden = [".deleted-step-00000008-me", ".staging-step-00000009-me"]
-    for name in hidden:
-        (tmp_path / name.removeprefix(".deleted-").removeprefix(".staging-").removesuffix("-me")).rename(
-            tmp_path / name
-        )
-    assert titanlite("prune", str(tmp_path), "--keep-latest-k=1", "--quarantined") == ["deleted step 1, 2.9 MiB"]
-    assert sorted(open_storage(str(tmp_path)).list()) == [*hidden, folder_name(2)]
 
 
 def test_the_run_sweeps_what_a_killed_prune_leaves(place: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -386,27 +345,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 def test_show(titanlite: Command, trained: TinyRun) -> None:
     run = trained.folder / "outputs" / "tiny"
     manifest = json.loads((run / "checkpoints" / "step-00000003" / MANIFEST).read_text())
-    lines = titanlite("show", str(run))
-    saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved_at"]))
-    versions = manifest["versions"]
-    assert lines[:4] == [
-        f"{run}/checkpoints/step-00000003",
-        "step      3",
-        "samples   24",
-        f"run id    {manifest['run_id']}",
-    ]
-    assert re.fullmatch(rf"saved at  {saved_at}, \d+ s ago; took {manifest['elapsed_seconds']:.2f} s", lines[4])
-    assert lines[5:7] == [
-        "mesh      replicate 1 x shard 1",
-        f"versions  titanlite {versions['titanlite']}, torch {versions['torch']}",
-    ]
-    assert lines[7].startswith("files     4, 0.9 MiB")
-    assert lines[8:12] == [f"  {name}  {file['size']:,} bytes" for name, file in manifest["files"].items()]
-    assert lines[12] == "settings"
+    path, *lines = titanlite("show", str(run))
+    assert path == f"{run}/checkpoints/step-00000003"
+    values = dict(re.split(r"\s{2,}", line.strip(), maxsplit=1) for line in lines if "  " in line.strip())
+    assert (values["step"], values["samples"], values["run id"]) == ("3", "24", manifest["run_id"])
+    assert values["saved at"].startswith(time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest["saved_at"])))
+    assert values["mesh"] == "replicate 1 x shard 1"
+    assert {name: values[name] for name in manifest["files"]} == {
+        name: f"{file['size']:,} bytes" for name, file in manifest["files"].items()
+    }
     assert "  model.args.dim = 42" in lines
-    assert '  model.name = "llama3"' in lines
     # Of each parameter: itself, its two moments and its number of steps.
-    assert lines[-1] == "tensors   120; of the model 30, 62,622 parameters"
+    assert values["tensors"] == "48; of the model 12, 35,406 parameters"
 
 
 def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, tmp_path: Path) -> None:
@@ -428,20 +378,11 @@ def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, t
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["verify"], "titanlite checkpoint verify: the following arguments are required: PATH"),
-        (["list", ".", "--all"], "titanlite checkpoint list: unknown option --all"),
         (["verify", "a", "b"], "titanlite checkpoint verify: unexpected argument 'b'"),
         (["prune", "."], "titanlite checkpoint prune: the following arguments are required: --keep-latest-k"),
-        (["prune", ".", "--keep-latest-k=x"],
-         "titanlite checkpoint prune: argument --keep-latest-k: expected a number of at least 1, got 'x'"),
         (["prune", ".", "--keep-latest-k=0"],
          "titanlite checkpoint prune: argument --keep-latest-k: expected a number of at least 1, got '0'"),
-        (["prune", ".", "--keep-latest-k=1", "--keep-every=-1"],
-         "titanlite checkpoint prune: argument --keep-every: expected a number of at least 0, got '-1'"),
-        (["list"], "no folder outputs"),
         (["show", "nothing/step-00000001"], "no folder nothing/step-00000001"),
-        (["list", "."], "no checkpoint in ."),
-        (["verify", "."], "no checkpoint that counts in ."),
         (["prune", ".", "--keep-latest-k=1"], "no checkpoint in ."),
         (["verify", "memory://nowhere"], "no checkpoint that counts in memory://nowhere"),
         (["list", "foo://bucket"], "foo://bucket: Protocol not known: foo"),

@@ -4,7 +4,6 @@ import json
 import logging
 import os
 import re
-import time
 from collections.abc import Iterator
 from dataclasses import replace as replace_fields
 from pathlib import Path
@@ -258,20 +257,6 @@ def test_what_counts_is_not_discarded(storage: Storage) -> None:
     assert [*storage.list()] == ["step-00000001"]
 
 
-@pytest.mark.long
-def test_an_attempt_that_takes_long_is_followed_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.2)
-    attempts = []
-
-    def upload() -> str:
-        attempts.append(time.sleep(0.3))
-        if len(attempts) < 3:
-            raise ConnectionError
-        return "done"
-
-    assert open_storage("memory://bucket/run").retry(upload, "x") == "done"
-
-
 @pytest.mark.parametrize("name", ["../../victim", "/etc", "a/b", ""])
 def test_names_in_a_manifest_cannot_lead_elsewhere(tmp_path: Path, name: str) -> None:
     storage = open_storage(str(tmp_path), owner="me")
@@ -297,16 +282,6 @@ def test_one_listing_call_of_an_object_store() -> None:
         Flaky.store.clear()
     assert Flaky.calls["find"] == 1
     assert Flaky.calls["ls"] <= 1
-
-
-@pytest.mark.long
-def test_an_object_store_that_stays_away_is_named_in_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    Flaky.register()
-    storage = open_storage("flaky://bucket/run", owner="me")
-    monkeypatch.setattr(ObjectStorage, "PATIENCE", 0.3)
-    monkeypatch.setattr(Flaky, "chance", 1.0)
-    with pytest.raises(OSError, match=r"flaky://bucket/run/: .*injected into find.* for 0 s"):
-        storage.begin(folder_name(1))
 
 
 @pytest.mark.parametrize(

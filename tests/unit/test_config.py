@@ -72,44 +72,26 @@ lr = true
 
 
 @pytest.mark.parametrize(
-    ("options", "world_size", "expected"),
+    ("options", "key"),
     [
-        (
-            ["--parallelism.data_parallel_replicate_degree=3"],
-            4,
-            "parallelism.data_parallel_replicate_degree: 4 processes cannot be split into 3 replicas (command line)",
-        ),
+        (["--parallelism.data_parallel_replicate_degree=3"], "parallelism.data_parallel_replicate_degree"),
         (
             ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
-            4,
-            "parallelism.data_parallel_shard_degree: replicate 2 x shard 4 = 8 processes, there are 4 (command line)",
+            "parallelism.data_parallel_shard_degree",
         ),
-        (
-            ["--parallelism.fsdp_reshard_after_forward=3"],
-            4,
-            "parallelism.fsdp_reshard_after_forward: 3 does not divide the shard degree 4 (command line)",
-        ),
+        (["--parallelism.fsdp_reshard_after_forward=3"], "parallelism.fsdp_reshard_after_forward"),
         (
             ["--parallelism.fsdp_reshard_after_forward=2", "--compile.enable", "--quantize.linear.float8.enable"],
-            4,
-            "parallelism.fsdp_reshard_after_forward: FSDP2 cannot combine 2 with "
-            "quantize.linear.float8.enable_fsdp_float8_all_gather: set that to false (command line)",
+            "parallelism.fsdp_reshard_after_forward",
         ),
-        (
-            ["--training.global_batch_size=6"],
-            4,
-            "training.global_batch_size: 6 is not a multiple of the 4 processes (command line)",
-        ),
-        (
-            ["--training.global_batch_size=48", "--training.local_batch_size=8"],
-            4,
-            "training.local_batch_size: 8 does not divide the 12 sequences of each process; use a divisor of 12 "
-            "(command line)",
-        ),
+        (["--training.global_batch_size=6"], "training.global_batch_size"),
+        (["--training.global_batch_size=48", "--training.local_batch_size=8"], "training.local_batch_size"),
     ],
 )
-def test_impossible_layouts(tmp_path: Path, options: list[str], world_size: int, expected: str) -> None:
-    assert problems(tmp_path, "", *options, world_size=world_size) == [expected]
+def test_impossible_layouts_of_four_processes(tmp_path: Path, options: list[str], key: str) -> None:
+    [problem] = problems(tmp_path, "", *options, world_size=4)
+    assert problem.startswith(f"{key}: ")
+    assert problem.endswith(" (command line)")
 
 
 def test_unreadable_files_are_one_line(tmp_path: Path) -> None:

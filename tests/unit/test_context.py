@@ -171,7 +171,7 @@ def test_the_plan_counts_what_a_step_sends(tiny: TinyRun) -> None:
     traced = trace_step(config, spec.model_cls, spec.args, world_size=4, gpu=False)
     inside = [it for it in traced.recorder.sent if it.is_inside]
     assert {it.axis for it in inside} == {"context"}
-    assert [it.collective for it in inside].count("all_gather") == 2 * 3, "again where forward is recomputed"
-    assert [it.collective for it in inside].count("reduce_scatter") == 3
+    assert [it.collective for it in inside].count("all_gather") == 2, "again where forward is recomputed"
+    assert [it.collective for it in inside].count("reduce_scatter") == 1
     sizes = {it.bytes for it in inside}
     assert sizes == {4 * 2 * 32 * 14 * 4}, "keys and values of 4 sequences in float32"

@@ -34,13 +34,13 @@ def test_random_draws_are_never_shifted(tiny: TinyRun, monkeypatch: pytest.Monke
     def with_dropout(self: FeedForward, x_BLD: Tensor) -> Tensor:
         return F.dropout(plain(self, x_BLD), 0.2, training=self.training)
 
-    undisturbed = final_state(tiny.config("--job.name=plain"))
+    undisturbed = final_state(tiny.config("--training.steps=4", "--job.name=plain"))
     monkeypatch.setattr(FeedForward, "forward", with_dropout)
     states = {}
     for number, (what, options) in enumerate(BESIDE.items()):
         torch.manual_seed(number)  # whatever was drawn before
         validation = f'--validation.path="{tiny.text}"'
-        states[what] = final_state(tiny.config(f"--job.name={number}", validation, *options))
+        states[what] = final_state(tiny.config("--training.steps=4", f"--job.name={number}", validation, *options))
     assert any((states["nothing"][name] != weight).any() for name, weight in undisturbed.items())
     for what, state in states.items():
         for name, weight in states["nothing"].items():
@@ -69,10 +69,7 @@ def test_the_garbage_collector_leaves_a_run_alone_until_its_end(tiny: TinyRun, m
 def final_state(config: Config) -> dict[str, Tensor]:
     """Weights, and the state of the generator."""
     run = train_on_this_rank(config, 0, 1)
-    found = {name: parameter.detach().full_tensor().clone() for name, parameter in run.model.named_parameters()}
-    del run
-    gc.collect()
-    return found
+    return {name: parameter.detach().full_tensor().clone() for name, parameter in run.model.named_parameters()}
 
 
 def deterministically(rank: int, world_size: int, config: Config) -> dict[str, Any]:

@@ -223,7 +223,7 @@ def test_a_teacher_too_large_for_the_machine_is_refused(taught: tuple[TinyRun, P
     def large(path: str, config: str | None, section: str) -> ModelWeights:
         source = open_model(path, config, section)
         args: Any = source.spec.args
-        return source._replace(spec=source.spec._replace(args=replace(args, dim=6144, hidden_dim=2**24)))
+        return source._replace(spec=source.spec._replace(args=replace(args, n_layers=3, dim=6144, hidden_dim=2**24)))
 
     with pytest.raises(ConfigError) as error:
         preflight(tiny.config(*teacher_options(folder)), ALONE, CPU, open_model=large)

@@ -17,6 +17,7 @@ from titanlite.tools.cli import make_parser
 
 SCRIPT = re.compile(r"(?:^|\s)(?:\S*/)?(titanlite|run_train\.sh)(?=\s|$)")
 PLACEHOLDER = re.compile(r"^(\[.*|[A-Z_]+|\.\.\.|N|<.*>)$")
+PARSER = make_parser()
 KEYS = {key.replace(".N.", ".") for key in dotted_keys(inside_lists=True)}
 
 
@@ -47,7 +48,7 @@ def problem_of(line: str) -> str:
     if words[-1:] in (["--help"], ["--version"]) or any(PLACEHOLDER.match(word.split("=")[-1]) for word in words):
         return ""
     try:
-        options = make_parser().parse(words)
+        options = PARSER.parse(words)
     except UserError as error:
         return str(error)
     for word in getattr(options, "overrides", []):

@@ -12,8 +12,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from tests.helpers import TinyRun
-from tests.layouts import degrees
-from tests.plans import profiled
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
@@ -184,23 +182,3 @@ def test_the_guard_knows_whether_the_state_is_whole() -> None:
         assert stopped.value.taken == 1
         assert stopped.value.in_part is in_part
         assert ("resume from the last checkpoint" in str(stopped.value)) is in_part
-
-
-SHALLOW = ("--model.args.n_layers=10", "--training.seq_len=8", "--model.args.vocab_size=128")
-"""Sizes with little else than weights: ten blocks of 43,136 weights, embedding and head of 8,192, and a norm."""
-BLOCK, REST = 43_136, 2 * 8_192 + 64
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("replicate", "shard"), [(1, 4), (2, 2)])
-def test_the_plan_has_gradients_of_two_units_at_most(replicate: int, shard: int) -> None:
-    """FSDP may hold the gradients of one unit while it reduces the next one."""
-    ranks = replicate * shard
-    options = [*SHALLOW, *degrees(replicate, shard), "--training.max_norm=0", f"--training.global_batch_size={ranks}"]
-    without, found = (profiled(*options, *on, world_size=ranks) for on in ((), ON))
-    assert without.most("gradients") == 4 * (10 * BLOCK + REST) // shard
-    assert 0 < found.most("gradients") <= 4 * 2 * BLOCK // shard
-    assert found.phases["update"]["gradients"] <= 4 * 8_192 // shard
-    assert found.most("optimizer") == without.most("optimizer")
-    assert found.most("parameters") == without.most("parameters")
-    assert without.peak - found.peak > 4 * 2 * BLOCK // shard

@@ -25,7 +25,7 @@ from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 CPU = torch.device("cpu")
-COUNT = 400_000
+COUNT = 100_000
 
 
 def drawn(values: InitialValues, name: str = "0/weight", count: int = COUNT, first: int = 0) -> Tensor:
@@ -50,7 +50,7 @@ def test_normal() -> None:
     assert scaled.std().item() == pytest.approx(1, abs=4 / math.sqrt(2 * COUNT))
     assert scaled.pow(3).mean().item() == pytest.approx(0, abs=4 * math.sqrt(15 / COUNT))
     assert scaled.pow(4).mean().item() == pytest.approx(3, abs=4 * math.sqrt(96 / COUNT))
-    assert 4.2 < scaled.abs().max() < 6, "tails"
+    assert 4 < scaled.abs().max() < 6, "tails"
     assert len(sample.unique()) == COUNT
 
 
@@ -107,7 +107,7 @@ def test_values_are_pinned() -> None:
         (TruncatedNormal(std=0.02, low=-0.04, high=0.04), "1df5c4d77e8d2186"),
         (Uniform(low=-1.0, high=3.0), "ad0bf9609689a59f"),
     ):
-        found = drawn(values).float().numpy().tobytes()
+        found = drawn(values, count=400_000).float().numpy().tobytes()
         assert hashlib.sha256(found).hexdigest()[:16] == expected
 
 

@@ -8,12 +8,18 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import THREE_BLOCKS, TinyRun, train_on_this_rank
 from titanlite.metrics.records import LAYERS, find_faults
 from titanlite.observer import Phase
 from titanlite.techniques.layer_health.measurement import KINDS
 
-OPTIONS = ["--training.steps=4", "--metrics.layers.freq=2", "--training.max_norm=0", "--checkpoint.enable=false"]
+OPTIONS = [
+    THREE_BLOCKS,
+    "--training.steps=4",
+    "--metrics.layers.freq=2",
+    "--training.max_norm=0",
+    "--checkpoint.enable=false",
+]
 
 
 def records(folder: Path) -> list[dict[str, Any]]:

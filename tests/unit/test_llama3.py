@@ -80,9 +80,9 @@ def test_gradients_equal_those_of_transformers(args: Llama3Args) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("args", [SHAPES["grouped queries"], SHAPES["scaled rope of 3.2"]], ids=["grouped", "3.2"])
-def test_twenty_steps_lose_as_much_as_with_transformers(args: Llama3Args) -> None:
+def test_twenty_steps_lose_as_much_as_with_transformers() -> None:
     """titanlite's step against a plain loop: clip, AdamW with its groups, warm-up."""
+    args = SMALL
     model = built(args, scale=1)
     theirs = oracle(model).train()
     optimizer = build_optimizer(model, Optimizer(), seed=0)

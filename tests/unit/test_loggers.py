@@ -5,7 +5,6 @@ import logging
 import re
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -55,41 +54,6 @@ def test_trackio_has_each_step_once_after_a_kill(folder: Path, monkeypatch: pyte
     assert found == [(step, 10.0 - step) for step in range(1, 8)]
     assert [(row["step"], row["validation/loss"]) for row in rows if "validation/loss" in row] == [(4, 5.5)]
     assert (SQLiteStorage.get_run_config("project", run) or {})["training"]["steps"] == 6
-
-
-def stored(folder: Path, messages: Any) -> list[Any]:
-    """Records that an offline run of wandb has written so far."""
-    [file] = (folder / "wandb").glob(f"offline-run-*/run-{RUN_ID}.wandb")
-    content, records = file.read_bytes()[7:], []  # LevelDB's log: checksum, length and kind before each record
-    assert len(content) < 32_768, "more than a block"
-    while len(content) >= 7 + (size := int.from_bytes(content[4:6], "little")):
-        records.append(messages.Record.FromString(content[7 : 7 + size]))
-        content = content[7 + size :]
-    return records
-
-
-@pytest.mark.long
-def test_wandb_keeps_the_runs_id(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    messages = pytest.importorskip("wandb.proto.wandb_internal_pb2")
-    monkeypatch.setenv("WANDB_MODE", "offline")
-    monkeypatch.setenv("WANDB_SILENT", "true")
-    log("wandb", folder, resumed=0, last=4).close()
-    deadline = time.monotonic() + 60  # another process writes the file
-    records = stored(folder, messages)
-    while not any(record.HasField("run") for record in records):
-        assert time.monotonic() < deadline
-        time.sleep(0.1)
-        records = stored(folder, messages)
-    [run] = [record.run for record in records if record.HasField("run")]
-    assert (run.run_id, run.project, run.display_name) == (RUN_ID, "titanlite", "run")
-    rows = [
-        {"/".join(item.nested_key) or item.key: json.loads(item.value_json) for item in record.history.item}
-        for record in records
-        if record.HasField("history")
-    ]
-    assert [(row["_step"], row["loss"]) for row in rows] == [(step, 10.0 - step) for step in range(1, 5)]
-    assert rows[-1]["validation/loss"] == 5.5
-    assert rows[0]["data_shares/text"] == 1.0
 
 
 STUCK = """

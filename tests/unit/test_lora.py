@@ -152,23 +152,6 @@ def test_operations_gradients_and_moments_are_counted_for_adapters_only(tiny: Ti
 
 
 @pytest.mark.long
-def test_a_plan_has_gradients_and_moments_of_adapters_alone(tiny: TinyRun) -> None:
-    """A base in bfloat16 and in 8 bits is planned in tests/unit/test_quantized_base.py."""
-    config = tiny.config("--lora.rank=4",
-                         "--model.args={dim=48, hidden_dim=80, n_heads=4, n_kv_heads=1, vocab_size=264}",
-                         "--training.mixed_precision_param=bfloat16", world_size=2)  # fmt: skip
-    planned = plan(config, Layout(2, find_hardware("H100"), 8))
-    model = adapted(n_layers=config.model.args.get("n_layers", 6), vocab_size=264)
-    adapters = sum(parameter.numel() for parameter in trainable_parameters(model).values())
-    whole = sum(parameter.numel() for parameter in model.parameters())
-    assert planned.parameters == whole
-    assert planned.most("parameters") == 4 * whole / 2
-    assert planned.most("gradients") == 4 * adapters / 2
-    numbers = 4 * 2 * planned.blocks * 7  # AdamW's count of steps, of each tensor
-    assert planned.most("optimizer") == 8 * adapters / 2 + numbers
-
-
-@pytest.mark.long
 @pytest.mark.parametrize(
     "options", ['--lora={rank=4, targets=["layers.%s.*"]}', '--freeze.parameters=["layers.[!%s].*"]']
 )
@@ -216,19 +199,16 @@ def test_other_adapters_are_another_experiment(tiny: TinyRun) -> None:
 
 
 MOE = ["--model.name=qwen3_moe", "--model.flavor=debug", "--model.args={dim=32, n_layers=2, vocab_size=259}"]
-KNOWN = "there are layers.*.attention.wq x3, layers.*.attention.wk x3, "
+KNOWN = "there are layers.0.attention.wq, layers.0.attention.wk, "
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--lora.rank=0"], "lora.rank: expected a number of at least 1, got 0"),
         (["--lora.rank=15"], "lora.rank: 15 is more than layers.0.attention.wk has: its weight is 14 x 42; lower it, "),
         (["--lora.alpha=2.0"], "lora.rank: is not set, and without it [lora] has no effect"),
         (["--lora.rank=2", '--lora.targets=["layers.9.*"]'],
          f"lora.targets: layers.9.* matches no linear layer; {KNOWN}"),
-        (["--lora.rank=2", '--lora.targets=["*.wq.weight"]'],
-         "lora.targets: *.wq.weight matches layers.0.attention.wq.weight, which is no linear layer; "),
         (["--lora.rank=2", '--lora.targets=["head.*"]'],
          "lora.targets: head.* matches head.output, whose matmul the loss computes; "),
         ([*MOE, "--lora.rank=2", '--lora.targets=["layers.*.feed_forward.w1"]'],

@@ -204,7 +204,7 @@ def test_too_small_a_disk_is_known_before(
     usage = shutil.disk_usage("/")._replace(free=2**20)
     monkeypatch.setattr(shutil, "disk_usage", lambda place: usage)
     path = f"--offload.path={tiny.folder}/fast/disk"
-    command = ["check", "--here", str(tiny.toml), *MOMENTS, path]
+    command = ["check", "--here", str(tiny.toml), *MOMENTS, path, "--model.args.n_layers=3"]
     assert run_command([*command, "--model.args.dim=36"]) == 0
     assert run_command([*command, "--model.args.vocab_size=30000"]) == 2
     error = f"error: offload.path: there is no room in {tiny.folder}/fast/disk: it needs 0.02 GiB"

@@ -7,7 +7,6 @@ import pytest
 import tomli
 import torch
 from torch import nn
-from torch._functorch import config as functorch
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -18,7 +17,6 @@ from titanlite.optim.rounding import SlicedAdamW, round_stochastically
 from titanlite.runtime.hash_random import random_bits
 from titanlite.runtime.private_torch.tensors import fused_adamw_
 from titanlite.schema import Optimizer
-from titanlite.step import clip
 
 STEPS = 5
 
@@ -106,34 +104,6 @@ def test_a_kernel_gets_what_slices_are_computed_from() -> None:
         assert torch.equal(one, two)
         assert all(torch.equal(value, kernel.state[two][name]) for name, value in sliced.state[one].items())
     assert [kernel.state[it]["step"].item() for it in by_kernel.parameters()] == [3, 2]
-
-
-def test_bfloat16_gradients_of_a_unit_are_clipped_as_one_tensor() -> None:
-    """Each element is multiplied by the float32 factor, and rounded once."""
-    flat = torch.linspace(-3, 3, 1000).to(torch.bfloat16)
-    gradients = [part.clone() for part in flat.split(100)]
-    together = flat.clone()
-    with CountOperators() as counted:
-        clip(together.split(100), norm=torch.tensor(7.0), max_norm=1.0)
-    factor = 1.0 / (torch.tensor(7.0) + 1e-6)
-    assert torch.equal(together, torch.cat([(part.float() * factor).bfloat16() for part in gradients]))
-    assert counted.names.count("aten._foreach_mul_.Tensor") == 1
-    assert counted.sizes == [1000]
-
-
-class CountOperators(TorchDispatchMode):
-    """Names of the operators that run, and sizes of the tensors that `_foreach_mul_` gets."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-        self.sizes: list[int] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func))
-        if "_foreach_mul_" in str(func):
-            self.sizes += [tensor.numel() for tensor in args[0]]
-        return func(*args, **(kwargs or {}))
 
 
 MATRIX_BY_MUON = '{match = ["weight"], name = "Muon"}'
@@ -242,20 +212,6 @@ def test_an_update_waits_for_no_value_unless_it_must(case: str, expected: int) -
     with CountWaits() as waits:
         update(optimizer, skip=torch.tensor(False))
     assert waits.count == expected
-
-
-def test_an_update_that_compiles_itself_does_not_use_the_cache() -> None:
-    """PyTorch's cache on disk confuses shards: see tests/unit/test_optim_8bit.py."""
-    seen = []
-
-    class Own(torch.optim.SGD):
-        def step(self, closure: Any = None) -> None:
-            seen.append(functorch.enable_autograd_cache)
-
-    before = functorch.enable_autograd_cache
-    update(Own([nn.Parameter(torch.ones(2))]), skip=torch.tensor(False))
-    assert seen == [False]
-    assert functorch.enable_autograd_cache == before
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

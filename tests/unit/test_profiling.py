@@ -149,48 +149,9 @@ def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun, caplog: pytest.Lo
     assert [name for name in names if name in ("step 3", "data", "forward", "backward", "update", "metrics")] == [
         "step 3", "data", "forward", "backward", "update", "metrics",
     ]  # fmt: skip
-    units = ["tok_embeddings", "layers.0", "layers.1", "layers.2", "head"]
+    units = ["tok_embeddings", "layers.0", "head"]
     ends = [name for name in names if name.startswith("FSDP::post_backward_reduce (")]
     assert ends == [f"FSDP::post_backward_reduce ({unit})" for unit in units[::-1]]
-    check_trace_format(tiny.folder / "outputs/on/profile/step-00000003/rank-0.json.gz")
-
-
-def check_trace_format(path: Path) -> None:
-    """Check a trace against Chrome's trace event format, which Perfetto reads: gzip, one JSON object, and the fields
-    that each kind of event must have. Complete events of a thread lie within each other or apart, as viewers want,
-    except for the ranges of units in backward, which begin and end within operators of autograd."""
-    assert path.read_bytes()[:2] == b"\x1f\x8b", "gzip"
-    trace = read(path)
-    events = trace["traceEvents"]
-    numbers, keys = (int, float), (int, str)
-    by_thread: dict[tuple[Any, Any], list[tuple[float, float]]] = {}
-    for event in events:
-        assert isinstance(event["name"], str), event
-        assert event["ph"] in {"X", "M", "s", "f", "t", "i", "C"}, event
-        assert isinstance(event["pid"], keys), event
-        assert isinstance(event.get("tid", 0), keys), event
-        assert isinstance(event["ts"], numbers), event
-        assert isinstance(event.get("args", {}), dict), event
-        if event["ph"] == "X":
-            assert isinstance(event["tid"], keys), event
-            assert isinstance(event["dur"], numbers), event
-            assert event["dur"] >= 0, event
-            if event["cat"] != "Trace" and not event["name"].startswith("backward "):
-                by_thread.setdefault((event["pid"], event["tid"]), []).append((event["ts"], event["ts"] + event["dur"]))
-        elif event["ph"] in "sft":
-            assert isinstance(event["id"], keys), event
-    assert {event["ph"] for event in events} >= {"X", "M"}
-    named = {(event["name"], event["args"].get("name")) for event in events if event["ph"] == "M"}
-    assert any(name == "process_name" for name, _ in named)
-    assert any(name == "thread_name" for name, _ in named)
-    assert sum(map(len, by_thread.values())) > 100
-    for intervals in by_thread.values():
-        open_ends: list[float] = []
-        for begin, end in sorted(intervals, key=lambda it: (it[0], -it[1])):
-            while open_ends and open_ends[-1] <= begin:
-                open_ends.pop()
-            assert not open_ends or end <= open_ends[-1] + 1e-3  # rounded to nanoseconds
-            open_ends.append(end)
 
 
 @pytest.mark.parametrize(

@@ -1,16 +1,10 @@
 """parallelism.fsdp_reduce_gradients: what is refused, and the plan of reductions once a step."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 
 from tests.helpers import TinyRun
-from tests.plans import profiled, read, shapes, traced
+from tests.plans import profiled, shapes, traced
 from titanlite.runtime.errors import ConfigError
-from titanlite.tools.plan.estimate import Layout, plan, trace
-from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.search import _Search, with_options
 from titanlite.tools.plan.workload import traffic_of, workload_of
 
 LAST = "--parallelism.fsdp_reduce_gradients=last"
@@ -42,24 +36,3 @@ def test_the_plan_reduces_once_and_keeps_whole_gradients() -> None:
     assert without.most("gradients") == found.most("gradients") == whole // 4
     assert without.most("reduce-scatter") < whole
     assert found.phases["forward head"]["reduce-scatter"] == whole  # from the first micro-batch
-
-
-@pytest.mark.nightly
-def test_a_search_expects_what_the_plan_finds() -> None:
-    """A search derives layouts from a few traces. Gradients are reduced after the last micro-batch."""
-    config = read(LAST, "--training.global_batch_size=16", world_size=4)
-    layout = Layout(4, replace(find_hardware("H100"), link_bandwidth=1e8), 4)  # so slow that collectives count
-    unused: Any = None  # nothing is traced in other processes
-    searching = _Search(config, layout, unused, share=4)
-    candidates = [it for it in searching._candidates() if (it.mode, it.reshard) == ("full", "default")]
-    traces = {
-        (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
-        for it in candidates
-        if it.degrees.shard == 4 and it.batch < 4
-    }
-    for it in candidates:
-        if it.degrees.shard > 1 and it.batch != 2:
-            expected = searching._expect(it, traces)
-            found = plan(with_options(config, it.options), layout)
-            assert expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.02), it.title
-            assert expected.reserved == pytest.approx(found.reserved, rel=0.1), it.title

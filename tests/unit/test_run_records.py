@@ -3,12 +3,13 @@
 import json
 import logging
 import math
+import multiprocessing
 import os
 import platform
-import subprocess
-import sys
+import resource
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,12 +18,14 @@ import torch.distributed as dist
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.checks.preflight import preflight
+from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.records import RecordFile
 from titanlite.run.run_folder import open_run_folder
 from titanlite.runtime.console import LogFileHandler, hide_secrets
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name
 from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Metrics
 from titanlite.tools import cli
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build, finish
@@ -236,29 +239,31 @@ def test_a_run_whose_folder_is_away_ends_at_the_next_record(tmp_path: Path) -> N
     assert os.listdir(folder) == ["checkpoints"]
 
 
-LIMITED = """
-import logging, resource, sys
-from pathlib import Path
-from titanlite.schema import Metrics
-from titanlite.metrics.loggers import Loggers
-
-logging.basicConfig(format="%(message)s")
-loggers = Loggers(Metrics().loggers, Path(sys.argv[1]), step=0)
-resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
-for step in range(1, 101):
-    loggers.log({"step": step, "loss": 1.0, "slowest_host": "a"})
-loggers.close()
-"""
+def log_with_little_room(folder: Path, standard_error: Any) -> None:
+    """Log more than a file may hold. The limit ends with this process."""
+    os.dup2(standard_error.fileno(), 2)
+    logging.basicConfig(format="%(message)s", force=True)
+    loggers = Loggers(Metrics().loggers, folder, step=0)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
+    for step in range(1, 101):
+        loggers.log({"step": step, "loss": 1.0, "slowest_host": "a"})
+    loggers.close()
 
 
 @pytest.mark.long
 def test_tensorboard_without_room_is_put_aside_with_one_warning(tmp_path: Path) -> None:
     """A limit of the size of files stands for a full disk. The thread of the writer ends with an error."""
-    words = [sys.executable, "-c", LIMITED, str(tmp_path)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("TensorBoard failed, and gets no more metrics:") == 1
-    assert "File too large" in done.stderr
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    process = context.Process(target=log_with_little_room, args=(tmp_path, writer))
+    process.start()
+    writer.close()
+    with os.fdopen(os.dup(reader.fileno())) as stream:
+        printed = stream.read()
+    process.join(300)
+    assert process.exitcode == 0
+    assert "File too large" in printed
+    assert printed.count("TensorBoard failed, and gets no more metrics:") == 1
     [file] = (tmp_path / "tensorboard").iterdir()
     assert file.stat().st_size == 300
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,8 +15,10 @@ from tests.helpers import TinyRun
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
+from titanlite.tools import cli
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import build, finish, train
+from titanlite.validation import Validator
 
 DEVICE = torch.device("cpu")
 
@@ -166,3 +169,33 @@ def test_a_stop_beside_other_saves(tiny: TinyRun, calls: int) -> None:
 @pytest.mark.usefixtures("single_process_group")
 def test_without_checkpoints_a_stop_saves_nothing(tiny: TinyRun) -> None:
     assert start(tiny, AfterCalls(0), "--checkpoint.enable=false")[1] == []
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_planned_ends_of_a_run(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", f"--config={tiny.toml}", "--training.steps=1000000", "--checkpoint.interval=1000000"]
+    assert cli.run([*command, "--training.max_duration=1s"]) == 75
+    assert f"by training.max_duration; step {len(tiny.losses())} is saved in" in capfd.readouterr().out
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
+    assert cli.run([*command, "--job.name=slurm"]) == 75
+    assert f"by the end of the Slurm job; step {len(tiny.losses('slurm'))} is saved in" in capfd.readouterr().out
+
+
+@pytest.mark.usefixtures("own_process_group")
+def test_a_signal_during_validation_is_not_lost(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    validate = Validator.run
+
+    def signalled(*arguments: Any, **options: Any) -> Any:
+        os.kill(os.getpid(), signal.SIGTERM)
+        return validate(*arguments, **options)
+
+    monkeypatch.setattr(Validator, "run", signalled)
+    options = "--validation.enable", f"--validation.path={tiny.text}", "--validation.freq=2"
+    assert cli.run(["train", f"--config={tiny.toml}", *options]) == 75
+    last = len(tiny.losses())
+    assert last in (2, 3), "that step, or the next one"
+    assert f"stopped after step {last} by SIGTERM; step {last} is saved in" in capfd.readouterr().out

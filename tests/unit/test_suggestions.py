@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from tests.helpers import TinyRun
+from tests.helpers import THREE_BLOCKS, TinyRun
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
 from titanlite.tools.plan import out_of_memory
@@ -19,7 +19,6 @@ from titanlite.tools.plan.suggestions import Suggestion, suggest
 BATCH = {"training.local_batch_size": 4}
 SELECTIVE = {"activation_checkpoint.mode": "selective"}
 FULL = {"activation_checkpoint.mode": "full"}
-ALWAYS = {"parallelism.fsdp_reshard_after_forward": "always"}
 MOMENTS = {"optimizer.state_dtype": "bfloat16"}
 OFFLOAD = {"training.enable_cpu_offload": True}
 
@@ -44,7 +43,7 @@ def suggestions_for(config: Config, layout: Layout) -> list[Suggestion]:
 
 @pytest.mark.nightly
 def test_three_suggestions_that_fit_are_enough_and_the_cheapest_is_first(tiny: TinyRun) -> None:
-    config, layout = tiny.config(), layout_of(2**30)
+    config, layout = tiny.config(THREE_BLOCKS), layout_of(2**30)
     found = suggestions_for(config, layout)
     assert [it.options for it in found] == [BATCH, SELECTIVE, FULL]
     assert all(it.fits for it in found)
@@ -74,7 +73,7 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
 def test_every_option_that_takes_less_memory_is_offered(tiny: TinyRun) -> None:
     """Everything that the config can take is offered if nothing fits."""
     pytest.importorskip("torchao")
-    options = ["--training.local_batch_size=1", "--training.global_batch_size=1", "--model.args.dim=240"]
+    options = ["--training.local_batch_size=1", "--training.global_batch_size=1", "--model.args.dim=240", THREE_BLOCKS]
     found = suggestions_for(tiny.config(*options, "--activation_checkpoint.mode=full"), layout_of(1000))
     assert [it.options for it in found] == [
         MOMENTS,
@@ -84,32 +83,6 @@ def test_every_option_that_takes_less_memory_is_offered(tiny: TinyRun) -> None:
         OFFLOAD,
     ]
     assert "--optimizer.in_backward=true --training.max_norm=0.0" in [it.text for it in found]
-
-
-@pytest.mark.nightly
-def test_what_a_config_cannot_take_is_not_offered(tiny: TinyRun) -> None:
-    options = [
-        "--optimizer.name=SGD",
-        "--training.local_batch_size=1",
-        "--activation_checkpoint.mode=full",
-        "--parallelism.data_parallel_replicate_degree=2",
-    ]
-    config = tiny.config(*options, "--model.args.n_layers=2", world_size=4)
-    found = suggestions_for(config, layout_of(1000, world_size=4))
-    assert not any(it.fits for it in found)
-    alone = {key for it in found for key in it.options}
-    assert "parallelism.data_parallel_replicate_degree" in alone
-    assert alone <= {
-        "parallelism.data_parallel_replicate_degree",
-        "parallelism.data_parallel_shard_degree",
-        *ALWAYS,
-        *OFFLOAD,
-    }
-    [fewer] = [it for it in found if "parallelism.data_parallel_replicate_degree" in it.options]
-    assert fewer.text == "--parallelism.data_parallel_replicate_degree=1 --parallelism.data_parallel_shard_degree=-1"
-    assert [it.text for it in found if "training.enable_cpu_offload" in it.options] == [
-        "--training.enable_cpu_offload=true"
-    ]
 
 
 def test_allocator_numbers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:

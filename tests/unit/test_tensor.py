@@ -1,21 +1,19 @@
 """Tensor parallelism on one process: what is refused, by which line, and the split loss."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from tests.helpers import TinyRun
 from tests.layouts import CountOperators
-from titanlite.loss import token_loss
 from titanlite.models.base import DECODER, Model, TensorPlan, build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe
-from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.techniques.tensor.layers import TensorRanks, check_tensor, roles_of, split_dims
 
@@ -96,77 +94,6 @@ def test_options_that_do_not_compose_are_refused_by_name(tiny: TinyRun) -> None:
         with pytest.raises(ConfigError, match=r"parallelism\.tensor_parallel_degree") as caught:
             tiny.config("--parallelism.tensor_parallel_degree=2", *options, world_size=4)
         assert expected in str(caught.value)
-
-
-@dataclass
-class Parts:
-    """Split of the vocabulary over ranks that are computed one after the other, in rounds of the same collectives.
-
-    Each round answers the collectives that the round before has collected; the last round has all answers.
-    """
-
-    ranks: int
-    rank: int = 0
-    call: int = 0
-
-    def __post_init__(self) -> None:
-        self.given: dict[int, list[Tensor]] = {}
-
-    def start(self, rank: int) -> "Parts":
-        self.rank, self.call = rank, 0
-        return self
-
-    def place(self, tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        local = tokens - self.rank * size
-        is_here = (local >= 0) & (local < size)
-        return local * is_here, is_here
-
-    def _collect(self, x: Tensor) -> list[Tensor]:
-        values = self.given.setdefault(self.call, [x.clone() for _ in range(self.ranks)])
-        values[self.rank] = x.clone()
-        self.call += 1
-        return values
-
-    def largest(self, x: Tensor) -> Tensor:
-        return torch.stack(self._collect(x)).amax(dim=0)
-
-    def total(self, x: Tensor) -> Tensor:
-        return torch.stack(self._collect(x)).sum(dim=0)
-
-    def enter(self, x: Tensor) -> Tensor:
-        return x
-
-
-@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
-def test_loss_of_a_split_vocabulary_is_that_of_the_whole(z_loss: float) -> None:
-    """Chunks of 2 tokens, and labels on both sides of the borders between ranks, some of them ignored."""
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1, 5, 8, generator=generator, requires_grad=True)
-    weight = torch.randn(12, 8, generator=generator, requires_grad=True)
-    labels = torch.tensor([[0, 3, 4, 11, -100]])
-    expected = token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss)
-    (expected.total * 3).backward()
-    assert hidden.grad is not None
-    assert weight.grad is not None
-    d_hidden, d_weight = hidden.grad.clone(), weight.grad.clone()
-
-    parts, found = Parts(3), []
-    kernels = Kernels(chunk_bytes=2 * 4 * 4)
-    for _ in range(4):  # maxima, then sums that need them
-        found = []
-        for rank in range(3):
-            parts.start(rank)
-            own = weight.detach()[4 * rank : 4 * rank + 4].requires_grad_()
-            hidden.grad = None
-            loss = token_loss(hidden, own, labels_BL=labels, z_loss=z_loss, kernels=kernels, vocabulary=parts)
-            (loss.total * 3).backward()
-            found.append((loss, own.grad, hidden.grad))
-        assert parts.call == 3 * 2  # three chunks, each with one all-reduce of maxima and one of sums
-    for loss, _, _ in found:
-        assert loss.total.item() == pytest.approx(expected.total.item(), rel=1e-6)
-        assert loss.cross_entropy.item() == pytest.approx(expected.cross_entropy.item(), rel=1e-6)
-    torch.testing.assert_close(torch.cat([gradient for _, gradient, _ in found]), d_weight)
-    torch.testing.assert_close(torch.stack([gradient for _, _, gradient in found]).sum(dim=0), d_hidden)
 
 
 @pytest.mark.long

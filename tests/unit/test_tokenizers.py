@@ -166,18 +166,12 @@ def test_ids_of_a_rank_file(tmp_path: Path) -> None:
 def test_special_tokens_have_llama_31s_ids() -> None:
     ids = {token: 128_000 + i for i, token in enumerate(LLAMA3_SPECIAL_TOKENS)}
     assert len(ids) == 256
-    assert ids["<|begin_of_text|>"] == 128000
-    assert ids["<|end_of_text|>"] == 128001
-    assert ids["<|reserved_special_token_1|>"] == 128003
-    assert ids["<|finetune_right_pad_id|>"] == 128004
-    assert ids["<|reserved_special_token_2|>"] == 128005
-    assert ids["<|start_header_id|>"] == 128006
-    assert ids["<|end_header_id|>"] == 128007
-    assert ids["<|eom_id|>"] == 128008
-    assert ids["<|eot_id|>"] == 128009
-    assert ids["<|python_tag|>"] == 128010
-    assert ids["<|reserved_special_token_3|>"] == 128011
-    assert ids["<|reserved_special_token_247|>"] == 128255
+    expected = {
+        "begin_of_text": 128000, "end_of_text": 128001, "reserved_special_token_1": 128003,
+        "finetune_right_pad_id": 128004, "reserved_special_token_2": 128005, "start_header_id": 128006,
+        "eom_id": 128008, "eot_id": 128009, "python_tag": 128010, "reserved_special_token_247": 128255,
+    }  # fmt: skip
+    assert {name: ids[f"<|{name}|>"] for name in expected} == expected
 
 
 def test_python_2k_is_shipped() -> None:
@@ -250,14 +244,6 @@ def test_ids_of_pieces_are_those_of_the_whole(kind: str, kinds: dict[str, Tokeni
             cuts += len(parts) - 1
             assert tokenizer.encode(text).tolist() == whole._encoding.encode_ordinary(text)
     assert cuts > 50
-
-
-def test_source_code_has_the_ids_of_the_whole() -> None:
-    tokenizer = load_tokenizer("python-2k")
-    assert isinstance(tokenizer, TiktokenTokenizer)
-    text = stdlib_text(300_000)
-    assert len(list(pieces(text))) == 2
-    assert tokenizer.encode(text).tolist() == tokenizer._encoding.encode_ordinary(text)
 
 
 @pytest.mark.long
@@ -352,13 +338,6 @@ def test_special_names_are_text_where_the_library_would_make_them_tokens(tmp_pat
     assert tokenizer.token_bytes()[[0, 1, 2, 3, tokenizer.eos_id]].tolist() == [0, 0, 0, 1, 0]
 
 
-def test_words_have_the_ids_of_the_file(tmp_path: Path) -> None:
-    tokenizer = load_tokenizer(str(saved(tmp_path)))
-    vocab = sentencepiece_like(metaspace=False).get_vocab()
-    expected = ["▁the", "▁t", "<0x0A>", "<0xC3>", "<0xA9>", "t", "he"]
-    assert tokenizer.encode("the t\néthe").tolist() == [vocab[token] for token in expected]
-
-
 # Names, paths, and what can be wrong with them
 
 
@@ -389,10 +368,7 @@ ALL_BYTES = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(
     [
         (b"", "its ranks are not 0, 1, 2, ..."),
         (b"\xff\xfe", ""),
-        (b"not base64!", ""),
-        (b"dGhl 0\ndGhl", ""),
         (b"dGhl 5\n", "its ranks are not 0, 1, 2, ..."),
-        (b"dGhl x\n", ""),
         (ALL_BYTES[: ALL_BYTES.rindex(b"/w==")], "it lacks 1 of the 256 bytes"),
         (b"\n\x0e\n\x05<unk>\x15\0\0", "SentencePiece models are read as tokenizer.json"),
     ],
@@ -409,8 +385,6 @@ def test_unreadable_rank_files_are_named(content: bytes, why: str, tmp_path: Pat
     ("files", "message"),
     [
         ({"tokenizer": b"{"}, "tokenizer.json cannot be read as JSON: "),
-        ({"tokenizer": b"[]"}, "tokenizer.json cannot be read as JSON: not a JSON object"),
-        ({"tokenizer": b"\xff"}, "tokenizer.json cannot be read as JSON: "),
         ({"tokenizer": b"{}"}, "tokenizer.json is not a tokenizer.json of Hugging Face: "),
         ({"tokenizer_config": b"{"}, "tokenizer_config.json cannot be read as JSON: "),
         ({"tokenizer_config": b'{"bos_token": "<a>"}'}, "tokenizer.json has no token '<a>', which"),
