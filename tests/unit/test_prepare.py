@@ -892,8 +892,8 @@ def test_tokenizers_are_trained_and_tokens_inspected(
     assert cli.run(["data", "tokenizer", "a.jsonl", "--out", "made", "--vocab-size", "516"]) == 0
     size = len("".join(texts))
     assert capfd.readouterr().out == f"{tmp_path}/made: 516 tokens, trained on {size} bytes of text\n"
-    assert cli.run(["data", "prepare", "a.jsonl", "--out", "tok", "--tokenizer", "made/tokenizer.model"]) == 0
-    assert TokenStore(tmp_path / "tok").index["tokenizer"]["name"] == "made/tokenizer.model"
+    assert cli.run(["data", "prepare", "a.jsonl", "--out", "tok", "--tokenizer", "made/tokenizer.json"]) == 0
+    assert TokenStore(tmp_path / "tok").index["tokenizer"]["name"] == "made/tokenizer.json"
     capfd.readouterr()
     assert cli.run(["data", "inspect", "tok", "--sample", "40", "--quick"]) == 0
     shown = capfd.readouterr().out
