@@ -107,7 +107,7 @@ def import_(
         path (DIR_OR_FILE): weights of another program
         out (DIR): folder or URL for the checkpoint, step-00000000
         model (NAME): model family; default: what the weights describe
-        flavor (NAME): flavor of the family; default: what the weights describe, or what fits
+        flavor (NAME): flavor of the family; default: what the weights describe
         config: config with the model, instead of --model and --flavor
         dtype: dtype of the weights; default: as they are
         allow_unexpected (GLOB): leave out tensors that the model does not have
