@@ -285,6 +285,8 @@ TOO_MUCH = {
     "{% for i in range(10**9) %}x{% endfor %}": "OverflowError: Range too big",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: maximum recursion depth exceeded",
     "{{ 'a' * 10**10 }}": "it takes more than 512 MiB for one chat",
+    "{{ bos_token.__class__.__base__ }}": "access to attribute",
+    "{{ 1 + 'a' }}": "unsupported operand",
     "{{ raise_exception('two\nlines\x1b[31m') }}": "two lines [31m",
 }
 

@@ -543,29 +543,6 @@ def test_nothing_is_overwritten(target: str, tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / target).read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: OLD.toml"),
-        (["nowhere.toml"], "cannot read nowhere.toml"),
-        (["old.toml", "--world-size", "0"], "argument --world-size: expected a number of at least 1, got '0'"),
-        (["old.toml", "--from", "0.3"], "invalid choice: '0.3'"),
-        (["old.toml", "--out", "no/folder/new.toml"], "cannot write no/folder/new.toml"),
-    ],
-)
-def test_bad_arguments(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old.toml").write_text(GOOD)
-    assert command(*arguments) == 2
-    assert message in capsys.readouterr().err
-
-
 # Any subset of known keys
 
 KEYS = sorted(RULES)

@@ -15,7 +15,7 @@ from torch import nn
 
 from titanlite.metrics.clock import StepClock
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
-from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
+from titanlite.observer import CurrentPhase
 from titanlite.runtime.ranks import host_names
 
 HOSTS = ["a"] * 4 + ["b"] * 4
@@ -187,26 +187,6 @@ def test_own_time_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError):
         head(torch.ones(1, 3))
     assert math.isnan(step(1)), "a forward that raised has no end"
-
-
-def test_several_observers_hear_the_same() -> None:
-    heard: list[str] = []
-
-    class Heard(StepObserver):
-        def begin_step(self, step: int) -> None:
-            heard.append(f"step {step}")
-
-        def phase(self, name: Phase) -> None:
-            heard.append(name)
-
-        def label(self, tensors: object, category: str) -> None:
-            heard.append(f"{category} {[*tensors]}")  # pyright: ignore
-
-    observers = Observers(Heard(), Heard())
-    observers.begin_step(3)
-    observers.phase(Phase.FORWARD)
-    observers.label(iter([1]), "gradients")  # pyright: ignore
-    assert heard == ["step 3", "step 3", "forward", "forward", "gradients [1]", "gradients [1]"]
 
 
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:

@@ -198,6 +198,7 @@ def encode_chunks(
             yield chunk, encoder.encode(chunk.parts)
         return
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    others = {*multiprocessing.active_children()}
     pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
     try:
         for chunk in chunks:
@@ -211,7 +212,7 @@ def encode_chunks(
             done, result = waiting.popleft()
             yield done, result.result()
     except BrokenProcessPool:
-        for worker in (pool._processes or {}).values():
+        for worker in {*multiprocessing.active_children()} - others:
             worker.kill()  # the pool sends SIGTERM, which is kept from children
         raise RunError(
             "a process that tokenizes was killed, for want of memory most likely: with fewer workers it takes less"
