@@ -1,4 +1,4 @@
-"""Make the pictures of docs/see_the_run.md: train two small runs, and draw their report and a terminal.
+"""Make the pictures of docs/see_the_run.md: train two small runs, and draw their report.
 
     python scripts/pictures.py            # needs Chromium: apt install chromium
 
@@ -12,11 +12,6 @@ import sys
 import tempfile
 from pathlib import Path
 
-from rich.console import Console
-from rich.text import Text
-
-from titanlite.metrics.live import LiveBlock
-from titanlite.metrics.recorder import validation_line
 from titanlite.tools.report.page import page
 from titanlite.tools.report.run_records import read_run
 
@@ -49,27 +44,6 @@ def main() -> None:
             )
             words = [browser, *BROWSER.split(), f"--user-data-dir={folder}/browser", f"file://{file}"]
             subprocess.run([*words, f"--screenshot={IMAGES}/report_{theme}.png"], check=True)
-        _draw_console(folder / "outputs" / "lr_3e-3")
-
-
-def _draw_console(folder: Path) -> None:
-    """Draw the live block as it stood at step 60 of a run, by its records."""
-    run = read_run(folder)
-    now = [run.metrics[0]["time"]]
-    block = LiveBlock(run.name, steps=80, step=0, clock=lambda: now[0])
-    console = Console(record=True, width=118)
-    for record in run.metrics[:60]:
-        now[0] = record["time"]
-        block.show(record)
-    for record in run.validation[:3]:
-        block.show_validation(record["step"], record["loss"])
-    block.show_saved(40)
-    log = (folder / "logs" / "rank-0.log").read_text().splitlines()
-    first = [line.partition(" INFO ")[2] for line in log if " INFO " in line]
-    shown = [line for line in first if line.startswith(("model", "types", "applied", "mesh", "saves", "length"))]
-    lines = [*shown, *map(validation_line, run.validation[:3]), *block.lines()]
-    console.print(Text("\n".join(lines), no_wrap=True, overflow="ellipsis"))
-    console.save_svg(str(IMAGES / "console.svg"), title="titanlite train")
 
 
 if __name__ == "__main__":

@@ -19,27 +19,23 @@ OPTIONS = [
 OTHERS = '"tok_embeddings.*", "layers.0.*", "layers.2.*", "head.*"'
 GROUPS = f'--optimizer.groups=[{{match=["layers.1.*"], lr=%s, weight_decay=%s}}, {{match=[{OTHERS}]}}]'
 """Options of the optimizer with a group for block 1."""
-PLANTED: dict[str, tuple[list[str], int, str, str, str]] = {
-    "mask": (["--model.args.mistake=mask"], 1, "layers.1.attention", "forward", "computes for layers.1.attention.wo"),
-    "stale weight": (["--model.args.mistake=weight"], 2, "layers.1.attention.wq", "forward", "its output differs"),
-    "dtype": (
-        ["--model.args.mistake=dtype"], 1, "layers.1.feed_forward.w2", "forward",
-        "its dtype is bfloat16 in A and float32 in B",
-    ),
+PLANTED: dict[str, tuple[list[str], int, str]] = {
+    "mask": (["--model.args.mistake=mask"], 1, "forward input layers.1.attention.wo"),
+    "stale weight": (["--model.args.mistake=weight"], 2, "forward output layers.1.attention.wq"),
+    "dtype": (["--model.args.mistake=dtype"], 1, "forward output layers.1.feed_forward.w2"),
     "another block": (
-        ["--model.args.mistake=dtype", "--model.args.at_block=2"], 1, "layers.2.feed_forward.w2", "forward", "dtype",
+        ["--model.args.mistake=dtype", "--model.args.at_block=2"], 1, "forward output layers.2.feed_forward.w2",
     ),
     "gradient of an input": (
-        ["--model.args.mistake=input gradient"], 1, "layers.1.feed_forward.w2", "gradient", "computed before it agree",
+        ["--model.args.mistake=input gradient"], 1, "gradient input layers.1.feed_forward.w2",
     ),
     "gradient of a weight": (
-        ["--model.args.mistake=weight gradient"], 1, "layers.1.feed_forward.w2", "gradient",
-        "the gradient of the parameter layers.1.feed_forward.w2.weight differs",
+        ["--model.args.mistake=weight gradient"], 1, "gradient parameter layers.1.feed_forward.w2.weight",
     ),
-    "learning rate": ([GROUPS % (0.02, 0.1)], 1, "layers.1", "update", "update of the parameter"),
-    "weight decay": ([GROUPS % (0.01, 0.5)], 1, "layers.1", "update", "update of the parameter"),
+    "learning rate": ([GROUPS % (0.02, 0.1)], 1, "update parameter layers.1."),
+    "weight decay": ([GROUPS % (0.01, 0.5)], 1, "update parameter layers.1."),
 }  # fmt: skip
-"""Options of each error, the step that is compared, and the module, the direction and a part of the reason to name."""
+"""Options of each error, the step that is compared, and the beginning of the first tensor to name."""
 
 
 def dumped(rank: int, world_size: int, config: Config, folder: Path, *, step: int = 1) -> None:

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.metrics.memory import Memory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.observer import CurrentPhase
 from titanlite.run.run_folder import RunFolder
@@ -20,7 +19,6 @@ def recorder(
     *,
     step: int = 0,
     log_freq: int = 2,
-    memory: Memory | None = None,
     phase: CurrentPhase | None = None,
 ) -> MetricsRecorder:
     group = dist.group.WORLD
@@ -32,13 +30,13 @@ def recorder(
         Metrics(log_freq=log_freq, loggers=[]),
         folder=RunFolder(folder, run_id="x", data_cache=folder),
         step=step,
+        steps=100,
         tokens_per_step=1000,
         model_flops=(5_000_000, 4_000_000),
         device=torch.device("cpu"),
         compute_type="bfloat16",
         group=group,
         phase=phase,
-        memory=memory or Memory(torch.device("cpu"), measures_phases=False),
     )
 
 

@@ -24,11 +24,10 @@ from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, Targets, build_loss
 from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, tensor_mesh, world_group
 from titanlite.metrics.clock import phase_seconds
-from titanlite.metrics.memory import Memory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.records import RecordFile
 from titanlite.metrics.run_summary import report_end, report_start
-from titanlite.models.base import Model, unique_parameters
+from titanlite.models.base import Model
 from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.ops import pick_kernels
 from titanlite.optim import build_optimizer, set_learning_rate
@@ -120,8 +119,6 @@ def build(
     """
     training = config.training
     phase = phase or PhaseTimeouts(config.comm)
-    memory = Memory(device, measures_phases=ranks.rank == 0)
-    start = Observers(phase, memory)
 
     # Ranks
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
@@ -131,7 +128,7 @@ def build(
     folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
 
     # Data
-    start.phase(Phase.DATA_PREPARATION)
+    phase.phase(Phase.DATA_PREPARATION)
     targets = resolved.targets
     samples, validation_sources = open_data(
         config.data,
@@ -149,7 +146,7 @@ def build(
         check_same_everywhere(str(targets.settings), targets.title, group=world)
 
     # Model and optimizer: on the meta device, parallelized, then with memory and values
-    start.phase(Phase.MODEL)
+    phase.phase(Phase.MODEL)
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
     vocabulary = None
     if tensor_mesh(mesh):
@@ -158,7 +155,7 @@ def build(
         vocabulary = tensor_ranks(mesh)
     states = state_memory(config, folder.path)
     model = resolved.model.build()
-    start.phase(Phase.SHARDING)
+    phase.phase(Phase.SHARDING)
     parallelize_student(
         model, config, mesh=mesh, kernels=kernels, pin_memory=states.pins,
         has_other_model=targets.frozen is not None,
@@ -171,15 +168,13 @@ def build(
         on_host="parameters" in places(config),
         memory=states,
     )
-    memory.label((parameter for _, parameter in unique_parameters(model)), "parameters")
-    start.phase(Phase.OPTIMIZER)
+    phase.phase(Phase.OPTIMIZER)
     on_gpu = device.type == "cuda" and "parameters" not in places(config)
     fused = on_gpu or not config.debug.reproducible_layouts
     optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=states, fused=fused)
-    memory.follow(optimizer)
 
     # Resume
-    start.phase(Phase.CHECKPOINT_LOAD)
+    phase.phase(Phase.CHECKPOINT_LOAD)
     spec, allow_changes = resolved.model, config.checkpoint.allow_changes
     checkpoints = CheckpointManager(
         config.checkpoint,
@@ -246,13 +241,13 @@ def build(
         config.metrics,
         folder=folder,
         step=progress.step,
+        steps=steps,
         tokens_per_step=training.global_batch_size * training.seq_len,
         model_flops=(full, causal),
         device=device,
         compute_type=training.mixed_precision_param,
         group=world,
         phase=phase,
-        memory=memory,
     )
     replicas = count_parameter_replicas(model, world)
     run = Run(
@@ -314,8 +309,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         steps=run.steps,
     )
     try:
-        with run.metrics.shown(str(run.config.job.name), steps=run.steps, step=run.progress.step):
-            _loop(run, stop_requests or StopRequests())
+        _loop(run, stop_requests or StopRequests())
     except (StoppedBySignal, StoppedByGuard) as stopped:
         run.phase.phase(Phase.CHECKPOINT)
         if isinstance(stopped, StoppedByGuard):
@@ -332,7 +326,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     after_update = after_updates(run.config, run.model)
     after_update()
     metrics.clock.follow(run.model)
-    observer = Observers(*run.observers, run.phase, metrics.memory)
+    observer = Observers(*run.observers, run.phase)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     for step in range(run.progress.step + 1, run.steps + 1):
         observer.begin_step(step)

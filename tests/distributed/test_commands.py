@@ -27,7 +27,7 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     [times] = [line for line in out if line.startswith("  time         ")]
     assert "compute " in times
     assert sorted(path.name for path in run.iterdir()) == [
-        ".lock", "checkpoints", "checkpoints.jsonl", "config.toml", "logs", "memory.jsonl", "metrics.jsonl", "run.json",
+        ".lock", "checkpoints", "checkpoints.jsonl", "config.toml", "logs", "metrics.jsonl", "run.json",
         "tensorboard",
     ]  # fmt: skip
     assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()

@@ -1,6 +1,5 @@
 """`titanlite inspect` has the layout and the memory that processes really have, and that of what they save."""
 
-import json
 from typing import Any
 
 import pytest
@@ -36,10 +35,6 @@ def test_fake_ranks_have_the_layout_of_two_processes(tiny: TinyRun) -> None:
     assert measured[0][0] != measured[0][1], "shards are uneven"
     for config, ranks in zip(configs, measured, strict=True):
         folder = tiny.folder / "outputs" / str(config.job.name)
-        memory = json.loads((folder / "memory.jsonl").read_text())["phases"]
-        for name, phase in (("parameter", "sharding"), ("gradient", "backward"), ("optimizer", "update")):
-            there = memory[phase][name if name == "optimizer" else f"{name}s"]
-            assert there == sum(getattr(it, f"{name}_bytes") for it in ranks[0]), name
         stored: dict[str, Any] = open_source(str(folder)).metadata.state_dict_metadata
         for here in zip(*ranks, strict=True):
             sizes = [[*piece.sizes] for piece in stored[f"model.{here[0].name}"].chunks]

@@ -39,11 +39,6 @@ def train(tiny: TinyRun, name: str, *options: str) -> list[float]:
     assert result.returncode == 0, result.stderr
     assert "on cuda" in result.stdout
     assert tiny.records(name)[-1]["memory_gib"] > 0
-    measured = json.loads((tiny.folder / "outputs" / name / "memory.jsonl").read_text().splitlines()[0])
-    assert measured["source"] == "allocator"
-    for sizes in measured["phases"].values():
-        assert 0 <= sizes["allocated"] <= min(sizes["peak"], sizes["reserved"])
-    assert measured["phases"]["forward"]["peak"] >= measured["phases"]["data"]["allocated"]
     return tiny.losses(name)
 
 

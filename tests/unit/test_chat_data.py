@@ -285,6 +285,8 @@ TOO_MUCH = {
     "{% for i in range(10**9) %}x{% endfor %}": "OverflowError: Range too big",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: maximum recursion depth exceeded",
     "{{ 'a' * 10**10 }}": "it takes more than 512 MiB for one chat",
+    "{{ bos_token.__class__.__base__ }}": "access to attribute",
+    "{{ 1 + 'a' }}": "unsupported operand",
     "{{ raise_exception('two\nlines\x1b[31m') }}": "two lines [31m",
 }
 
@@ -336,18 +338,6 @@ def test_a_template_without_end_is_ended(body: str, message: str) -> None:
 def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
     with pytest.raises(UserError, match=r"^--chat: it (fails|is not a template): [^\n]+$"):
         ChatTemplate(text, where="it", names={}, seconds=0.2)
-
-
-@pytest.mark.long
-def test_a_process_is_kept_for_all_chats_and_ends_with_the_template() -> None:
-    template = ChatTemplate("{{ messages[0] }}", where="it", names={})
-    process = template._process
-    assert process is not None
-    assert [template.render([word]) for word in "abc"] == [(word, []) for word in "abc"]  # pyright: ignore
-    assert template._process is process
-    running = process._process
-    del template, process
-    assert running.poll() is not None
 
 
 @pytest.mark.long

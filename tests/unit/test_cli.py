@@ -156,21 +156,6 @@ def test_empty_data(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     assert line.endswith("holds 21 tokens, less than one sequence of 32 (and the token after it)")
 
 
-@pytest.mark.parametrize("flavor", ["8B", "405B"])
-def test_a_model_that_cannot_fit_is_refused_before_anything_is_allocated(
-    flavor: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
-) -> None:
-    tiny.toml.write_text(f'[model]\nflavor = "{flavor}"\nargs.vocab_size = 128256\n')
-    if torch.cuda.is_available():
-        pytest.skip("it may fit here")
-    [line] = refusal(capfd, "check", "--here", str(tiny.toml))
-    size = {"8B": "8,030,261,248 parameters take 119.7 GiB", "405B": "405,853,388,800 parameters take 6,047.7 GiB"}
-    assert line.startswith("error: model.flavor: the model does not fit: ")
-    assert line.endswith(" (tiny.toml:2)")
-    assert size[flavor] in line
-    assert "this machine (it has no GPU) has" in line
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [

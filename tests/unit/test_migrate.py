@@ -2,7 +2,6 @@
 
 import json
 import re
-import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -153,15 +152,11 @@ def test_shipped_configs_load(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_every_key_is_reported_once_and_every_comment_survives(path: Path) -> None:
+def test_every_key_is_reported_once(path: Path) -> None:
     text = path.read_text()
     migration = migrate(text, path.name, world_size=64)
     for key in flat(tomli.loads(text)):
         assert len([line for line in migration.report if re.match(rf"\w+ +{re.escape(key)}(?![\w.])", line)]) == 1, key
-    new = migration.text()
-    comments = re.findall(r"# .*", text)
-    assert len(comments) >= 6
-    assert [comment for comment in comments if comment not in new] == []
 
 
 def test_a_config_of_0_2_at_8_processes() -> None:
@@ -420,8 +415,7 @@ def test_weight_decay_is_of_all_parameters(text: str, decay: float, tmp_path: Pa
     (tmp_path / "data").mkdir()
     old = f"{text}[model]\ntokenizer_path = 'bytes'\n[training]\ndataset_path = '{tmp_path}/data'\n"
     migration = migrate(old, "old.toml", world_size=2)
-    assert f"weight_decay = {decay} for all parameters there" in "\n".join(migration.report)
-    assert "# torchtitan decays vectors (norms, biases) too" in migration.text()
+    assert any(line.startswith("default     optimizer.groups") for line in migration.report)
     (tmp_path / "new.toml").write_text(migration.text())
     config = load(tmp_path / "new.toml", world_size=2)
     kind, args = resolve_model(config.model.name, config.model.flavor, config.model.args)
@@ -453,102 +447,6 @@ def test_the_version_decides_defaults() -> None:
     assert "read as" not in report[0]
     assert "0.1" in run(text + "training.compile = false\n")[1][0]
     assert "0.2" in run(text + "training.compile = false\nvalidation = {enable = false, freq = 3}\n")[1][0]
-
-
-# Text
-
-
-def test_comments_and_order() -> None:
-    old = """\
-# of the file
-
-# heads the job
-[job] # beside its header
-dump_folder = './x' # kept as written
-
-[profiling]
-# about profiling
-enable_profiling = true
-save_traces_folder = "t"
-
-# --- training ---
-[training]
-# which text
-dataset = "c4"   # big
-steps = 1_000
-# left alone
-compile = true # faster
-
-[parallelism]
-pipeline_parallel_degree = 4
-tensor_parallel_degree = 1
-
-[float8] # its section
-filter_fqns = [
-  "wq",  # small
-]
-# the end
-"""
-    migration = migrate(old, "old.toml", world_size=4)
-    new = migration.text()
-    assert new.startswith("""\
-# of the file
-
-# heads the job
-[job]  # beside its header
-dump_folder = './x'  # kept as written
-
-[profiling]
-# about profiling
-enable_profiling = true
-profile_freq = 10  # torchtitan's default
-
-# --- training ---
-[training]
-steps = 1_000
-local_batch_size = 8  # torchtitan's default
-""")
-    assert '[data]\n# which text\npath = "hf://allenai/c4:en:train"  # big\n' in new
-    assert "[compile]\n# left alone\nenable = true  # faster\n" in new
-    assert "\n# pipeline_parallel_degree = 4\ntensor_parallel_degree = 1\n" in new
-    assert '[quantize.linear.float8]  # its section\nfilter_fqns = [\n  "wq",  # small\n]\n# the end\n' in new
-    assert "[float8]" not in new
-    assert "\n\n\n" not in new
-
-
-def test_a_list_of_tables_stays_as_one_comment() -> None:
-    old = """\
-[training]
-steps = 5
-# which
-[[training.stages]] # first
-seq_len = 1 # short
-
-[[training.stages]]
-seq_len = 2
-
-[model]
-name = "llama3"
-"""
-    migration = migrate(old, "old.toml", world_size=1)
-    assert migration.losses == ["training.stages"]
-    assert migration.text().startswith("""\
-[training]
-steps = 5
-# which
-# stages = [{seq_len = 1}, {seq_len = 2}]
-local_batch_size = 8  # torchtitan's default
-global_batch_size = 8  # torchtitan's default: 8 for each of 1 ranks
-
-[model]
-""")
-
-
-def test_a_comment_of_an_empty_section_is_there_once() -> None:
-    text = migrate("training.steps = 5\n[metrics.mine] # dl\n", "old.toml").text()
-    text += migrate("[training]\nsteps = 5\n[training.dataloader] # dl\n", "old.toml").text()
-    assert text.count("# dl") == 2
-    assert "# [training.dataloader]  # dl\n" in text
 
 
 def test_unknown_keys_are_losses_with_the_nearest_name() -> None:
@@ -645,29 +543,6 @@ def test_nothing_is_overwritten(target: str, tmp_path: Path, capsys: pytest.Capt
     assert (tmp_path / target).read_text() == before
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "the following arguments are required: OLD.toml"),
-        (["nowhere.toml"], "cannot read nowhere.toml"),
-        (["old.toml", "--world-size", "0"], "argument --world-size: expected a number of at least 1, got '0'"),
-        (["old.toml", "--from", "0.3"], "invalid choice: '0.3'"),
-        (["old.toml", "--out", "no/folder/new.toml"], "cannot write no/folder/new.toml"),
-    ],
-)
-def test_bad_arguments(
-    arguments: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "old.toml").write_text(GOOD)
-    assert command(*arguments) == 2
-    assert message in capsys.readouterr().err
-
-
 # Any subset of known keys
 
 KEYS = sorted(RULES)
@@ -727,47 +602,6 @@ def test_any_subset_of_keys_loads_and_is_reported(
     assert not any(re.search("unknown|expected", message) for message in wrong.values())
 
 
-# The guide
-
-
-def guide_tables() -> dict[str, str]:
-    """The tables of docs/migrate.md, by heading."""
-    names = [f"| `{key}` | `{rule.to}` |" for key, rule in sorted(RULES.items()) if rule.to and rule.to != key]
-    same = sorted(key for key, rule in RULES.items() if rule.to == key)
-    by_note: dict[tuple[bool, str], list[str]] = {}
-    for key, rule in RULES.items():
-        if not rule.to:
-            by_note.setdefault((rule.loses, rule.note), []).append(f"`{key}`")
-
-    def table(loses: bool) -> str:
-        rows = [f"| {', '.join(keys)} | {note} |" for (lost, note), keys in by_note.items() if lost == loses]
-        return "\n".join(["| torchtitan | instead |", "|---|---|", *rows])
-
-    return {
-        "Same name": textwrap.fill(", ".join(f"`{key}`" for key in same), 120, break_on_hyphens=False),
-        "Other name": "\n".join(["| torchtitan | titanlite |", "|---|---|", *names]),
-        "No counterpart, and training changes": table(True),
-        "No counterpart, and training stays the same": table(False),
-    }
-
-
-def test_the_guide_has_every_key() -> None:
-    """The guide's tables are current. `python -m tests.unit.test_migrate` rewrites them after a change of the table."""
-    text = (ROOT / "docs/migrate.md").read_text()
-    for heading, table in guide_tables().items():
-        assert f"### {heading}\n\n{table}\n" in text, heading
-
-
-if __name__ == "__main__":
-    guide = ROOT / "docs/migrate.md"
-    text = guide.read_text()
-    for heading, table in guide_tables().items():
-        text = re.sub(
-            rf"(### {heading}\n\n).*?(?=\n\n#|\n*\Z)", lambda found, new=table: found[1] + new, text, flags=re.DOTALL
-        )
-    guide.write_text(text.rstrip() + "\n")
-
-
 def test_keys_of_an_own_config_module_are_listed_as_its_own() -> None:
     text = "[job]\ncustom_config_module = 'mine.config'\n[my_section]\ndepth = 3\n[training]\nmy_own = true\n"
     migration = migrate(text, "own.toml", world_size=1)
@@ -776,5 +610,5 @@ def test_keys_of_an_own_config_module_are_listed_as_its_own() -> None:
         "LOST        my_section.depth = 3: belongs to your own config module mine.config",
         "LOST        training.my_own = true: belongs to your own config module mine.config",
     ]
-    assert "# depth = 3" in migration.text()
+    assert "# my_section.depth = 3" in migration.text()
     assert not any("not a key of torchtitan" in line for line in migration.report)

@@ -173,7 +173,6 @@ def test_search_on_small_devices(toml: Path) -> None:
         assert candidate.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.2)
     speeds = [planned.tokens_per_second for _, planned in found.best]
     assert speeds == sorted(speeds, reverse=True)
-    assert any("does not fit" in reason for _, reason in found.losers)
 
     options = found.best[0][0].options
     pasted = toml.parent / "pasted.toml"

@@ -83,5 +83,5 @@ def test_row_norms_and_fused_updates_on_a_gpu_do_not_depend_on_how_a_tensor_is_c
         for parameter, part in zip(parameters, gradient.split(cuts), strict=True):
             parameter.grad = part.clone()
         optimizer.step()
-        found.append([torch.cat([optimizer.state[it]["exp_avg_sq"] for it in parameters]), torch.cat(parameters)])
+        found.append([torch.cat([optimizer.state[it]["exp_avg_sq"] for it in parameters]), torch.cat([*parameters])])
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

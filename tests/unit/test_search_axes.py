@@ -77,7 +77,7 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
             SimpleNamespace(last_resort=""),
             SimpleNamespace(tokens_per_second=speeds[asked[-1]], axis=asked[-1]),
         )
-        return Found([pair], [], tried=1)
+        return Found([pair], tried=1)
 
     config = read(*options, "--training.seq_len=32")
     result: Any = best_axes(config, Layout(8, find_hardware("H100"), 8), find)

@@ -1,5 +1,4 @@
-"""Tokenizers: exact round trips, special tokens that text never becomes, texts cut where ids stay the same, and trained
-ones that are equal in both forms."""
+"""Tokenizers: exact round trips, special tokens that text never becomes, and texts cut where ids stay the same."""
 
 import base64
 import json
@@ -7,7 +6,6 @@ import random
 import sys
 import sysconfig
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +27,7 @@ from titanlite.data.tokenizer import (
 )
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
-from titanlite.tools.ingest.bpe import train_bpe, write_bpe
+from titanlite.tools.ingest.bpe import train_bpe
 
 HARD_TEXTS = [
     "",
@@ -43,8 +41,8 @@ HARD_TEXTS = [
     "<|begin_of_text|> is text when it stands in text <|eot_id|><s></s><unk>",
     "\U0010ffff\ue000\ufffd ﬁ ſ K",  # noqa: RUF001
 ]
-KINDS = ("bytes", "ranks", "python-2k", "trained ranks", "trained json", "prepend", "metaspace")
-BYTE_LEVEL = KINDS[:5]
+KINDS = ("bytes", "ranks", "python-2k", "trained", "prepend", "metaspace")
+BYTE_LEVEL = KINDS[:4]
 
 
 def rank_file(folder: Path, *merged: bytes) -> Path:
@@ -100,8 +98,7 @@ def kinds(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
         sentencepiece_like(metaspace=name == "metaspace").save(str(folder / f"{name}.json"))
     names = {
         "ranks": rank_file(folder),
-        "trained ranks": trained / "tokenizer.model",
-        "trained json": trained,
+        "trained": trained,
         "prepend": folder / "prepend.json",
         "metaspace": folder / "metaspace.json",
     }
@@ -232,17 +229,15 @@ def test_text_can_be_cut_while_it_is_read(short_pieces: int) -> None:
             assert [len(it.encode()) for it in pieces(data[:end].decode())] == lengths[:i], "whatever follows"
 
 
-@pytest.mark.parametrize("kind", ["python-2k", "trained json"])
-def test_ids_of_pieces_are_those_of_the_whole(kind: str, kinds: dict[str, Tokenizer], short_pieces: int) -> None:
-    tokenizer = kinds[kind]
-    whole = load_tokenizer("python-2k") if kind == "python-2k" else kinds["trained ranks"]
-    assert isinstance(whole, TiktokenTokenizer)
+def test_ids_of_pieces_are_those_of_the_whole(short_pieces: int) -> None:
+    tokenizer = load_tokenizer("python-2k")
+    assert isinstance(tokenizer, TiktokenTokenizer)
     cuts = 0
     for text in random_texts(400):
         parts = list(pieces(text))
         if all(part[-1] == "\n" and 0x21 <= ord(after[0]) <= 0x7E for part, after in zip(parts, parts[1:])):  # noqa: B905, RUF007
             cuts += len(parts) - 1
-            assert tokenizer.encode(text).tolist() == whole._encoding.encode_ordinary(text)
+            assert tokenizer.encode(text).tolist() == tokenizer._encoding.encode_ordinary(text)
     assert cuts > 50
 
 
@@ -251,7 +246,7 @@ def test_ids_of_pieces_are_those_of_the_whole(kind: str, kinds: dict[str, Tokeni
 def test_very_long_lines(unit: str, kinds: dict[str, Tokenizer]) -> None:
     """A million spaces are more than tiktoken can split; two pieces of anything show that it never gets them."""
     text = unit * (PIECE_BYTES * 5 // 4 // len(unit.encode())) + "y"
-    for kind in ("python-2k", "trained json") if unit == " " else ("python-2k",):
+    for kind in ("python-2k", "trained") if unit == " " else ("python-2k",):
         assert kinds[kind].decode(kinds[kind].encode(text)) == text
 
 
@@ -417,53 +412,27 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.long
-def test_both_forms_of_a_trained_one_are_equal(trained: Path, kinds: dict[str, Tokenizer]) -> None:
+def test_a_trained_one_has_the_ids_of_transformers(trained: Path, kinds: dict[str, Tokenizer]) -> None:
     from transformers import PreTrainedTokenizerFast
 
-    ranks, fast = kinds["trained ranks"], kinds["trained json"]
-    assert (ranks.vocab_size, ranks.bos_id, ranks.eos_id) == (1200, 944, 945)
-    assert (fast.vocab_size, fast.bos_id, fast.eos_id) == (1200, 944, 945)
-    assert ranks.token_bytes().tolist() == fast.token_bytes().tolist()
-    special = np.arange(944, 1200)
-    assert ranks.decode(special) == fast.decode(special) == "".join(LLAMA3_SPECIAL_TOKENS)
-    oracle = PreTrainedTokenizerFast.from_pretrained(trained)
-    assert (len(oracle), oracle.bos_token_id, oracle.eos_token_id) == (1200, 944, 945)
+    ours = kinds["trained"]
+    assert (ours.vocab_size, ours.bos_id, ours.eos_id) == (1200, 944, 945)
+    assert ours.decode(np.arange(944, 1200)) == "".join(LLAMA3_SPECIAL_TOKENS)
+    theirs = PreTrainedTokenizerFast.from_pretrained(trained)
+    assert (len(theirs), theirs.bos_token_id, theirs.eos_token_id) == (1200, 944, 945)
     for text in [*HARD_TEXTS, stdlib_text(500_000)[300_000:]]:
-        ids = ranks.encode(text).tolist()
-        assert fast.encode(text).tolist() == ids
+        ids = ours.encode(text).tolist()
         if "<|" not in text:
-            assert oracle.encode(text, add_special_tokens=False) == ids
-            assert oracle.decode(ids) == text
-    assert oracle.encode("<|eot_id|>", add_special_tokens=False) == [944 + 9]
-
-
-@pytest.mark.parametrize("trained_on", [400, 0])
-@pytest.mark.parametrize("alphabet", ["ab", "-="])
-def test_both_forms_agree_where_tokens_have_many_pairs(alphabet: str, trained_on: int, tmp_path: Path) -> None:
-    """Tokens of two letters could be put together in many ways. Those that are not trained, but drawn, can often be
-    reached in no way at all."""
-    draw = random.Random(1)
-
-    def word(longest: int) -> str:
-        return "".join(draw.choices(alphabet, k=draw.randrange(2, longest)))
-
-    if trained_on:
-        train_bpe([" ".join(word(30) for _ in range(trained_on))], vocab_size=720, out=tmp_path / "bpe")
-    else:
-        drawn = dict.fromkeys(word(9).encode() for _ in range(100))
-        write_bpe([*(bytes([i]) for i in range(256)), *drawn], tmp_path / "bpe")
-    ranks, fast = load_tokenizer(str(tmp_path / "bpe/tokenizer.model")), load_tokenizer(str(tmp_path / "bpe"))
-    texts = ["".join(text) for length in range(1, 10) for text in product(alphabet, repeat=length)]
-    texts += [word(300) for _ in range(200)]
-    for text in texts:
-        assert ranks.encode(text).tolist() == fast.encode(text).tolist()
+            assert theirs.encode(text, add_special_tokens=False) == ids
+            assert theirs.decode(ids) == text
+    assert theirs.encode("<|eot_id|>", add_special_tokens=False) == [944 + 9]
 
 
 def test_training_is_deterministic_whatever_the_order(tmp_path: Path) -> None:
     texts = stdlib_text(60_000).splitlines(keepends=True)
     for name, order in (("a", texts), ("b", texts[::-1])):
         train_bpe(order, vocab_size=700, out=tmp_path / name)
-    for file in ("tokenizer.model", "tokenizer.json", "tokenizer_config.json"):
+    for file in ("tokenizer.json", "tokenizer_config.json"):
         assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes()
 
 

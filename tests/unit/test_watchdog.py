@@ -65,42 +65,28 @@ def beats(*each: Beat) -> dict[int, Beat]:
     return {it.rank: it for it in each}
 
 
-def test_the_rank_that_started_fewer_collectives_is_the_culprit() -> None:
-    assert find_culprits(beats(beat(0, 7), beat(1, 6, kind="code"), beat(2, 7)), []) == [1]
+CODE, DATA, FILES = "code", "data", "files"
 
 
-def test_a_rank_that_waits_itself_is_no_culprit() -> None:
-    """HSDP: rank 3 is asleep, rank 2 waits for it in their shard group, rank 0 waits for rank 2 over replicas."""
-    found = find_culprits(
-        beats(
-            beat(0, 5 + 9),
-            beat(1, 5 + 9),
-            beat(2, 5 + 8),
-            beat(3, 4 + 8, kind="code"),
-        ),
-        [],
-    )
-    assert found == [3]
-
-
-def test_a_rank_without_a_heartbeat_is_the_culprit() -> None:
-    assert find_culprits(beats(beat(0, 7), beat(1, 6)), [1]) == [1]
-    assert find_culprits(beats(beat(0, 7)), [1]) == [1]
-
-
-def test_ranks_that_did_the_same_outside_of_collectives_are_culprits() -> None:
-    both = beats(beat(0, 7, kind="data"), beat(1, 7, kind="data"))
-    assert find_culprits(both, []) == [0, 1]
-
-
-def test_all_in_one_collective_have_no_culprit() -> None:
-    assert find_culprits(beats(beat(0, 7), beat(1, 7)), []) == []
-
-
-def test_hosts_that_wait_for_gpus_have_no_culprit() -> None:
-    both = [beat(rank, 7, kind="code") for rank in range(2)]
-    assert find_culprits(beats(*both), [], on_gpu=True) == []
-    assert find_culprits(beats(both[0], replace(both[1], kind="files")), [], on_gpu=True) == [0, 1]
+@pytest.mark.parametrize(
+    ("of_ranks", "silent", "on_gpu", "found"),
+    [
+        ([(7, ""), (6, CODE), (7, "")], [], False, [1]),
+        # HSDP: rank 3 is asleep, rank 2 waits for it in their shard group, rank 0 waits for rank 2 over replicas.
+        ([(14, ""), (14, ""), (13, ""), (12, CODE)], [], False, [3]),
+        ([(7, ""), (6, "")], [1], False, [1]),
+        ([(7, "")], [1], False, [1]),
+        ([(7, DATA), (7, DATA)], [], False, [0, 1]),
+        ([(7, ""), (7, "")], [], False, []),
+        ([(7, CODE), (7, CODE)], [], True, []),  # hosts wait for their GPUs
+        ([(7, CODE), (7, FILES)], [], True, [0, 1]),
+    ],
+)
+def test_the_culprit_has_started_fewer_collectives_and_is_in_none(
+    of_ranks: list[tuple[int, str]], silent: list[int], on_gpu: bool, found: list[int]
+) -> None:
+    each = [beat(rank, started, kind=kind or "collective") for rank, (started, kind) in enumerate(of_ranks)]
+    assert find_culprits(beats(*each), silent, on_gpu=on_gpu) == found
 
 
 def test_a_culprit_that_works_has_its_time() -> None:

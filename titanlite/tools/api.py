@@ -9,6 +9,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from titanlite.config.keys import toml_text
 from titanlite.config.load import Draft, load
 from titanlite.config.shipped import find_config
 from titanlite.runtime.errors import ConfigError, Place, Problem
@@ -103,19 +104,6 @@ def build_run(config: Config) -> Iterator["Run"]:
 
 def _toml(key: str, value: Any) -> str:
     """Return a value as TOML."""
-    import tomlkit
-
-    plain = str(value) if isinstance(value, Path) else value
     with suppress(ValueError, TypeError):
-        text = tomlkit.item(plain).as_string() if not isinstance(plain, Mapping) else _table(plain)
-        if text:
-            return text
+        return toml_text(str(value) if isinstance(value, Path) else value)
     raise ConfigError([Problem(key, f"{value!r} is no value of TOML; leave the key out for its default")])
-
-
-def _table(value: Mapping[str, Any]) -> str:
-    import tomlkit
-
-    table = tomlkit.inline_table()
-    table.update(value)
-    return table.as_string()

@@ -56,7 +56,6 @@ COMMANDS = {
     "data tokenizer": "ingest.bpe.train_tokenizer",
     "checkpoint list": "checkpoints.command.list_checkpoints",
     "checkpoint verify": "checkpoints.command.verify",
-    "checkpoint restore": "checkpoints.command.restore",
     "checkpoint show": "checkpoints.command.show",
     "checkpoint hash": "checkpoints.command.hash_checkpoint",
     "checkpoint prune": "checkpoints.command.prune",

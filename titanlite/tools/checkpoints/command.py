@@ -1,4 +1,4 @@
-"""`titanlite checkpoint`: list, verify, restore, show, hash and prune. Only `show` and `hash` import torch."""
+"""`titanlite checkpoint`: list, verify, show, hash and prune. Only `show` and `hash` import torch."""
 
 import json
 import os
@@ -19,7 +19,6 @@ from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.tools.arguments import Count, Index, Stored
 
-MARK = "verified.json"
 FOLDER = re.compile(r"(?:(\.staging|\.deleted)-)?step-(\d{8,})(?(1)-.*)")
 QUARANTINED = {f"{MANIFEST}.{DAMAGED}": "damaged: quarantined earlier", f"{MANIFEST}.{SUPERSEDED}": "superseded"}
 UNFINISHED = {".staging": "being written", ".owner": "being written", ".deleted": "being deleted"}
@@ -51,7 +50,7 @@ class Found(NamedTuple):
 
 @explaining_damage()
 def list_checkpoints(path: Stored = "outputs") -> None:
-    """List checkpoints with age, size and state.
+    """List checkpoints with age, size and state. Sizes of files are compared, and not their checksums.
 
     Example:
         outputs/debug
@@ -60,13 +59,9 @@ def list_checkpoints(path: Stored = "outputs") -> None:
     console = Console(width=None if os.isatty(1) else 1000, markup=False, emoji=False, highlight=False)
     for storage, founds in _find(path):
         numbers = [Column(name, justify="right", no_wrap=True) for name in ("step", "age", "size")]
-        table = Table(*numbers, "state", "verified", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for step, folder, sizes, state, manifest in founds:
-            age = verified = ""
-            if manifest:
-                age, mark = _age(manifest.saved_at), _mark(storage, folder, sizes, manifest)
-                verified = f"checksums, {_age(mark['verified_at'])} ago" if mark else "sizes"
-            table.add_row(str(step), age, _size(*sizes.values()), state, verified)
+        table = Table(*numbers, "state", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+        for step, _, sizes, state, manifest in founds:
+            table.add_row(str(step), _age(manifest.saved_at) if manifest else "", _size(*sizes.values()), state)
         console.print(storage.url, table, sep="\n")  # in a pipe, lines are not wrapped
 
 
@@ -74,7 +69,7 @@ def list_checkpoints(path: Stored = "outputs") -> None:
 def verify(path: Stored) -> None:
     """Read every byte of checkpoints and compare checksums.
 
-    Exit code 2 if a checkpoint is damaged. `checkpoint list` shows the result from then on.
+    Exit code 2 if a checkpoint is damaged.
 
     Example:
         outputs/debug
@@ -85,39 +80,10 @@ def verify(path: Stored) -> None:
         for found in filter(None, (_look(storage, it.folder, it.sizes, check=_read_all) for it in founds)):
             about = f", {len(found.manifest.files)} files, {_size(found.manifest.size)}" if found.manifest else ""
             print(f"step {found.step}: {found.state}{about}", flush=True)
-            if MANIFEST in found.sizes:  # or it has been deleted meanwhile
-                damage = "" if found.manifest else found.state.removeprefix("damaged: ")
-                wrong += [f"{storage.url_of(found.folder)}/{damage}"] if damage else []
-                with suppress(Exception), storage.create(f"{found.folder}/{MARK}") as file:  # it may be read-only
-                    file.write(json.dumps({"verified_at": time.time(), "damage": damage}).encode())
+            if MANIFEST in found.sizes and not found.manifest:  # without one, it has been deleted meanwhile
+                wrong.append(f"{storage.url_of(found.folder)}/{found.state.removeprefix('damaged: ')}")
     if wrong:
         raise UserError("\n".join(wrong))
-
-
-@explaining_damage()
-def restore(path: Stored) -> None:
-    """Let quarantined checkpoints count again, if they are whole.
-
-    Every byte is read. A start with bad memory may have found damage where there is none.
-
-    Example:
-        outputs/debug/checkpoints/step-00000100
-    """
-    wrong, restored, reason = list[str](), 0, f"{MANIFEST}.{DAMAGED}"
-    for storage, founds in _find(path):
-        for found in [found for found in founds if found.state == QUARANTINED[reason]]:
-            try:
-                _read_all(storage, found.folder, found.sizes, file=reason)
-            except (DamagedCheckpoint, UserError) as damage:
-                wrong.append(f"step {found.step} stays quarantined: {damage}")
-                continue
-            storage.restore(found.folder, DAMAGED)
-            restored += 1
-            print(f"step {found.step} counts again: every checksum is right", flush=True)
-    if wrong:
-        raise UserError("\n".join(wrong))
-    if not restored:
-        print(f"{path}: no checkpoint is quarantined as damaged")
 
 
 @explaining_damage()
@@ -265,14 +231,12 @@ def _check(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
         raise DamagedCheckpoint(f"{storage.url_of(folder)}/{MANIFEST} is missing")
     manifest = manifests.read_manifest(storage, folder)
     manifests.check_sizes(storage, folder, manifest, sizes)
-    if damage := _mark(storage, folder, sizes, manifest).get("damage"):
-        raise DamagedCheckpoint(damage)
     return manifest
 
 
 def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check = _check) -> Found | None:
     """Check a folder, which a running job may change: look again if it did. Returns None if the folder is gone."""
-    if (match := FOLDER.fullmatch(folder)) is None or sizes.keys() == {MARK}:  # written while it was being deleted
+    if (match := FOLDER.fullmatch(folder)) is None:
         return None
     signs = [match[1]] if match[1] else [name.partition("-")[0] for name in sizes if MANIFEST not in sizes]
     state, manifest = next((state for sign, state in (QUARANTINED | UNFINISHED).items() if sign in signs), ""), None
@@ -285,18 +249,10 @@ def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check 
     return Found(int(match[2]), folder, sizes, state or "whole", manifest)
 
 
-def _read_all(storage: Storage, folder: str, sizes: dict[str, int], *, file: str = MANIFEST) -> Manifest:
+def _read_all(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
     with Progress(console=progress_console(), transient=True) as progress:
         task = progress.add_task(folder, total=sum(sizes.values()))
-        return manifests.verify(storage, folder, sizes, file=file, on_read=lambda read: progress.advance(task, read))
-
-
-def _mark(storage: Storage, folder: str, sizes: dict[str, int], manifest: Manifest) -> dict[str, Any]:
-    """Return the mark that `verify` has left; nothing if the checkpoint is newer."""
-    with suppress(OSError, ValueError, TypeError, KeyError):
-        mark = json.loads(storage.read(f"{folder}/{MARK}")) if MARK in sizes else {}
-        return mark if mark["verified_at"] >= manifest.saved_at else {}
-    return {}
+        return manifests.verify(storage, folder, sizes, on_read=lambda read: progress.advance(task, read))
 
 
 def _size(*counts: int) -> str:

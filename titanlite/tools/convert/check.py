@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from titanlite.runtime.errors import RunError
 from titanlite.tools.convert.layout import Outgoing, values_of
 from titanlite.tools.convert.module_values import difference, modules_in, watch
-from titanlite.tools.convert.source import Source, load_model, open_source
+from titanlite.tools.convert.source import Source, load_model
 
 LIMIT = 1e-4
 """Largest difference of hidden states and logits in float32, relative to their size (root mean square)."""
@@ -34,8 +34,8 @@ class CheckFailed(RunError):
 def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> str:
     """Check an exported folder, and return a report.
 
-    Every tensor is compared bit by bit with the checkpoint. Then the folder is loaded by transformers, or by our own
-    reader where transformers is not installed, and its hidden states and logits in float32 are compared with ours.
+    Every tensor is compared bit by bit with the checkpoint. Then transformers, where it is installed, loads the folder,
+    and its hidden states and logits in float32 are compared with ours.
 
     Args:
         tensors: what the folder should hold.
@@ -45,19 +45,15 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
     """
     check_tensors(source, folder, tensors)
     same = f"{len(tensors)} tensors as in the checkpoint, bit by bit"
+    if find_spec("transformers") is None:
+        return f"{same}; nothing was computed, since transformers is not installed"
     tokens = check_tokens(source, sequences=SEQUENCES, length=min(LENGTH, source.spec.args.max_seq_len))
     names: dict[str, str] = {}
     for tensor in tensors:
         names.setdefault(tensor.ours, tensor.name)  # of the first expert
-    if find_spec("transformers") is not None:
-        program = "transformers"
-        theirs = _of_transformers(folder, tokens, names)
-    else:
-        program = "titanlite's own reader"
-        same += "; transformers is not installed"
-        theirs = _of_model(open_source(str(folder)), tokens, ())
-    worst = compare(_of_model(source, tokens, tensors), theirs, names, program=program)
-    return f"{same}; {program} computes the same on {tokens.numel()} tokens, {worst}"
+    theirs = _of_transformers(folder, tokens, names)
+    worst = compare(_of_model(source, tokens, tensors), theirs, names)
+    return f"{same}; transformers computes the same on {tokens.numel()} tokens, {worst}"
 
 
 def check_tokens(source: Source, *, sequences: int, length: int) -> Tensor:
@@ -143,13 +139,12 @@ def _values(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[]
     return values
 
 
-def compare(here: Values, there: Values, tensors: Mapping[str, str], *, program: str) -> str:
-    """Compare what two programs compute: hidden states block by block, then the logits.
+def compare(here: Values, there: Values, tensors: Mapping[str, str]) -> str:
+    """Compare what our model and transformers compute: hidden states block by block, then the logits.
 
     Args:
-        here, there: values of our model and of the other program.
-        tensors: the other program's name of each of our tensors.
-        program: name of the other program.
+        here, there: values of our model and of transformers.
+        tensors: the name there of each of our tensors.
 
     Raises:
         CheckFailed: naming the first block that differs, its first module that does with its tensors, and by how much.
@@ -162,7 +157,7 @@ def compare(here: Values, there: Values, tensors: Mapping[str, str], *, program:
             at = "the logits" if key == LOGITS else f"hidden states after {what}"
             size = f"{found.relative:.2e} of their size (at most {found.most:.3g}; allowed {LIMIT:g})"
             raise CheckFailed(
-                f"{at} differ from those of {program} by {size}, and everything before agrees\n"
+                f"{at} differ from those of transformers by {size}, and everything before agrees\n"
                 f"  {_first_module(key, here, there, tensors)}"
             )
         if key == LOGITS:

@@ -1,22 +1,19 @@
 """`titanlite checkpoint export` and `import`."""
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Literal
 
 import torch
 
 from titanlite.parallelize import DTYPES
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
-from titanlite.tools.arguments import Count, ModelFile, RunConfig, RunTokenizer, Weights
-from titanlite.tools.convert.experts import Sample, choose_experts
+from titanlite.tools.arguments import ModelFile, RunConfig, RunTokenizer, Weights
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.export_adapters import export_adapters
 from titanlite.tools.convert.import_weights import import_weights
 from titanlite.tools.convert.safetensors_file import parse_size
 from titanlite.tools.convert.source import open_source
 from titanlite.tools.convert.target import open_target
-from titanlite.tools.convert.torch_file import write_torch_file
 
 
 def export(
@@ -25,7 +22,6 @@ def export(
     config: RunConfig | None = None,
     model_file: ModelFile | None = None,
     tokenizer: RunTokenizer | None = None,
-    format: Literal["hf", "torch"] = "hf",
     out: str,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_size: str = "5GB",
@@ -34,14 +30,13 @@ def export(
     check: bool = False,
     no_tokenizer: bool = False,
 ) -> None:
-    """Write the weights of a checkpoint for other programs.
+    """Write the weights of a checkpoint as a Hugging Face folder.
 
-    hf writes a folder for transformers and others: config.json, safetensors, tokenizer. torch writes one file, which
-    torch.load(weights_only=True) reads. Of a run with [lora], hf writes the adapters in PEFT's format.
+    transformers and others read it: config.json, safetensors, tokenizer. Of a run with [lora], the adapters are written
+    in PEFT's format.
 
     Args:
-        format: what to write
-        out (PATH): folder, URL, or file; it must not exist
+        out (PATH): folder or URL; it must not exist
         dtype: dtype of the weights; default: as they are
         max_shard_size (SIZE): largest file of weights
         drop (GLOB): leave out tensors that the format has no place for, such as layers.*.feed_forward.bias_E
@@ -55,25 +50,19 @@ def export(
 
     Example:
         outputs/debug --out debug_hf --dtype bfloat16
-        outputs/debug --format torch --out debug.pt
+        outputs/debug --out s3://bucket/debug_hf --max-shard-size 2GB
     """
     max_shard_bytes = parse_size(max_shard_size)
-    if check and format == "torch":
-        raise UserError("--check is for --format hf: it compares with transformers")
     try:
         source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
         if merge and source.adapters is None:
             raise UserError(f"--merge: {source.where} has no adapters")
         if source.adapters is not None and not merge:
-            if format == "torch" or check:
-                raise UserError(f"{'--check' if check else '--format torch'} is for whole models: add --merge")
+            if check:
+                raise UserError("--check is for whole models: add --merge")
             size = export_adapters(source, open_target(out), dtype=getattr(torch, dtype) if dtype else None, drop=drop)
             print(f"wrote {out}: {len(source.adapters.layers)} adapters in PEFT's format, {size / 2**20:,.1f} MiB")
             print(f"from  {source.where}")
-            return
-        if format == "torch":
-            write_torch_file(source, out, dtype=getattr(torch, dtype) if dtype else None)
-            print(f"wrote {out}, the weights of {source.where}")
             return
         done = export_folder(
             source,
@@ -107,9 +96,6 @@ def import_(
     dtype: Literal["bfloat16", "float32"] | None = None,
     allow_unexpected: Sequence[str] = (),
     layers: str | None = None,
-    experts: str | None = None,
-    sample: str | None = None,
-    sample_tokens: Count = 262_144,
 ) -> None:
     """Write weights of another program as a checkpoint.
 
@@ -121,15 +107,11 @@ def import_(
         path (DIR_OR_FILE): weights of another program
         out (DIR): folder or URL for the checkpoint, step-00000000
         model (NAME): model family; default: what the weights describe
-        flavor (NAME): flavor of the family; default: what the weights describe, or what fits
+        flavor (NAME): flavor of the family; default: what the weights describe
         config: config with the model, instead of --model and --flavor
         dtype: dtype of the weights; default: as they are
         allow_unexpected (GLOB): leave out tensors that the model does not have
         layers (LIST): take these layers alone, such as 0,2,4-7; also of a checkpoint of titanlite
-        experts (keep=K): keep the K experts of each layer that its router uses most on --sample; also of titanlite's
-            checkpoints
-        sample (PATH): text or prepared tokens on which the routers are watched
-        sample_tokens: tokens of the sample
 
     Raises:
         UserError: a mistake in the input.
@@ -138,17 +120,10 @@ def import_(
     Example:
         models/Qwen3-0.6B --out outputs/qwen3
         torchtitan/outputs/checkpoint/step-1000 --model llama3 --flavor 8B --out outputs/llama3
-        models/Qwen3-30B-A3B --experts keep=64 --sample 'texts/*.txt' --out outputs/student
+        models/Qwen3-8B --layers 0-17 --out outputs/student
     """
     if config is not None and (model or flavor):
         raise UserError("--config names the model: leave out --model and --flavor")
-    chosen = None
-    if experts is not None:
-        if sample is None:
-            raise UserError("--experts: name a text with --sample")
-        chosen = partial(choose_experts, keep=experts, sample=Sample(sample, sample_tokens), out=out)
-    elif sample:
-        raise UserError("--sample: is for --experts keep=K")
     try:
         written = import_weights(
             path,
@@ -159,7 +134,6 @@ def import_(
             dtype=DTYPES[dtype] if dtype else None,
             allow_unexpected=allow_unexpected,
             layers=layers,
-            choose_experts=chosen,
         )
     except OSError as error:
         raise RunError(str(error)) from None

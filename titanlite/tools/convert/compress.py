@@ -1,15 +1,9 @@
-"""A student from its teacher's weights: some of the layers and experts, as `checkpoint import` writes them."""
+"""A student from its teacher's weights: some of the layers, as `checkpoint import --layers` writes them."""
 
 import re
-from dataclasses import dataclass, replace
-from typing import Any
-
-import torch
-from torch import Tensor
 
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
-from titanlite.schema import ModelSelection
 
 LAYER = re.compile(r"layers\.(\d+)\.(.*)")
 PART = re.compile(r"(\d{1,9})(?:-(\d{1,9}))?")
@@ -38,45 +32,10 @@ def parse_layers(text: str, n_layers: int) -> list[int]:
     return layers
 
 
-@dataclass(frozen=True)
-class Student:
-    """Parts of a teacher that a student has."""
-
-    layers: list[int] | None = None
-    """Layers, by their numbers in the teacher. None: all."""
-    experts: dict[str, list[int]] | None = None
-    """Experts of each layer of the teacher, by their numbers, for each name of a tensor with one entry an expert. None:
-    all."""
-
-    @property
-    def changes(self) -> dict[str, Any]:
-        """Return the model's arguments that differ from the teacher's."""
-        found = {} if self.layers is None else {"n_layers": len(self.layers)}
-        return found if self.experts is None else found | {"n_experts": len(next(iter(self.experts.values())))}
-
-    def spec(self, teacher: ModelSpec) -> ModelSpec:
-        """Return the student's model."""
-        return teacher._replace(args=replace(teacher.args, **self.changes))
-
-    def model(self, selection: ModelSelection) -> ModelSelection:
-        """Return the student's part of the config."""
-        return selection.model_copy(update={"args": {**selection.args, **self.changes}})
-
-    def teacher_name(self, name: str) -> str:
-        """Return the teacher's name of a tensor of the student."""
-        match = LAYER.fullmatch(name)
-        if match is None or self.layers is None:
-            return name
-        return f"layers.{self.layers[int(match[1])]}.{match[2]}"
-
-    def part_of(self, name: str, tensor: Tensor) -> Tensor:
-        """Return the student's part of a tensor of the teacher.
-
-        Args:
-            name: of the teacher.
-        """
-        kept = (self.experts or {}).get(name)
-        return tensor if kept is None else tensor.index_select(0, torch.tensor(kept))
+def teacher_name(name: str, layers: list[int]) -> str:
+    """Return the teacher's name of a tensor of a student that has these of its layers."""
+    match = LAYER.fullmatch(name)
+    return f"layers.{layers[int(match[1])]}.{match[2]}" if match else name
 
 
 def choose_layers(text: str, spec: ModelSpec) -> list[int]:

@@ -1,17 +1,14 @@
-"""Model of foreign weights: as they describe themselves, as the user names it, or by its shapes."""
+"""Model of foreign weights: as they describe themselves, or as the user names it."""
 
 from pathlib import Path
 
-from titanlite.checkpoint.state import difference, model_state
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
 from titanlite.data.tokenizer import load_tokenizer
-from titanlite.models.base import Model
-from titanlite.models.formats import Table
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Data, ModelSelection
-from titanlite.tools.convert.weights import ForeignSource, check_args, find_flavor, open_reader, table_of
+from titanlite.tools.convert.weights import ForeignSource, check_args, find_flavor, table_of
 
 
 def resolve_source(
@@ -44,19 +41,19 @@ def resolve_source(
 
 
 def describe(source: ForeignSource, *, name: str | None = None, flavor: str | None = None) -> tuple[str, ModelSpec]:
-    """Return (family, model) of a source: as it describes itself, or a flavor, or the only flavor with its shapes.
+    """Return (family, model) of a source: as it describes itself, or a flavor.
 
     Args:
         name: model family; None takes that of the source.
 
     Raises:
-        UserError: the source is of another model, or does not describe its model and fits no flavor.
+        UserError: the source is of another model, or does not describe its model.
     """
     name = name or source.family()
     if name is None:
         raise UserError(f"{source.where} does not describe its model: name it (--model, --config)")
     model_cls = resolve_model(name, flavor, {}).model_cls
-    table = table_of(source, model_cls)
+    table_of(source, model_cls)
     args = source.read_args(model_cls)
     if flavor is not None:
         spec = ModelSpec(model_cls, model_cls.flavors[flavor])
@@ -64,24 +61,9 @@ def describe(source: ForeignSource, *, name: str | None = None, flavor: str | No
             check_args(source.where, args, spec, [])
         return name, spec
     if args is None:
-        return name, _fitting(source, table, model_cls)
+        raise UserError(f"{source.where} does not describe its model: name it (--flavor, --config)")
     try:
         resolve_model(name, None, args)  # checks the type of each value
         return name, ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**args))
     except (ValueError, TypeError) as error:  # values that fit no model
         raise UserError(f"{source.where}: {error}") from None
-
-
-def _fitting(source: ForeignSource, table: Table, model_cls: type[Model]) -> ModelSpec:
-    """Return the model of the only flavor with the shapes of the source."""
-    found = {}
-    for flavor, args in model_cls.flavors.items():
-        spec = ModelSpec(model_cls, args)
-        reader = open_reader(source, table, spec, is_described=True)
-        wanted = {f"model.{name}": tensor for name, tensor in model_state(spec.build()).items()}
-        if not difference({name: it for name, it in wanted.items() if name not in reader.kept}, reader.metadata, ["*"]):
-            found[flavor] = spec
-    if len(found) == 1:
-        return next(iter(found.values()))
-    what = f"fits the flavors {', '.join(found)}" if found else f"fits no flavor of {model_cls.__name__}"
-    raise UserError(f"{source.where} does not describe its model and {what}: name it (--flavor, --config)")

@@ -1,4 +1,4 @@
-"""`--format hf`: a folder that transformers and its relatives load."""
+"""`titanlite checkpoint export`: a folder that transformers and its relatives load."""
 
 import json
 from collections.abc import Callable, Iterator, Sequence
@@ -93,7 +93,7 @@ def format_of(source: Source) -> HuggingFace:
     if model_cls.formats.hugging_face is None:
         raise UserError(
             f"{model_cls.__name__} has no table of Hugging Face's names: give the class `formats`, as "
-            "docs/add_a_model.md shows, or use --format torch"
+            "docs/add_a_model.md shows, or take its tensors in Python (docs/convert.md)"
         )
     return model_cls.formats.hugging_face
 

@@ -10,6 +10,7 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -32,18 +33,12 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import Config, Data, dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
-from titanlite.tools.convert.compress import Student, choose_layers
+from titanlite.tools.convert.compress import choose_layers, teacher_name
 from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, open_source, origin_of, read_tensor
 from titanlite.tools.convert.weights import find_source
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
-
-
-ReadTensor = Callable[[str], Tensor]
-"""Returns a tensor by its name in the model."""
-ChooseExperts = Callable[[ModelSpec, str | None, ReadTensor], dict[str, list[int]]]
-"""Returns the experts to take of a model, for each name of a tensor with one entry an expert; see `choose_experts`."""
 
 
 def import_weights(
@@ -56,7 +51,6 @@ def import_weights(
     dtype: torch.dtype | None,
     allow_unexpected: Sequence[str],
     layers: str | None = None,
-    choose_experts: ChooseExperts | None = None,
 ) -> str:
     """Write weights of another format as a checkpoint of step 0, and return its place.
 
@@ -66,21 +60,18 @@ def import_weights(
         config: config with the model, instead of name and flavor.
         dtype: of parameters; None keeps that of the weights.
         allow_unexpected: globs of tensors to leave out.
-        layers: numbers of the layers to take, such as "0,2,4-7"; None takes all.
-        choose_experts: returns the experts to take; None takes all. With one of the two, path may be a checkpoint of
-            ours, too.
+        layers: numbers of the layers to take, such as "0,2,4-7", of a checkpoint of ours, too. None takes all.
 
     Raises:
         UserError: the weights are of another model, damaged or not safe to load, or the place is taken.
         OSError: the place cannot be written.
     """
-    compresses = layers is not None or choose_experts is not None
     origin = None
     if (foreign := find_source(path)) is not None:
         teacher, resolved = open_foreign(foreign, model=model, flavor=flavor, config=config)
         tokenizer = resolved.data.tokenizer
         origin = origin_of(foreign) | ({} if config is None else {"has_tokenizer": True})
-    elif not compresses:
+    elif layers is None:
         raise UserError(f"{path} holds no weights of another program. titanlite reads its own checkpoints as they are")
     elif model or flavor:
         raise UserError("--model, --flavor: a checkpoint of titanlite names its model: leave them out")
@@ -96,29 +87,26 @@ def import_weights(
     entries: dict[str, Any] = teacher.metadata.state_dict_metadata
 
     def read_teacher(name: str) -> Tensor:
-        if name in initial:
-            return initial[name]
         if isinstance(teacher.reader, ForeignReader):
             return teacher.reader.read(f"model.{name}")
         return read_tensor(teacher, name)
 
     storage, folder = _open_place(out)
-    student = Student(
-        None if layers is None else choose_layers(layers, teacher.spec),
-        choose_experts and choose_experts(teacher.spec, tokenizer, read_teacher),
-    )
-    spec = student.spec(teacher.spec)
-    if compresses:  # the run's other options are not the student's
-        data = Data(tokenizer=resolved.data.tokenizer)
-        resolved = Config(model=student.model(resolved.model), data=data)
+    spec, chosen = teacher.spec, None
+    if layers is not None:
+        chosen = choose_layers(layers, teacher.spec)
+        args: Any = teacher.spec.args
+        spec = spec._replace(args=replace(args, n_layers=len(chosen)))
+        model_args = {**resolved.model.args, "n_layers": len(chosen)}
+        resolved = Config(  # the run's other options are not the student's
+            model=resolved.model.model_copy(update={"args": model_args}), data=Data(tokenizer=resolved.data.tokenizer)
+        )
     tensors = model_state(spec.build())
-    theirs = {name: student.teacher_name(name) for name in tensors}
+    theirs = {name: teacher_name(name, chosen) if chosen else name for name in tensors}
     kept = _initial_buffers(spec, {name for name in tensors if theirs[name] in initial})
 
     def read(name: str) -> Tensor:
-        if name in kept:
-            return kept[name]
-        return student.part_of(theirs[name], read_teacher(theirs[name])).to(dtype_of(name)).contiguous()
+        return kept[name] if name in kept else read_teacher(theirs[name]).to(dtype_of(name)).contiguous()
 
     def dtype_of(name: str) -> torch.dtype:
         return kept[name].dtype if name in kept else dtype or entries[f"model.{theirs[name]}"].properties.dtype

@@ -27,10 +27,6 @@ class Difference:
         return self.key.split(" ", 2)[0]
 
     @property
-    def role(self) -> str:
-        return self.key.split(" ", 2)[1]
-
-    @property
     def name(self) -> str:
         return self.key.split(" ", 2)[2].partition(" (call")[0]
 

@@ -1,8 +1,8 @@
 """`titanlite config migrate`: a TOML file of torchtitan -> one of titanlite, and a report of every key.
 
-One pass over the old file: each key goes through its rule in `rules.RULES`, and its line, with its comments, goes
-to its new section. Then the same rules are asked about torchtitan's defaults: those that are not ours are written too,
-so that training stays the same. What has no counterpart stays as a comment if it is missed, or if it had a comment.
+Each key of the old file goes through its rule in `rules.RULES`. Then the same rules are asked about torchtitan's
+defaults: those that are not ours are written too, so that training stays the same. What training depends on and has no
+counterpart stays as a comment.
 """
 
 import sys
@@ -11,8 +11,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
-import tomlkit
-from tomlkit.exceptions import TOMLKitError
+import tomli
 
 from titanlite.config.keys import dotted_keys, tables, toml_text
 from titanlite.config.load import read
@@ -20,11 +19,7 @@ from titanlite.config.source import key_lines
 from titanlite.data.tokenizer import find_tokenizer
 from titanlite.runtime.errors import ConfigError, Place, Problem, RunError, UserError, nearest_name
 from titanlite.tools.arguments import Count
-from titanlite.tools.migrate.document import Line, read_lines
 from titanlite.tools.migrate.rules import FLOAT8, ONLY_IN, OPTIMIZERS, RULES, Old, convert
-
-SECTIONS = {"float8": FLOAT8[1]}
-"""Sections for the comments of sections that have another name here."""
 
 
 class TrainingChanges(RunError):
@@ -35,9 +30,11 @@ class TrainingChanges(RunError):
 class Migration:
     """The new file as it grows, and the remarks about it."""
 
-    sections: dict[str, list[str]] = field(default_factory=dict)
-    headers: dict[str, Line] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    comments: dict[str, str] = field(default_factory=dict)
+    """Remarks on settings that the old file did not have, by key."""
+    lost: list[str] = field(default_factory=list)
+    """Settings that training depends on, and that are not in the new file or only in part."""
     report: list[str] = field(default_factory=list)
     losses: list[str] = field(default_factory=list)
 
@@ -46,33 +43,17 @@ class Migration:
         if kind in ("LOST", "UNKNOWN"):
             self.losses.append(key)
 
-    def put(self, key: str, value: Any, line: Line) -> None:
-        """A setting, with the comments of a line; as it was written, if it is the same."""
-        section, _, name = key.rpartition(".")
-        text = line.text if value == line.value and line.text else tomlkit.item(value).as_string()
-        setting = f"{name} = {text}  {line.beside}".rstrip()
-        lines = self.sections.setdefault(section, [])
-        if not line.key and len(lines) > 1 and not lines[-1] and not lines[-2].startswith("#"):
-            lines.pop()  # what is added stands with the others
-        lines += [*line.above, setting]
-        self.settings[key] = value
-
-    def keep_as_comment(self, line: Line) -> None:
-        name = line.key.removeprefix(f"{line.section}.")
-        text = f"{name} = {line.text}  {line.beside}".rstrip()
-        lines = self.sections.setdefault(SECTIONS.get(line.section, line.section), [])
-        lines += [*line.above, *(part if part[:1] in ("", "#") else f"# {part}" for part in text.splitlines())]
-
     def text(self) -> str:
-        blocks = []
-        for section in sorted(self.sections, key=lambda section: section != ""):  # what stands above all headers first
-            lines, header = self.sections[section], self.headers.get(section, Line(section, []))
-            has_settings = any(line and not line.startswith("#") for line in lines)
-            if section and (has_settings or header.above or header.beside or any(lines)):
-                title = f"[{section}]  {header.beside}".rstrip()
-                lines = [*header.above, title if has_settings else f"# {title}", *lines]
-            blocks.append("\n".join(line for n, line in enumerate(lines) if line or (n and lines[n - 1])).strip("\n"))
-        return "\n\n".join(filter(None, blocks)) + "\n"
+        """Return the new file."""
+        sections: dict[str, list[str]] = {}
+        for key, value in self.settings.items():
+            section, _, name = key.rpartition(".")
+            comment = f"  # {self.comments[key]}" if key in self.comments else ""
+            sections.setdefault(section, []).append(f"{name} = {toml_text(value)}{comment}")
+        blocks = ["\n".join([f"[{section}]", *lines]) for section, lines in sections.items()]
+        if self.lost:
+            blocks.append("\n".join(["# Settings of torchtitan that are lost:", *(f"# {line}" for line in self.lost)]))
+        return "\n\n".join(blocks) + "\n"
 
 
 def migrate_config(
@@ -135,13 +116,9 @@ def migrate(text: str, name: str, *, version: str | None = None, world_size: int
         UserError: it is none.
     """
     try:
-        document = tomlkit.parse(text)
-    except TOMLKitError as error:
+        given = _flat(tomli.loads(text))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not valid TOML: {error}") from None
-    pending: list[str] = []
-    lines = list(read_lines(document, "", "", pending))
-    lines.append(Line(lines[-1].section if lines else "", pending))
-    given = {line.key: line.value for line in lines if line.key}
     _check(given, text, name)
     migration = Migration()
     if version is None:
@@ -151,17 +128,18 @@ def migrate(text: str, name: str, *, version: str | None = None, world_size: int
     if world_size and world_size % old.model_parallel_degree:
         degree = old.model_parallel_degree
         raise UserError(f"--world-size: {world_size} processes are not a multiple of the {degree} that share a batch")
-    for line in lines:
-        if line.key:
-            _migrate_key(line, old, migration)
-        elif line.is_header:
-            section = SECTIONS.get(line.section, line.section)
-            migration.sections.setdefault(section, [])
-            migration.headers.setdefault(section, line)
-        else:
-            migration.sections.setdefault(SECTIONS.get(line.section, line.section), []).extend(line.above)
+    for key, value in given.items():
+        _migrate_key(key, value, old, migration)
     _write_defaults(old, migration)
     return migration
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Return the values of a table and of the tables in it, by dotted key."""
+    found: dict[str, Any] = {}
+    for key, value in table.items():
+        found |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
 
 
 def _check(given: dict[str, Any], text: str, name: str) -> None:
@@ -195,37 +173,30 @@ def _version(keys: list[str]) -> str:
     return "0.1" if count("0.1") > count("0.2") else "0.2"
 
 
-def _migrate_key(line: Line, old: Old, migration: Migration) -> None:
-    if line.key not in RULES:
+def _migrate_key(key: str, value: Any, old: Old, migration: Migration) -> None:
+    was = toml_text(value)
+    if key not in RULES:
         if module := old["job.custom_config_module"] or old["experimental.custom_args_module"]:
-            migration.remark(
-                "LOST", line.key, f" = {toml_text(line.value)}: belongs to your own config module {module}"
-            )
+            migration.remark("LOST", key, f" = {was}: belongs to your own config module {module}")
         else:
-            migration.remark("UNKNOWN", line.key, f": not a key of torchtitan{_hint(line.key)}")
-        migration.keep_as_comment(line)
+            migration.remark("UNKNOWN", key, f": not a key of torchtitan{_hint(key)}")
+        migration.lost.append(f"{key} = {was}")
         return
-    writes, note, lost = convert(line.key, line.value, old)
-    for key, value in writes.items():
-        if migration.settings.get(key, value) != value:
-            note, lost = f"another key sets {key} = {toml_text(migration.settings[key])}", True
-    fresh = {key: value for key, value in writes.items() if key not in migration.settings}
-    if not fresh and (lost or line.above or line.beside):
-        migration.keep_as_comment(line)
-    rest = line
-    for key, value in fresh.items():
-        migration.put(key, value, rest)
-        rest = Line(line.section, [])
-    was, settings = toml_text(line.value), ", ".join(f"{key} = {toml_text(value)}" for key, value in writes.items())
+    writes, note, lost = convert(key, value, old)
+    for new, setting in writes.items():
+        if migration.settings.setdefault(new, setting) != setting:
+            note, lost = f"another key sets {new} = {toml_text(migration.settings[new])}", True
+    settings = ", ".join(f"{new} = {toml_text(setting)}" for new, setting in writes.items())
     if lost:
         kind, text = "LOST", f" = {was} -> {settings}" if writes else f" = {was}"
+        migration.lost.append(f"{key} = {was}")
     elif not writes:
         kind, text = "dropped", ""
-    elif list(writes.values()) != [line.value]:
+    elif list(writes.values()) != [value]:
         kind, text = "translated", f" = {was} -> {settings}"
     else:
-        kind, text = ("carried", "") if line.key in writes else ("renamed", f" -> {', '.join(writes)}")
-    migration.remark(kind, line.key, text + (f": {note}" if note else ""))
+        kind, text = ("carried", "") if key in writes else ("renamed", f" -> {', '.join(writes)}")
+    migration.remark(kind, key, text + (f": {note}" if note else ""))
 
 
 def _hint(key: str) -> str:
@@ -249,36 +220,25 @@ def _write_defaults(old: Old, migration: Migration) -> None:
             default = ours.get(new)
             if new not in migration.settings and (value != default or note):
                 about, note = f": {note}" if note else "", ""
-                migration.put(new, value, Line(section, [], f"# torchtitan's default{about}"))
+                migration.settings[new], migration.comments[new] = value, f"torchtitan's default{about}"
                 here = "" if default in (None, value) else f" (here: {toml_text(default)})"
                 migration.remark("default", new, f" = {toml_text(value)} there{here}{about}")
         if outcome.lost:
-            migration.keep_as_comment(Line(section, [], "# torchtitan's default", key, text=toml_text(rule.default)))
+            migration.lost.append(f"{key} = {toml_text(rule.default)} (default)")
             migration.remark("LOST", key, f" = {toml_text(rule.default)} (default): {outcome.note}")
-    migration.put("data.shuffle", False, Line("data", [], "# torchtitan reads in order"))
+    migration.settings["data.shuffle"] = False
+    migration.comments["data.shuffle"] = "torchtitan reads in order"
     migration.remark("default", "data.shuffle", " = false: torchtitan reads documents in the order of their files")
-    _decay_vectors(old, migration)
+    decay = old["optimizer.weight_decay"]
+    if decay > 0 and old["optimizer.name"] in OPTIMIZERS:
+        migration.settings["optimizer.groups"] = [{"match": ["*"], "weight_decay": decay}]
+        about = "torchtitan decays vectors (norms, biases) too, and optimizer.weight_decay does not"
+        migration.comments["optimizer.groups"] = about
+        migration.remark(
+            "default", "optimizer.groups", f": weight_decay = {toml_text(decay)} for all parameters: {about}"
+        )
     if "debug.seed" not in migration.settings:
         migration.remark("note", "debug.seed: torchtitan drew a new seed for each run; it is always 0 here unless set")
-
-
-def _decay_vectors(old: Old, migration: Migration) -> None:
-    """torchtitan's weight decay is of all parameters, and ours of vectors too only where a group has its own."""
-    decay = old["optimizer.weight_decay"]
-    if decay <= 0 or old["optimizer.name"] not in OPTIMIZERS:
-        return
-    migration.sections["optimizer"] += [
-        "",
-        "# torchtitan decays vectors (norms, biases) too, and optimizer.weight_decay does not: this group is of all",
-        "[[optimizer.groups]]",
-        'match = ["*"]',
-        f"weight_decay = {toml_text(decay)}",
-    ]
-    migration.settings["optimizer.groups"] = [{"match": ["*"], "weight_decay": decay}]
-    about = "(here: only those with two or more dimensions, unless a group has its own)"
-    migration.remark(
-        "default", "optimizer.groups", f": weight_decay = {toml_text(decay)} for all parameters there {about}"
-    )
 
 
 def _problems(text: str, name: str, world_size: int | None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Candidates of a search: ways to run a config, and the reasons why one loses."""
+"""Candidates of a search: ways to run a config."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,7 +8,6 @@ from titanlite.techniques.technique import Options
 from titanlite.tools.plan.estimate import Plan
 
 MODES = ("none", "selective", "full")
-GIB = 2**30
 WORTH = 1.005
 """Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
 
@@ -33,8 +32,6 @@ class Candidate:
     """Bytes."""
     host_of_node: float = 0.0
     """Bytes of host memory in a node."""
-    exposed: float = 0.0
-    """Seconds of a step in which devices wait for collectives."""
 
     @property
     def kernels(self) -> tuple[Any, ...]:
@@ -54,8 +51,6 @@ class Found:
 
     best: list[tuple[Candidate, Plan]]
     """Fastest first; all fit."""
-    losers: list[tuple[Candidate, str]]
-    """The next ones, and why they lose."""
     tried: int
 
 
@@ -63,25 +58,6 @@ def is_no_better(it: Candidate, other: Candidate) -> bool:
     """Return True if a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
     faster = it.tokens_per_second > other.tokens_per_second * WORTH
     return it.kernels == other.kernels and not faster and it.reserved >= other.reserved
-
-
-def too_large(reserved: float) -> str:
-    return f"does not fit: {reserved / GIB:,.1f} GiB"
-
-
-def needs_host(size: float) -> str:
-    return f"needs {size / GIB:,.0f} GiB of host memory in a node"
-
-
-def slower(it: Candidate, best: Candidate) -> str:
-    reason = f"{1 - it.tokens_per_second / best.tokens_per_second:.1%} slower than the best"
-    if it.exposed > best.exposed * 1.5:
-        reason += f": {it.exposed:.2f} s of each step wait for collectives, instead of {best.exposed:.2f}"
-    elif MODES.index(it.mode) > MODES.index(best.mode):
-        reason += ": recomputes more of forward"
-    elif it.batch < best.batch:
-        reason += ": smaller kernels, and collectives for more micro-batches"
-    return reason
 
 
 def with_options(config: Config, options: Options) -> Config:

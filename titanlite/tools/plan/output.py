@@ -149,17 +149,12 @@ def search_lines(found: Found, config: Config, layout: Layout, *, seconds: float
             f"step {planned.time.total:.3f} s, reserved {planned.reserved / GIB:.1f} GiB: {candidate.title}"
         )
         yield from indented_toml(options_to_paste(candidate.options, config))
-    if found.losers:
-        yield ""
-        yield "Why the next ones lose:"
-        yield from (f"   {candidate.title}: {reason}" for candidate, reason in found.losers)
 
 
 def search_record(found: Found) -> dict[str, Any]:
     """Return a search as JSON values."""
     return {
         "best": [{"options": candidate.options, **plan_record(planned)} for candidate, planned in found.best],
-        "losers": [{"options": candidate.options, "reason": reason} for candidate, reason in found.losers],
         "tried": found.tried,
     }
 

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import product
-from typing import Any
 
 import torch
 
@@ -28,9 +27,6 @@ from titanlite.tools.plan.candidates import (
     Candidate,
     Found,
     is_no_better,
-    needs_host,
-    slower,
-    too_large,
     with_options,
 )
 from titanlite.tools.plan.estimate import Layout, Plan, Trace, estimate, model_of, trace
@@ -69,7 +65,7 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
 
     Args:
         config: the search sets its layout, recomputation, local batch size, and the variants of techniques.
-        count: number of best candidates, and of runners-up.
+        count: number of best candidates.
 
     Raises:
         UserError: nothing fits, or the global batch cannot be split over the processes.
@@ -182,8 +178,12 @@ class _Search:
         hardware = self.layout.hardware
         least = min((it for it in candidates if not it.last_resort), key=lambda it: it.reserved)
         hosts = [it.host_of_node for it in candidates if it.last_resort and it.reserved <= room]
-        there = f"which has {hardware.node_memory / GIB:,.0f}"
-        resort = f"; {self.resort_words} {needs_host(min(hosts))}, {there}" if hosts else ""
+        resort = (
+            f"; {self.resort_words} needs {min(hosts) / GIB:,.0f} GiB of host memory in a node, which has "
+            f"{hardware.node_memory / GIB:,.0f}"
+            if hosts
+            else ""
+        )
         return (
             f"nothing fits: the least is {least.reserved / GIB:.1f} GiB ({least.title}), and a {hardware.name} has "
             f"{room / GIB:.1f} GiB for it{resort}. Use more GPUs, or a shorter training.seq_len"
@@ -276,7 +276,6 @@ class _Search:
             tokens_per_second=tokens / total,
             reserved=reserved,
             host_of_node=host * min(world, per_node),
-            exposed=time.exposed,
         )
 
     def _held_gradients(self, traced: Trace, batch: int) -> int:
@@ -288,31 +287,17 @@ class _Search:
     def _confirm(self, candidates: Sequence[Candidate], room: float, count: int) -> Found:
         """Plan the best candidates in full."""
         best: list[tuple[Candidate, Plan]] = []
-        losers: dict[tuple[Any, ...], tuple[Candidate, str]] = {}
-        rest = deque(candidates)
+        most_of_node = self.layout.hardware.node_memory
+        rest = deque(it for it in candidates if it.reserved <= 1.05 * room and it.host_of_node <= most_of_node)
         while rest and len(best) < count:
             chosen: list[Candidate] = []
             while rest and len(best) + len(chosen) < count:
                 it = rest.popleft()
-                if it.reserved > 1.05 * room:
-                    losers.setdefault(it.kernels, (it, too_large(it.reserved)))
-                elif it.host_of_node > self.layout.hardware.node_memory:
-                    losers.setdefault(it.kernels, (it, needs_host(it.host_of_node)))
-                elif not any(is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
+                if not any(is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
                     chosen.append(it)
-            for it, plan in zip(chosen, self._plan(chosen), strict=True):
-                if plan.fits:
-                    best.append((it, plan))
-                else:
-                    losers.setdefault(
-                        it.kernels,
-                        (it, too_large(plan.reserved) if plan.reserved > room else needs_host(plan.host_of_node)),
-                    )
+            best += [pair for pair in zip(chosen, self._plan(chosen), strict=True) if pair[1].fits]
         best.sort(key=lambda pair: -pair[1].tokens_per_second)
-        for it in rest:
-            if it.reserved <= room and len(losers) < 2 * count and best:
-                losers.setdefault(it.kernels, (it, slower(it, best[0][0])))
-        return Found(best, list(losers.values())[:count], len(candidates))
+        return Found(best, len(candidates))
 
     def _plan(self, chosen: Sequence[Candidate]) -> list[Plan]:
         """Plan the candidates side by side, each from a trace of the whole model."""

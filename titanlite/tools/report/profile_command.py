@@ -8,7 +8,6 @@ hidden while compute runs beside it. Operators are in torch.profiler's table, wh
 import gzip
 import json
 import math
-import os
 import re
 import zlib
 from collections import Counter, defaultdict
@@ -17,11 +16,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.manifest import folder_name, step_of
+from titanlite.checkpoint.manifest import step_of
 from titanlite.observer import Phase
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.profiling.profiler import PROFILE
-from titanlite.tools.arguments import Count, Index
 
 COLLECTIVES = (
     ("all-gather", r"all_?gather"),
@@ -81,16 +79,14 @@ class Profile:
         return self.last - self.first + 1
 
 
-def profile(folder: Path, *, step: Count | None = None, rank: Index = 0, json_: bool = False) -> None:
+def profile(path: Path, *, json_: bool = False) -> None:
     """Print where the time of a profiled step went.
 
     Read a trace that training with --profiling.enable_profiling wrote: compute, collectives and how much of them is
     hidden, idle time, operators. docs/see_the_run.md explains each line.
 
     Args:
-        folder (RUN): folder of the run
-        step: last step of the window; default: the newest
-        rank (R): rank; default: 0
+        path (RUN_OR_TRACE): folder of the run, for rank 0 in its newest window; or a trace in its folder profile
         json_: print JSON, in seconds of the whole window
 
     Raises:
@@ -98,15 +94,15 @@ def profile(folder: Path, *, step: Count | None = None, rank: Index = 0, json_: 
 
     Example:
         outputs/debug
-        outputs/llama3_8b --step 200 --rank 7
+        outputs/llama3_8b/profile/step-00000200/rank-7.json.gz
     """
-    path = find_trace(folder, step=step, rank=rank)
-    found = read_profile(path)
+    trace = find_trace(path)
+    found = read_profile(trace)
     if json_:
-        print(json.dumps({"trace": str(path), **asdict(found)}, indent=1))
+        print(json.dumps({"trace": str(trace), **asdict(found)}, indent=1))
         return
-    print("\n".join(profile_lines(path, found)))
-    operators = operators_beside(path)
+    print("\n".join(profile_lines(trace, found)))
+    operators = operators_beside(trace)
     if operators.is_file():
         print(f"\noperators: {operators}\n{operators.read_text(encoding='utf-8', errors='replace')}", end="")
 
@@ -116,37 +112,24 @@ def operators_beside(trace: Path) -> Path:
     return trace.with_name(trace.name.removesuffix(".json.gz") + ".txt")
 
 
-def find_trace(run: Path, *, step: int | None, rank: int) -> Path:
-    """Return the path of a trace.
-
-    Args:
-        step: last step of the window. None: the newest.
+def find_trace(path: Path) -> Path:
+    """Return the path of a trace: the newest one of rank 0 in the folder of a run, or the named file.
 
     Raises:
-        UserError: the run, the window or the rank has no trace.
+        UserError: there is none.
     """
-    if not run.is_dir():
-        raise UserError(f"no folder {run}: name the folder of a run, for example outputs/debug")
-    folders = os.listdir(run / PROFILE) if (run / PROFILE).is_dir() else []
-    steps = sorted(
-        number
-        for name in folders
-        if (number := step_of(name)) is not None and _ranks(run / PROFILE / name)
-    )  # fmt: skip
-    if not steps:
-        raise UserError(f"{run} has no profile: train with --profiling.enable_profiling (docs/see_the_run.md)")
-    if step is not None and step not in steps:
-        raise UserError(f"{run} has no profile of step {step}: there are those of {', '.join(map(str, steps))}")
-    folder = run / PROFILE / folder_name(step or steps[-1])
-    ranks = _ranks(folder)
-    if rank not in ranks:
-        raise UserError(f"{folder} has no trace of rank {rank}: there are those of {', '.join(map(str, ranks))}")
-    return folder / f"rank-{rank}.json.gz"
-
-
-def _ranks(folder: Path) -> list[int]:
-    matches = (re.fullmatch(r"rank-(\d+)\.json\.gz", name) for name in os.listdir(folder))
-    return sorted(int(match[1]) for match in matches if match)
+    if path.is_file():
+        return path
+    if not path.is_dir():
+        raise UserError(f"no folder {path}: name the folder of a run, for example outputs/debug")
+    steps = {step_of(trace.parent.name): trace for trace in path.glob(f"{PROFILE}/step-*/rank-0.json.gz")}
+    known = [step for step in steps if step is not None]
+    if not known:
+        raise UserError(
+            f"{path} has no profile of rank 0: train with --profiling.enable_profiling, or name a trace "
+            "(docs/see_the_run.md)"
+        )
+    return steps[max(known)]
 
 
 def read_profile(path: Path) -> Profile:

@@ -25,7 +25,7 @@ from titanlite.techniques.context.sequences import join_parts
 from titanlite.tools.convert.module_values import watch
 from titanlite.tools.plan.output import format_size
 
-SCHEMA = 2
+SCHEMA = 3
 MOST_BYTES = 4 * 2**30
 """Largest dump of a rank, in memory."""
 INDEX = "dump.json"
@@ -51,8 +51,6 @@ class Index:
     gradients: list[str] = field(default_factory=list)
     """Keys in the order of the backward pass; the gradients of a module's parameters follow that of its output."""
     updates: list[str] = field(default_factory=list)
-    readers: dict[str, list[str]] = field(default_factory=dict)
-    """Modules that have a tensor as their input, by the tensor's forward key."""
     dtypes: dict[str, str] = field(default_factory=dict)
     """Dtypes in which values were computed, by key. The dump itself is in float32."""
     context: int = 1
@@ -151,7 +149,6 @@ class ValueDump(StepObserver):
         for role, name, tensor, value in self._seen:
             key = f"forward {role} {name}"
             if role == "input" and id(tensor) in keys:
-                self._read_by(keys[id(tensor)], name)
                 continue
             calls[key] = number = calls.get(key, 0) + 1
             key = key if number == 1 else f"{key} (call {number})"
@@ -159,8 +156,6 @@ class ValueDump(StepObserver):
                 continue
             is_new = id(tensor) not in keys
             keys[id(tensor)] = key
-            if role == "input":
-                self._read_by(key, name)
             self._add(key, value)
             if tensor.requires_grad and is_new:
                 tensor.register_hook(partial(self._take_gradient, key.replace("forward", "gradient", 1)))
@@ -169,11 +164,6 @@ class ValueDump(StepObserver):
     def _has_samples(self, tensor: Tensor) -> bool:
         """Return True if the rows of a tensor are samples or tokens in their order, so that ranks can be joined."""
         return tensor.ndim > 1 and tensor.shape[0] in (self._batch[0], self._batch[0] * self._batch[1])
-
-    def _read_by(self, key: str, name: str) -> None:
-        readers = self._index.readers.setdefault(key, [])
-        if name not in readers:
-            readers.append(name)
 
     def _take_gradient(self, key: str, gradient: Tensor) -> None:
         with torch.no_grad():

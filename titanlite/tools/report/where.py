@@ -1,7 +1,6 @@
-"""Comparison of two dumps of a step: the first module and direction whose values differ.
+"""Comparison of two dumps of a step: the first tensor that differs, and a table by block.
 
-Values are compared in the order in which they are computed: the forward pass, the backward pass, the update. A value
-that differs because its input did is not the first.
+Values are compared in the order in which they are computed: the forward pass, the backward pass, the update.
 """
 
 from collections.abc import Iterator, Sequence
@@ -22,28 +21,24 @@ gradient, however small."""
 
 
 @dataclass(frozen=True)
-class First:
-    """The first difference: the module that computes it, the direction, and the reason for both."""
-
-    module: str
-    direction: str
-    reason: str
-
-
-@dataclass(frozen=True)
 class Compared:
     """Result of a comparison.
 
     Attributes:
         differences: of all tensors that both dumps have, in the order in which they are computed.
-        first: None if all are within the tolerance.
+        dtypes: of each dump, by key.
         left_out: number of tensors that only one of the dumps has.
     """
 
     differences: list[Difference]
-    first: First | None
+    dtypes: tuple[dict[str, str], dict[str, str]]
     tolerance: float
     left_out: int
+
+    @property
+    def first(self) -> Difference | None:
+        """The first difference beyond the tolerance."""
+        return next((it for it in self.differences if not it.is_within), None)
 
 
 def compare_dumps(dump: Dump, reference: Dump, *, tolerance: float | None = None) -> Compared:
@@ -69,78 +64,14 @@ def compare_dumps(dump: Dump, reference: Dump, *, tolerance: float | None = None
     keys.sort(key=lambda key: key != TOKENS)
     keys[keys[0] == TOKENS : 0] = before
     differences = [difference(key, dump[key], reference[key], _limit(key, limit)) for key in keys]
-    found = next((it for it in differences if not it.is_within), None)
     ours, theirs = ({*it.index.forward, *it.index.gradients, *it.index.updates} for it in (dump, reference))
-    return Compared(differences, _explain(found, dump, reference) if found else None, limit, len(ours ^ theirs))
+    return Compared(differences, (dump.index.dtypes, index.dtypes), limit, len(ours ^ theirs))
 
 
 def _limit(key: str, limit: float) -> float:
     if key == TOKENS:
         return 0.0
     return limit * (OF_UPDATES if key.startswith(("before", "update")) else 1)
-
-
-def _explain(first: Difference, dump: Dump, reference: Dump) -> First:
-    """Return the module that computes the first value that differs."""
-    if first.key == TOKENS:
-        return First("data", "forward", _samples(dump, reference))
-    if first.direction == "before":
-        reason = f"the parameter {first.name} differs before the step"
-        return First(_parent(first.name) or "the model", "before the step", reason)
-    if first.direction == "forward":
-        module, reason = _forward(first, reference)
-    elif first.role == "parameter":
-        module = _parent(first.name)
-        what = "gradient" if first.direction == "gradient" else "update"
-        reason = f"the {what} of the parameter {first.name} differs, and all values before agree"
-    else:
-        module, reason = _backward(first, reference)
-    reason += _dtypes(first.key, dump, reference)
-    return First(module or "the model", first.direction, reason)
-
-
-def _forward(first: Difference, reference: Dump) -> tuple[str, str]:
-    if first.name == "loss":
-        return "loss", "the loss differs, and the hidden states before it agree"
-    if first.role == "input":
-        readers = reference.index.readers.get(first.key, [first.name])
-        return _parent(first.name), f"what it computes for {readers[0]} differs, and all values before agree"
-    return first.name, "its output differs, and its input agrees"
-
-
-def _backward(first: Difference, reference: Dump) -> tuple[str, str]:
-    """The gradient of a tensor is computed by the modules that read it, or by the code between modules."""
-    readers = reference.index.readers.get(first.key.replace("gradient", "forward", 1), [])
-    leaves = [name for name in readers if not any(other.startswith(f"{name}.") for other in readers)]
-    what = f"the gradient of the {first.role} of {first.name} differs, and those that are computed before it agree"
-    if not leaves:
-        return _parent(first.name), what
-    more = f"; {' and '.join(leaves[1:])} read the same tensor" if leaves[1:] else ""
-    return leaves[0], what + more
-
-
-def _dtypes(key: str, dump: Dump, reference: Dump) -> str:
-    one, other = (it.index.dtypes.get(key) for it in (dump, reference))
-    return f"; its dtype is {one} in A and {other} in B" if one != other else ""
-
-
-def _samples(dump: Dump, reference: Dump) -> str:
-    """Name the samples of the global batch that differ."""
-    one, other = dump[TOKENS], reference[TOKENS]
-    if one.shape != other.shape:
-        return f"the tokens of the global batch have shape {[*one.shape]} in A and {[*other.shape]} in B"
-    rows = (one != other).any(dim=1).nonzero().flatten().tolist()
-    rank = rows[0] * dump.index.ranks // len(one)
-    return f"the tokens of samples {_listed(rows)} of the global batch differ, first on rank {rank} of A"
-
-
-def _listed(numbers: Sequence[int]) -> str:
-    text = ", ".join(map(str, numbers[:8]))
-    return f"{text} and {len(numbers) - 8} more" if len(numbers) > 8 else text
-
-
-def _parent(name: str) -> str:
-    return name.rpartition(".")[0]
 
 
 # Output
@@ -181,8 +112,8 @@ def summary(compared: Compared) -> Iterator[str]:
         yield "equal"
         return
     yield f"beyond it (*): {counts}"
-    yield f"first difference: {compared.first.module}, {compared.first.direction}"
-    yield f"  {compared.first.reason}"
+    one, other = (dtypes.get(compared.first.key) for dtypes in compared.dtypes)
+    yield f"first difference: {compared.first.key}" + (f" ({one} in A, {other} in B)" if one != other else "")
 
 
 def _block(name: str) -> str:

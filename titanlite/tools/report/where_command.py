@@ -35,8 +35,8 @@ def parity(
 
     Exit code 1 if a variant fails, or differs from its reference by more than it may.
 
-    With --where, compare the values of one step on two sides, A and B. It prints the first module and direction
-    (forward, gradient, update) whose values differ, and a table by block. A side is a layout (2x2, replicas x shards),
+    With --where, compare the values of one step on two sides, A and B. It prints the first tensor that differs (in the
+    order of forward, gradients, updates), and a table by block. A side is a layout (2x2, replicas x shards),
     options of the config without dashes, both in quotes, or the folder of a dump. Exit code 1 if they differ.
 
     Args:
@@ -44,7 +44,7 @@ def parity(
         processes: processes of sharded variants; default: one a GPU, else 4
         tolerance (X): largest relative difference; default: 1e-5; with --where, 5e-2 in bfloat16
         only (TEXT): only variants whose name contains TEXT
-        where (A B): name the first module whose values differ in A
+        where (A B): name the first tensor that differs in A
         dump (FOLDER): write the values of one step; torchrun starts it on several processes
         step: step of --where and --dump
 
@@ -151,7 +151,7 @@ def compare_sides(
     for line in (*table(compared), *summary(compared)):
         print(line)
     if compared.first:
-        raise RunError(f"not equal: first {compared.first.module}, {compared.first.direction}")
+        raise RunError(f"not equal: first {compared.first.key}")
 
 
 def _check(path: str, overrides: Sequence[str], side: Side, step: int) -> None:
