@@ -88,6 +88,7 @@ def own_process_group() -> Iterator[None]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: "slow" not in item.keywords)  # the longest first: no worker waits for them at the end
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:
