@@ -304,7 +304,7 @@ def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[in
             model = kind(args)
         mesh = build_mesh(config.parallelism, world_size=1, device_type=device.type)
         kernels = pick_kernels(device)
-        parallelize_student(model, config, mesh=mesh, kernels=kernels)
+        parallelize_student(model, config, mesh=mesh, kernels=kernels, has_other_model=config.teacher.is_live)
         materialize(model, device=device, dtype=DTYPES[config.training.dtype], seed=0)
         optimizer = build_optimizer(model, config.optimizer, seed=0)
         size, accumulation = config.training.batch_split(1)

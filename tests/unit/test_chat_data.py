@@ -341,6 +341,18 @@ def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
 
 
 @pytest.mark.long
+def test_a_process_is_kept_for_all_chats_and_ends_with_the_template() -> None:
+    template = ChatTemplate("{{ messages[0] }}", where="it", names={})
+    process = template._process
+    assert process is not None
+    assert [template.render([word]) for word in "abc"] == [(word, []) for word in "abc"]  # pyright: ignore
+    assert template._process is process
+    running = process._process
+    del template, process
+    assert running.poll() is not None
+
+
+@pytest.mark.long
 def test_a_chat_that_ends_the_process_can_be_left_out(
     tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +35,7 @@ from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.ingest import prepare as prepare_module
 from titanlite.tools.ingest import reading as reading_module
-from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks
+from titanlite.tools.ingest.encoding import CHUNKS_AHEAD, Encoder, Options, encode_chunks
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.ingest.prepare import prepare, prepare_text
 from titanlite.tools.ingest.reading import Chunk
@@ -851,3 +851,60 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(
     }.items():
         assert cli.run(["data", "prepare", str(text), "--out", out, "--tokenizer", "bytes"]) == 2
         assert capfd.readouterr().err == f"error: --out: {problem}\n"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_worker_that_is_killed_while_it_waits_is_an_error(killed: int) -> None:
+    """A lock that the dead one holds would stop the other, which does not hear SIGTERM."""
+    encoder = Encoder(load_tokenizer("bytes"), Options())
+    others, ended = set(multiprocessing.active_children()), []
+
+    def chunks() -> Iterator[Chunk]:
+        for number in range(2 * CHUNKS_AHEAD + 1):
+            yield Chunk([], [], number)
+        time.sleep(0.2)  # both workers wait
+        workers = sorted(set(multiprocessing.active_children()) - others, key=lambda it: it.name)
+        workers[killed % len(workers)].kill()
+        while True:  # the other worker does what there is until the death is seen
+            yield Chunk([], [], 0)
+
+    def encode() -> None:
+        with pytest.raises(RunError, match="a process that tokenizes was killed"):
+            list(encode_chunks(chunks(), encoder, workers=2))
+        ended.append(True)
+
+    thread = threading.Thread(target=encode, daemon=True)
+    thread.start()
+    thread.join(60)
+    assert ended
+
+
+def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, reported, writing, waiting = write(tmp_path / "a.jsonl", as_lines(TEXTS)), [], [], threading.Semaphore(0)
+    original = prepare_module._write
+
+    def write_when_others_wait(task: Any) -> None:
+        writing.append(task)
+        while len(reported) < 2:
+            waiting.release()
+            time.sleep(0.01)
+        original(task)
+
+    monkeypatch.setattr(prepare_module, "_write", write_when_others_wait)
+    options = {"report": reported.append}
+    threads = [
+        threading.Thread(target=make, args=(path, tmp_path / "out"), kwargs=options, daemon=True) for _ in range(3)
+    ]
+    threads[0].start()
+    assert waiting.acquire(timeout=60)
+    for thread in threads[1:]:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(writing) == 1
+    assert (
+        reported[:2]
+        == [f"waiting for process {os.getpid()} on {platform.node()}, which prepares {tmp_path / 'out'}"] * 2
+    )
+    assert tokens_of(TokenStore(tmp_path / "out")) == TOKENS

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,7 +27,7 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
-from titanlite.techniques import TECHNIQUES, asked_for, places, used
+from titanlite.techniques import asked_for, places, used
 from titanlite.techniques.technique import reads_of
 
 T = TypeVar("T")
@@ -153,7 +152,7 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
 def _check_sizes(
     report: "_Report", model: Model, frozen: FrozenModel | None, config: Config, ranks: Ranks, device: torch.device
 ) -> None:
-    sizes = ["training", "parallelism", *chain(*TECHNIQUES.values())]
+    sizes = ["training", "parallelism", "offload", "teacher"]
     report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device, frozen=frozen))
     for technique in asked_for(config) if "disk" in places(config).values() else ():
         check = technique.check_disk

@@ -30,9 +30,11 @@ def open_targets(
     Args:
         tokenizer: of the data. None if it is not known.
     """
-    reads, cache = ["teacher", "distill", "training.seq_len"], config.teacher.cache
+    reads, cache, seq_len = ["teacher", "distill", "training.seq_len"], config.teacher.cache, config.training.seq_len
     open_weights = partial(open_teacher, config, student=student, tokenizer=tokenizer, open_model=open_model)
-    teacher = attempt("teacher.path", [*reads, "data.document_mask"], open_weights)
+    teacher = attempt("teacher.path", reads, open_weights)
+    if teacher and config.data.document_mask:
+        attempt("teacher.path", ["data.document_mask"], lambda: check_documents(teacher.frozen.build(seq_len)))
     if cache is None or tokenizer is None:
         return teacher if cache is None else None
     wanted = data_settings(config, tokenizer=tokenizer.fingerprint, vocab_size=student.args.vocab_size)
@@ -43,14 +45,13 @@ def open_targets(
 def open_teacher(
     config: Config, *, student: ModelSpec, tokenizer: Tokenizer | None, open_model: OpenModel | None
 ) -> Teacher | None:
-    """Open the weights that `[teacher]` names, if any, and check that they fit the student and the data.
+    """Open the weights that `[teacher]` names, if any, and check that they fit the student.
 
     Args:
         tokenizer: of the data. None if it is not known.
 
     Raises:
-        UserError: there are no such weights, the vocabularies differ, sequences are too long for the teacher, or it
-            ignores documents.
+        UserError: there are no such weights, the vocabularies differ, or sequences are too long for the teacher.
     """
     teacher, seq_len = config.teacher, config.training.seq_len
     if teacher.path is None:
@@ -62,8 +63,6 @@ def open_teacher(
         raise UserError(f"{weights.where} has {most} positions, and training.seq_len is {seq_len}: lower it")
     _check_vocabulary(weights, student, tokenizer)
     frozen = frozen_teacher(config, weights.spec, weights)
-    if config.data.document_mask:
-        check_documents(frozen.build(seq_len))
     return Teacher(frozen, config.distill, fingerprint=fingerprint(weights))
 
 

@@ -55,13 +55,17 @@ class ReproducibleLayouts(Technique):
         if world_size & (world_size - 1):
             yield self.option, f"adds over processes in a binary tree: {_not_a_power(world_size)}"
         micro_batches = config.training.global_batch_size // (config.training.local_batch_size or 1)
-        if world_size > micro_batches:
+        if 0 < micro_batches < world_size:
             yield (
                 self.option,
                 f"a step has {micro_batches} micro-batches of training.local_batch_size = "
                 f"{config.training.local_batch_size} sequences, too few for {world_size} processes: use "
                 f"{micro_batches} processes. With smaller micro-batches, results have other bits",
             )
+
+    def resume_settings(self, config: Config) -> dict[str, Any]:
+        size = config.training.local_batch_size if config.debug.reproducible_layouts else 1
+        return {} if size == 1 else {"training.local_batch_size": size}  # 1 was the only size before
 
     def summary(self, config: Config) -> str:
         return "same bits on any layout" if config.debug.reproducible_layouts else ""

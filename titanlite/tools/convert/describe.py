@@ -21,7 +21,7 @@ def resolve_source(
         config: config with the model, instead of name and flavor.
 
     Raises:
-        UserError: the weights are of another model, or do not describe it and fit no flavor.
+        UserError: the weights are of another model, or do not describe it.
     """
     if config is not None:
         resolved = load(config)

@@ -88,7 +88,7 @@ def open_source(
         tokenizer: replaces `data.tokenizer` of the config.
         model_file: code of a model of the user's own. That which a checkpoint names is refused.
 
-    Weights of another program are opened, too, if they describe their model or fit one flavor.
+    Weights of another program are opened, too, if they describe their model.
 
     Raises:
         UserError: there is no checkpoint, it is damaged, or its model is unknown.

@@ -20,8 +20,8 @@ from titanlite.tools.ingest.reading import Part
 KEY = "data.chat_template"
 FIELD = "messages"
 """Field of a JSON line with a chat, unless --text-field names another."""
-TOGETHER = 1024
-"""Chats that one process of the template renders: starting it takes a tenth of a second."""
+TOGETHER = 64
+"""Chats that are rendered at once: the process of the template is asked less often."""
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 """Roles of chat messages with `from` and `value`, as ShareGPT has them."""
 

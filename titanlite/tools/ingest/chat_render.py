@@ -1,4 +1,4 @@
-"""Program that renders chats by a template of others: it reads them all, and writes the texts. Needs jinja2.
+"""Program that renders chat templates of others: it reads messages from a pipe, and writes the text. Needs jinja2.
 
 `chat_template` starts it by its path, and nothing else imports it. A template is a program in a sandbox that keeps it
 from files and from code, but not from endless loops and strings without end. So it gets limits on its processor time,
@@ -7,13 +7,12 @@ its memory and its text here, and ends alone.
 
 import json
 import os
-import pickle
 import resource
 import signal
 import sys
 from collections.abc import Callable
 from datetime import datetime
-from functools import partial
+from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -113,51 +112,66 @@ def _limit_memory(more: int) -> None:
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
-def _limited(work: Callable[[], dict[str, Any]], *, what: str, seconds: float) -> None:
-    """Print what a function returns as a line of JSON, or the error that it raises.
+class _Renderer:
+    """Compiles the template of the first request, and renders the chats of the others.
 
     Args:
-        what: beginning of an error.
-        seconds: processor time. SIGPROF ends this process where it takes more.
-    """
-    signal.setitimer(signal.ITIMER_PROF, seconds)
-    try:
-        answer = work()
-    except MemoryError:
-        raise
-    except Exception as error:  # a template may raise anything
-        answer = {"error": f"{what}: {_in_words(error)}"}
-    finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
-    print(json.dumps(answer), flush=True)
-
-
-def main(*, seconds: float, memory: int, most: int) -> None:
-    """Answer the request on standard input, which the parent has pickled: a line about the template, and one for each
-    chat.
-
-    Args:
-        seconds: processor time of one chat.
-        memory: bytes, beside those of the program itself.
+        seconds: processor time of one chat. SIGPROF ends this process where it takes more.
         most: characters of the longest text.
     """
-    request = pickle.load(sys.stdin.buffer)
-    _limit_memory(memory)
-    templates: list[Template] = []
 
-    def begin() -> dict[str, Any]:
-        template, has_marks = compiled(request["template"])
-        templates.append(template)
+    def __init__(self, *, seconds: float, most: int) -> None:
+        self._seconds, self._most = seconds, most
+        self._template: Template | None = None
+        self._names: dict[str, str] = {}
+
+    def answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        if self._template is not None:
+            return [self._limited(lambda chat=chat: self._render(chat)) for chat in request["chats"]]
+        self._names = request["names"]
+        return [self._limited(lambda: self._compile(request["template"]))]
+
+    def _compile(self, text: str) -> dict[str, Any]:
+        self._template, has_marks = compiled(text)
         return {"has_marks": has_marks}
 
-    try:
-        _limited(begin, what="is not a template", seconds=seconds)
-        for chat in request["chats"] if templates else ():
-            render = partial(rendered, templates[0], {**chat, **request["names"]}, most=most)
-            _limited(render, what="fails", seconds=seconds)
-    except MemoryError:
-        os._exit(OUT_OF_MEMORY)
+    def _render(self, chat: dict[str, Any]) -> dict[str, Any]:
+        assert self._template is not None
+        return rendered(self._template, {**chat, **self._names}, most=self._most)
+
+    def _limited(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+        what = "is not a template" if self._template is None else "fails"
+        signal.setitimer(signal.ITIMER_PROF, self._seconds)
+        try:
+            return work()
+        except MemoryError:
+            raise
+        except Exception as error:  # a template may raise anything
+            return {"error": f"{what}: {_in_words(error)}"}
+        finally:
+            signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def main(descriptor: int, *, seconds: float, memory: int, most: int) -> None:
+    """Answer the requests of a pipe until it ends.
+
+    Args:
+        descriptor: of the pipe.
+        memory: bytes, beside those of the program itself.
+        seconds, most: see `_Renderer`.
+    """
+    connection = Connection(descriptor)
+    renderer = _Renderer(seconds=seconds, most=most)
+    _limit_memory(memory)
+    while True:
+        try:
+            answers = renderer.answer(connection.recv())
+            connection.send_bytes(json.dumps(answers).encode())
+        except (EOFError, OSError):
+            return
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
 
 
 if __name__ == "__main__":
-    main(seconds=float(sys.argv[1]), memory=int(sys.argv[2]), most=int(sys.argv[3]))
+    main(int(sys.argv[1]), seconds=float(sys.argv[2]), memory=int(sys.argv[3]), most=int(sys.argv[4]))

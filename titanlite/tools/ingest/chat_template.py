@@ -1,15 +1,17 @@
 """Chat templates of Hugging Face: messages -> one text, and which parts of it are answers.
 
 A template comes with a tokenizer of others. So a process of its own renders it, `chat_render`, with limits on its time
-and its memory. One process renders many chats; after a chat that ends it, another one renders the rest.
+and its memory. One process renders all chats, and a new one takes its place after one that a template has ended.
 """
 
 import json
-import pickle
+import multiprocessing
 import signal
 import subprocess
 import sys
+import weakref
 from collections.abc import Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +25,7 @@ SECONDS = 3.0
 IN_A_ROW = 3
 """Chats in a row with which a template may reach a limit. The next ones would, too."""
 WAIT = 120.0
-"""Seconds that a process may take beside the processor time of its chats."""
+"""Seconds after which a process that does not answer, and takes no processor time either, is ended."""
 MEMORY = 2**29
 """Bytes that a template may take, on Linux."""
 LONGEST = 2**25
@@ -58,9 +60,10 @@ class ChatTemplate:
     ) -> None:
         self.where = where
         self._limits = seconds, memory, longest
-        self._template = {"template": text, "names": dict(names)}
+        self._begin = {"template": text, "names": dict(names)}
+        self._process: _Process | None = None
         self._failed = 0
-        [answer], _ = self._run([])
+        [answer] = self._start()
         self.has_marks: bool = self._checked(answer)["has_marks"]
         """Presence of marks around answers."""
 
@@ -94,17 +97,18 @@ class ChatTemplate:
         return [self._rendered(answer) for answer in self._answers(requests)]
 
     def _answers(self, chats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers to chats."""
-        answers: list[dict[str, Any]] = []
-        while len(answers) < len(chats):
-            rest = chats[len(answers) :]
-            (begun, *found), is_whole = self._run(rest)
-            if "error" in begun:
-                return [*answers, *[begun] * len(rest)]
-            answers += found
-            self._failed = 0 if is_whole else self._failed + 1 if len(found) == 1 else 1
-            if self._failed == IN_A_ROW:
-                self._checked(answers[-1])
+        """Return the answers to chats. Where one ends the process, the others are rendered one by one."""
+        if self._process is None and "error" in (begun := self._start()[0]):
+            return [begun] * len(chats)
+        answers = self._ask({"chats": chats})
+        if self._process is not None:
+            self._failed = 0
+        elif len(chats) > 1:
+            return [answer for chat in chats for answer in self._answers([chat])]
+        elif (failed := self._failed + 1) == IN_A_ROW:
+            self._checked(answers[0])
+        else:
+            self._failed = failed
         return answers
 
     def _rendered(self, answer: dict[str, Any]) -> Rendered | UserError:
@@ -119,37 +123,68 @@ class ChatTemplate:
             raise UserError(f"--chat: {self.where} {answer['error']}")
         return answer
 
-    def _run(self, chats: list[dict[str, Any]]) -> tuple[list[dict[str, Any]], bool]:
-        """Return the answers of one process, and whether it has answered all.
+    def _start(self) -> list[dict[str, Any]]:
+        """Start the process, and return what it says of the template."""
+        self._process = _Process(*self._limits)
+        return self._ask(self._begin)
 
-        The first is about the template, the others about the chats. If the process has ended early, the last one has
-        the reason.
-        """
-        seconds, memory, _ = self._limits
-        request = pickle.dumps({**self._template, "chats": chats})
-        words = [sys.executable, "-P", PROGRAM, *self._limits]
+    def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Return the answers of the process, or one, the reason for which it has ended."""
+        assert self._process is not None
         try:
-            done = subprocess.run(
-                [*map(str, words)],
-                input=request,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.DEVNULL,
-                start_new_session=True,  # a terminal's Ctrl-C is for this process
-                timeout=WAIT + seconds * (1 + len(chats)),
-                check=False,
-            )
-            output, code = done.stdout, done.returncode
-        except subprocess.TimeoutExpired as error:
-            output, code = error.stdout or b"", None
-        answers = [json.loads(line) for line in output.split(b"\n")[:-1]]
-        if code == 0:
-            return answers, True
+            return self._process.ask(request)
+        except _Ended as error:
+            self._process = None
+            return [{"error": f"fails: {error}"}]
+
+
+class _Ended(Exception):
+    """The process has ended, with the reason."""
+
+
+class _Process:
+    """The program `chat_render`. It ends when nothing refers to this object any more."""
+
+    def __init__(self, seconds: float, memory: int, longest: int) -> None:
+        here, there = multiprocessing.Pipe()
+        self._connection, self._limits = here, (seconds, memory)
+        words = [sys.executable, "-P", PROGRAM, there.fileno(), seconds, memory, longest]
+        self._process = subprocess.Popen(
+            [*map(str, words)],
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,  # a terminal's Ctrl-C is for this process
+        )
+        there.close()
+        self._end = weakref.finalize(self, _end, self._process, here)
+
+    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
+        """Send a request, and return the answers.
+
+        Raises:
+            _Ended: the process has reached one of its limits.
+        """
+        try:
+            self._connection.send(request)
+            if self._connection.poll(WAIT):
+                return json.loads(self._connection.recv_bytes())
+        except (EOFError, OSError):
+            self._process.wait()
+        code = self._process.poll()
+        self._end()
+        seconds, memory = self._limits
         if code is None:
-            reason = f"the process that renders it has not ended after {WAIT:g} s"
-        elif code == OUT_OF_MEMORY:
-            reason = f"it takes more than {memory / 2**20:,.0f} MiB for one chat"
-        elif code == -signal.SIGPROF:
-            reason = f"it takes more than {seconds:g} s of processor time for one chat"
-        else:
-            reason = f"the process that renders it has ended (exit code {code})"
-        return [*answers, {"error": f"fails: {reason}"}], False
+            raise _Ended(f"the process that renders it has not answered for {WAIT:g} s")
+        if code == OUT_OF_MEMORY:
+            raise _Ended(f"it takes more than {memory / 2**20:,.0f} MiB for one chat")
+        if code == -signal.SIGPROF:
+            raise _Ended(f"it takes more than {seconds:g} s of processor time for one chat")
+        raise _Ended(f"the process that renders it has ended (exit code {code})")
+
+
+def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
+    connection.close()
+    process.kill()
+    process.wait()

@@ -4,12 +4,15 @@ chunks, so that the number of processes changes nothing.
 
 import multiprocessing
 import os
+import traceback
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import astuple, dataclass
-from functools import lru_cache
+from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -198,39 +201,86 @@ def encode_chunks(
             yield chunk, encoder.encode(chunk.parts)
         return
     waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
-    others = {*multiprocessing.active_children()}
-    pool = ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _begin_worker)
+    processes = _Processes(encoder, workers)
     try:
         for chunk in chunks:
-            with shielding_children():  # a new process may start here
-                result = pool.submit(_encode, encoder.tokenizer.name, encoder.options, chunk.parts)
-            waiting.append((chunk._replace(parts=[]), result))
+            waiting.append((chunk._replace(parts=[]), processes.submit(chunk.parts)))
             if len(waiting) == CHUNKS_AHEAD * workers:
                 done, result = waiting.popleft()
                 yield done, result.result()
         while waiting:
             done, result = waiting.popleft()
             yield done, result.result()
-    except BrokenProcessPool:
-        for worker in {*multiprocessing.active_children()} - others:
-            worker.kill()  # the pool sends SIGTERM, which is kept from children
-        raise RunError(
-            "a process that tokenizes was killed, for want of memory most likely: with fewer workers it takes less"
-        ) from None
     finally:
-        pool.shutdown(wait=False, cancel_futures=True)  # after an error, what is at hand is of no use
+        processes.end()
 
 
-def _begin_worker() -> None:
+class _Processes:
+    """Worker processes, each with a pipe of its own and a thread here that waits for it.
+
+    They share no lock and no pipe: one that is killed at any time ends its own pipe, and nobody waits for it.
+    """
+
+    def __init__(self, encoder: Encoder, workers: int) -> None:
+        self._of_worker = (encoder.tokenizer.name, encoder.options)
+        self._workers = workers
+        self._threads = ThreadPoolExecutor(workers)
+        self._started: list[SpawnProcess] = []
+        self._free: SimpleQueue[Connection] = SimpleQueue()
+
+    def submit(self, parts: Sequence[Part]) -> Future[Encoded]:
+        if len(self._started) < self._workers:
+            self._start()
+        return self._threads.submit(self._encode, parts)
+
+    def _start(self) -> None:
+        context = multiprocessing.get_context("spawn")
+        here, there = context.Pipe()
+        with shielding_children():
+            process = context.Process(target=_work, args=(there, *self._of_worker))
+            process.start()
+        there.close()  # the process holds the only one: its end is the end of the pipe
+        self._started.append(process)
+        self._free.put(here)
+
+    def _encode(self, parts: Sequence[Part]) -> Encoded:
+        worker = self._free.get()
+        try:
+            worker.send(parts)
+            result = worker.recv()
+        except (EOFError, OSError):
+            raise RunError(
+                "a process that tokenizes was killed, for want of memory most likely: with fewer workers it takes less"
+            ) from None
+        finally:
+            self._free.put(worker)
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def end(self) -> None:
+        """End the workers. What they still have at hand is of no use."""
+        for process in self._started:
+            process.kill()
+        self._threads.shutdown(cancel_futures=True)
+        for process in self._started:
+            process.join()
+        while not self._free.empty():
+            self._free.get().close()
+
+
+def _work(connection: Connection, tokenizer: str, options: Options) -> None:
+    """Encode what comes, until nobody sends any more."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     end_with_parent()
-
-
-def _encode(tokenizer: str, options: Options, parts: Sequence[Part]) -> Encoded:
-    return _encoder(tokenizer, options).encode(parts)
-
-
-@lru_cache(1)
-def _encoder(tokenizer: str, options: Options) -> Encoder:
-    """Return the encoder of this worker process."""
-    return Encoder(load_tokenizer(tokenizer), options)
+    encoder: Encoder | None = None
+    with suppress(EOFError, OSError):
+        while True:
+            parts = connection.recv()
+            try:
+                encoder = encoder or Encoder(load_tokenizer(tokenizer), options)
+                result: Encoded | Exception = encoder.encode(parts)
+            except Exception as error:
+                error.add_note(traceback.format_exc())
+                result = error
+            connection.send(result)
