@@ -74,9 +74,9 @@ def test_a_backend_that_cannot_run_is_one_line_before_the_model_is_built(
     ("options", "line"),
     [
         ((HALF,), "attention by flash (PyTorch's choice)"),
-        ((HALF, MASK), "attention by flash, within documents (PyTorch's choice)"),
-        ((UNFIT, MASK), "attention by efficient, within documents (PyTorch's choice)"),
-        ((HALF, MASK, "--training.attention_backend=efficient"), "attention by efficient, within documents"),
+        ((HALF, MASK), "attention by flash (PyTorch's choice)"),
+        ((UNFIT, MASK), "attention by efficient (PyTorch's choice)"),
+        ((HALF, MASK, "--training.attention_backend=efficient"), "attention by efficient"),
     ],
 )
 def test_the_start_report_names_the_backend(
