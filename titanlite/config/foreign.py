@@ -3,19 +3,14 @@ read, and no path of data or of a tokenizer is followed. Imports no torch.
 """
 
 import json
-import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 import tomli
 
-from titanlite.config.load import Draft, check_tree, load
+from titanlite.config.load import Draft, check_tree
 from titanlite.config.source import Tree
-from titanlite.data.tokenizer import find_copy, is_shipped
 from titanlite.runtime.errors import Problem, UserError
-from titanlite.runtime.files import file_inside, read_small
 from titanlite.schema import Config
 
 KEPT = {
@@ -26,10 +21,6 @@ KEPT = {
     "checkpoint": ("initial_load_path",),
 }
 """Sections and options that commands read in the config of a checkpoint. None: the whole section."""
-OWN_NAME = re.compile(r"[.:/]")
-"""Part of a name that stands for code of the user's own: package.module.Class or file.py:Class."""
-SHIPPED = re.compile(r"torch\.optim\.\w+")
-"""Optimizers of PyTorch, which a config may name in full."""
 STDLIB = ("stdlib://", "stdlib://train", "stdlib://validation")
 """Data that every machine has: the source of Python's standard library."""
 
@@ -70,33 +61,6 @@ def read_foreign(text: bytes, *, model_file: str | None) -> ForeignConfig:
     return ForeignConfig(replace(draft, problems=problems), refused)
 
 
-def load_of_run(run: Path, *, world_size: int) -> Config:
-    """Return the whole config of a run's folder, to plan what the run does.
-
-    Raises:
-        UserError: the config is wrong, or names code or a base.
-    """
-    path = run / "config.toml"
-    try:
-        tree = tomli.loads(read_small(file_inside(run, path.name)).decode())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{path} cannot be read: {error}") from None
-    try:
-        _refuse(dict(_code(tree)), f"with titanlite plan {path}")
-    except UserError as error:
-        raise UserError(f"{path}: {error}") from None
-    found = load(path, world_size=world_size)
-    if is_shipped(found.data.tokenizer):
-        return found
-    try:
-        copy = find_copy([run], found.data.tokenizer)
-    except UserError as error:
-        raise UserError(
-            f"{path}: the tokenizer: {error}; or name the config yourself, with titanlite plan {path}"
-        ) from None
-    return found.model_copy(update={"data": found.data.model_copy(update={"tokenizer": str(copy)})})
-
-
 def _refuse(named: dict[str, Any], fix: str) -> None:
     for key, value in named.items():
         shown = json.dumps(value, ensure_ascii=True, default=str)[:200]
@@ -104,28 +68,6 @@ def _refuse(named: dict[str, Any], fix: str) -> None:
             f"the config names {key} = {shown}, and it may be of others: refused, nothing was run. If you trust it, "
             f"name it yourself, {fix}"
         )
-
-
-def _code(tree: Tree) -> Iterator[tuple[str, Any]]:
-    """Yield the options that name a base, code, or the weights of a teacher, whose config could."""
-    for key in ("base", "model.file", "training.loss", "teacher.path", "teacher.config", "teacher.cache"):
-        if value := _get(tree, key):
-            yield key, value
-    optimizer = _get(tree, "optimizer")
-    groups = optimizer.get("groups") if isinstance(optimizer, dict) else None
-    entries = [optimizer, *(groups if isinstance(groups, list) else [])]
-    names = [("optimizer.name", entry.get("name")) for entry in entries if isinstance(entry, dict)]
-    loggers = _get(tree, "metrics.loggers")
-    names += [("metrics.loggers", name) for name in (loggers if isinstance(loggers, list) else [])]
-    for key, name in names:
-        if isinstance(name, str) and OWN_NAME.search(name) and not SHIPPED.fullmatch(name):
-            yield key, name
-
-
-def _get(tree: Any, key: str) -> Any:
-    for part in key.split("."):
-        tree = tree.get(part) if isinstance(tree, dict) else None
-    return tree
 
 
 def _part(section: Any, options: tuple[str, ...] | None) -> Any:
