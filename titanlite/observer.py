@@ -143,9 +143,13 @@ class CurrentPhase(StepObserver):
 
     Args:
         began: time at which the process began, by the clock.
+        compiled_before: seconds that torch.compile had taken by then, for an earlier run in the same process.
     """
 
-    def __init__(self, *, began: float | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, *, began: float | None = None, compiled_before: float = 0.0, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.compiled_before = compiled_before
         self._clock = clock
         self._spent: dict[Phase, float] = {}
         self.position = Position(0, Phase.START, clock() if began is None else began)

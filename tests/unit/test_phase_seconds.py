@@ -6,9 +6,11 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.metrics.clock import CATEGORIES, by_category, format_phases
+from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, phase_seconds
 from titanlite.metrics.records import METRICS, SAVES, VALIDATION, RecordFile, find_faults
 from titanlite.observer import CurrentPhase, Phase
+from titanlite.run.timeouts import PhaseTimeouts
+from titanlite.schema import Comm
 
 
 class Clock:
@@ -52,6 +54,17 @@ def test_each_phase_has_the_time_until_the_next_begins() -> None:
     assert format_phases({"start": 2, "compile": 0, "compute": 97.0, "data": 0.05, "checkpoint": 0.95}) == (
         "1 min 40 s: start 2.0%, compute 97.0%, checkpoint 0.9%"
     )
+
+
+def test_compiling_of_an_earlier_run_in_the_process_is_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = [30.0]
+    for module in ("titanlite.run.timeouts", "titanlite.metrics.clock"):
+        monkeypatch.setattr(f"{module}.compile_seconds", lambda: compiled[0])
+    phase = PhaseTimeouts(Comm())
+    phase._spent = {Phase.FORWARD: 50.0}
+    compiled[0] += 2
+    found = phase_seconds(phase)
+    assert (found["compile"], found["compute"]) == (2.0, 48.0)
 
 
 def test_records_have_a_schema_and_a_time(tmp_path: Path) -> None:

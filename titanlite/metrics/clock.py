@@ -17,7 +17,7 @@ CATEGORIES: tuple[str, ...] = ("start", "compile", "compute", "data", "checkpoin
 
 def phase_seconds(phase: CurrentPhase) -> dict[str, float]:
     """Return the seconds of this start so far in each of `CATEGORIES`, on this rank."""
-    return by_category(phase.seconds(), compiling=compile_seconds())
+    return by_category(phase.seconds(), compiling=compile_seconds() - phase.compiled_before)
 
 
 def by_category(seconds: Mapping[Phase, float], *, compiling: float) -> dict[str, float]:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from titanlite.observer import CurrentPhase, Phase
+from titanlite.runtime.private_torch.compiler import compile_seconds
 from titanlite.runtime.private_torch.process_groups import set_timeouts
 from titanlite.schema import Comm
 
@@ -44,7 +45,7 @@ class PhaseTimeouts(CurrentPhase):
         wait_for_all: Callable[[], object] = dist.barrier,
         began: float | None = None,
     ) -> None:
-        super().__init__(began=began)
+        super().__init__(began=began, compiled_before=compile_seconds())
         self._config = config
         self._set_seconds, self._wait_for_all = set_seconds, wait_for_all
         self._steps = 0
