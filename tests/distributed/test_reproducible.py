@@ -12,55 +12,83 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import degrees
+from tests.layouts import degrees, job
+from titanlite import step
+from titanlite.batch import Batch
 from titanlite.runtime.errors import ConfigError
 from titanlite.schema import Config
 from titanlite.techniques.reproducible import sums
 from titanlite.tools import cli
 
 ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--training.global_batch_size=8"]
-SETTINGS = [*ON, "--training.steps=4", "--checkpoint.interval=2", "--debug.hash_freq=1", "--optimizer.lr=3e-3"]
+SETTINGS = [*ON, "--training.steps=4", "--checkpoint.interval=1", "--debug.hash_freq=1", "--optimizer.lr=3e-3"]
 PAIRS = "--training.local_batch_size=2"
 
 
 SPARSE = ["--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, vocab_size=259}}"]
+MODELS = {"llama3": [], "qwen3": ["--model.name=qwen3", "--model.args.head_dim=10"], "qwen3_moe": SPARSE}
+PLAIN = {"tree_sum": sums.tree_sum, "accumulate": step.accumulate}
+
+
+def halves(parts: Tensor) -> Tensor:
+    """Add the second half of the parts to the first one: a tree, but another one."""
+    while len(parts) > 1:
+        parts = parts[: len(parts) // 2] + parts[len(parts) // 2 :]
+    return parts[0]
+
+
+def accumulate_changed(change: Any) -> Any:
+    """Compute other gradients: those of batches whose first one was changed in place."""
+
+    def accumulate(model: Any, batches: Any, **options: Any) -> Any:
+        change(batches[0])
+        return PLAIN["accumulate"](model, batches, **options)
+
+    return accumulate
+
+
+def change_a_token(batch: Batch) -> None:
+    batch["tokens"][0, 5] ^= 1
+
+
+def begin_a_document(batch: Batch) -> None:
+    batch["documents"][:, 16:] += 1
+
+
+CONTROLS = {
+    "other-order": {"tree_sum": halves},
+    "other-sequence": {"accumulate": accumulate_changed(change_a_token)},
+    "other-mask": {"accumulate": accumulate_changed(begin_a_document)},
+}
+"""What one rank of several does differently, by the name of the run. All of them add in the other order."""
 
 
 def train(rank: int, world_size: int, config: Config) -> None:
+    name = str(config.job.name)
+    other = CONTROLS.get(name, {}) if rank == 1 or name == "other-order" else {}
+    sums.tree_sum, step.accumulate = (PLAIN | other).values()
     train_on_this_rank(config, rank, world_size)
 
 
-def train_with_another_order(rank: int, world_size: int, config: Config) -> None:
-    """Add the second half of the parts to the first one: a tree, but another one."""
-
-    def tree_sum(parts: Tensor) -> Tensor:
-        while len(parts) > 1:
-            parts = parts[: len(parts) // 2] + parts[len(parts) // 2 :]
-        return parts[0]
-
-    sums.tree_sum = tree_sum
-    train(rank, world_size, config)
-
-
-def hashes(tiny: TinyRun, name: str) -> list[str]:
+def hashes(tiny: TinyRun, name: str, steps: int = 4) -> list[str]:
     """The hash after each step."""
     lines = (tiny.folder / "outputs" / name / "hashes.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3, 4]
+    assert [json.loads(line)["step"] for line in lines] == [*range(1, steps + 1)]
     return [json.loads(line)["hash"] for line in lines]
 
 
-def run_on(tiny: TinyRun, function: Any, layouts: dict[str, tuple[int, int]], *options: str) -> None:
+def run_on(tiny: TinyRun, layouts: dict[str, tuple[int, int]], *options: str) -> None:
     for world_size in sorted({replicate * shard for replicate, shard in layouts.values()}):
         configs = [
             tiny.config(*SETTINGS, *options, *degrees(*layout), f"--job.name={name}", world_size=world_size)
             for name, layout in layouts.items()
             if layout[0] * layout[1] == world_size
         ]
-        run_in_turn(function, world_size, configs)
+        run_in_turn(train, world_size, configs)
 
 
 def test_two_ranks_have_the_bits_of_one(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    run_on(tiny, train, {"one": (1, 1), "sharded": (1, 2), "replicas": (2, 1)})
+    run_on(tiny, {"one": (1, 1), "sharded": (1, 2), "replicas": (2, 1)})
     one = hashes(tiny, "one")
     assert len({*one}) == 4
     assert hashes(tiny, "sharded") == hashes(tiny, "replicas") == one
@@ -71,33 +99,54 @@ def test_two_ranks_have_the_bits_of_one(tiny: TinyRun, capfd: pytest.CaptureFixt
         assert capfd.readouterr().out.strip() == one[-1]
 
 
-@pytest.mark.parametrize(
-    "layouts",
-    [
-        pytest.param([(1, 4), (2, 2)], marks=pytest.mark.slow),
-        pytest.param([(1, 2), (2, 1), (1, 4), (2, 2), (4, 1)], marks=pytest.mark.nightly),
-    ],
-    ids=["some", "all"],
-)
-def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun, layouts: list[tuple[int, int]]) -> None:
-    """Micro-batches of two sequences: four in a step."""
-    run_on(tiny, train, {f"on-{r}-{s}": (r, s) for r, s in [(1, 1), *layouts]}, PAIRS)
-    one = hashes(tiny, "on-1-1")
-    for replicate, shard in layouts:
-        assert hashes(tiny, f"on-{replicate}-{shard}") == one, (replicate, shard)
-    outputs = tiny.folder / "outputs"
-    shutil.rmtree(outputs / "on-1-4" / "checkpoints" / "step-00000004")  # killed after step 2 on four ranks
-    run_on(tiny, train, {"on-1-4": (2, 1)}, PAIRS)
-    assert hashes(tiny, "on-1-4") == one
-    run_on(tiny, train_with_another_order, {"other-order": (1, 4)}, PAIRS)
-    assert hashes(tiny, "other-order")[0] != one[0], "control: another tree"
+@pytest.mark.slow
+def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun) -> None:
+    """Micro-batches of two sequences: four in a step. One token, mask or order that differs on one rank has another
+    hash."""
+    options = [PAIRS, "--data.document_mask"]
+    layouts = {"one": (1, 1), "on-1-4": (1, 4), "on-2-2": (2, 2)}
+    run_on(tiny, layouts | dict.fromkeys(CONTROLS, (1, 4)), *options)
+    one = hashes(tiny, "one")
+    assert hashes(tiny, "on-1-4") == hashes(tiny, "on-2-2") == one
+    assert len({one[0], *(hashes(tiny, control)[0] for control in CONTROLS)}) == 4
+    for layout, killed_after in [((1, 1), 1), ((1, 2), 2)]:  # killed on four ranks, resumed on one, then on two
+        for lost in range(killed_after + 1, 5):
+            shutil.rmtree(tiny.folder / "outputs" / "on-1-4" / "checkpoints" / f"step-{lost:08}")
+        run_on(tiny, {"on-1-4": layout}, *options)
+        assert hashes(tiny, "on-1-4") == one
+    starts = json.loads((tiny.folder / "outputs" / "on-1-4" / "run.json").read_text())["starts"]
+    assert [(start["processes"], start["step"]) for start in starts] == [(4, 0), (1, 1), (2, 2)]
+
+
+@pytest.mark.nightly
+def test_twenty_steps_on_every_layout_have_one_hash(tiny: TinyRun) -> None:
+    """One to eight micro-batches for each process."""
+    layouts = [(1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1), (2, 4)]
+    kinds = {
+        f"{model} {dtype}": [*options, f"--training.mixed_precision_param={dtype}"]
+        for model, options in MODELS.items()
+        for dtype in ("float32", "bfloat16")
+    }
+    for world_size in (1, 2, 4, 8):
+        configs = [
+            tiny.config(
+                *SETTINGS, *options, *degrees(*layout), "--training.steps=20", f"--job.name={job(kind, *layout)}",
+                world_size=world_size,
+            )
+            for kind, options in kinds.items()
+            for layout in layouts
+            if layout[0] * layout[1] == world_size
+        ]  # fmt: skip
+        run_in_turn(train, world_size, configs, timeout=600)
+    found = {kind: {tuple(hashes(tiny, job(kind, *layout), steps=20)) for layout in layouts} for kind in kinds}
+    assert {kind: len(lists) for kind, lists in found.items()} == dict.fromkeys(kinds, 1)
+    assert len({it for lists in found.values() for it in lists}) == len(kinds)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     "options",
     [
-        ["--training.mixed_precision_param=bfloat16"],
         ["--data.document_mask", "--activation_checkpoint.mode=full"],
         ["--optimizer.name=Muon"],
         ["--lora.rank=4"],
@@ -106,12 +155,11 @@ def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun, layou
         ["--training.dtype=bfloat16"],
         ["--optimizer.state_dtype=bfloat16"],
         [*SPARSE, PAIRS],
-        ["--model.name=qwen3", "--model.args.head_dim=10", PAIRS],
     ],
     ids=lambda options: options[0],
 )
 def test_techniques_have_one_hash(tiny: TinyRun, options: list[str]) -> None:
-    run_on(tiny, train, {"one": (1, 1), "four": (2, 2)}, *options)
+    run_on(tiny, {"one": (1, 1), "four": (2, 2)}, *options)
     assert hashes(tiny, "one") == hashes(tiny, "four")
 
 
@@ -155,7 +203,7 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
 def test_a_distilled_run_has_one_hash(tiny: TinyRun) -> None:
     run_in_turn(train, 1, [tiny.config("--training.steps=2", "--job.name=teacher")])
     teacher = f"--teacher.path={tiny.folder}/outputs/teacher"
-    run_on(tiny, train, {"one": (1, 1), "four": (2, 2)}, teacher, "--distill.ratio=0.6")
+    run_on(tiny, {"one": (1, 1), "four": (2, 2)}, teacher, "--distill.ratio=0.6")
     assert hashes(tiny, "one") == hashes(tiny, "four")
 
 
