@@ -76,7 +76,7 @@ def _shards(mesh: DeviceMesh) -> DeviceMesh:
     return flatten_axes(mesh, ("shard", CONTEXT), FSDP) if CONTEXT in axis_sizes(mesh) else mesh["shard"]
 
 
-def expert_meshes(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh]:
+def expert_meshes(mesh: DeviceMesh, degree: int, *, with_replicas: bool = True) -> tuple[DeviceMesh, DeviceMesh]:
     """Return the mesh for `fully_shard` of experts, and that of different parts: expert, and tensor where layers split.
 
     Both are another view of the ranks that a replica's parameters are sharded over: neighbours have different experts,
@@ -84,10 +84,13 @@ def expert_meshes(mesh: DeviceMesh, degree: int) -> tuple[DeviceMesh, DeviceMesh
 
     Args:
         degree: of expert parallelism; divides the number of those ranks.
+        with_replicas: whether FSDP adds gradients over replicas.
     """
     shards = _shards(mesh)
     view = unflatten_axis(shards, (shards.size() // degree, degree), ("expert_shard", EXPERT))
-    sharding = join_meshes(mesh["replicate"], view[EXPERT_SHARD]) if has_replicas(mesh) else view[EXPERT_SHARD]
+    sharding = view[EXPERT_SHARD]
+    if with_replicas and has_replicas(mesh):
+        sharding = join_meshes(mesh["replicate"], sharding)
     return sharding, join_meshes(view[EXPERT], mesh[TENSOR]) if TENSOR in axis_sizes(mesh) else view[EXPERT]
 
 

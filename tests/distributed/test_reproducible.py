@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from collections.abc import Mapping
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -77,8 +78,8 @@ def hashes(tiny: TinyRun, name: str, steps: int = 4) -> list[str]:
     return [json.loads(line)["hash"] for line in lines]
 
 
-def run_on(tiny: TinyRun, layouts: dict[str, tuple[int, int]], *options: str) -> None:
-    for world_size in sorted({replicate * shard for replicate, shard in layouts.values()}):
+def run_on(tiny: TinyRun, layouts: Mapping[str, tuple[int, ...]], *options: str) -> None:
+    for world_size in sorted({layout[0] * layout[1] for layout in layouts.values()}):
         configs = [
             tiny.config(*SETTINGS, *options, *degrees(*layout), f"--job.name={name}", world_size=world_size)
             for name, layout in layouts.items()
@@ -116,6 +117,35 @@ def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun) -> No
         assert hashes(tiny, "on-1-4") == one
     starts = json.loads((tiny.folder / "outputs" / "on-1-4" / "run.json").read_text())["starts"]
     assert [(start["processes"], start["step"]) for start in starts] == [(4, 0), (1, 1), (2, 2)]
+
+
+@pytest.mark.slow
+def test_experts_on_several_ranks_have_the_bits_of_one_process(tiny: TinyRun) -> None:
+    """In bfloat16, where gradients of several ranks must not be rounded before they are added to those of others."""
+    layouts = {"one": (1, 1), "sharded": (1, 4, 1, 1, 2), "replicas": (2, 2, 1, 1, 2)}
+    run_on(tiny, layouts, *SPARSE, "--training.mixed_precision_param=bfloat16")
+    one = hashes(tiny, "one")
+    assert [hashes(tiny, name) == one for name in layouts] == [True] * 3
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize(
+    "options",
+    [
+        [PAIRS],
+        ["--activation_checkpoint.mode=full"],
+        ["--optimizer.name=Muon", "--optimizer.args.ns_dtype=float32"],
+        ["--training.enable_cpu_offload"],
+        ["--compile.enable"],
+        ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"],
+        ["--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"],
+        ["--freeze.parameters=['layers.0.feed_forward.w?', 'layers.1.feed_forward.router']"],
+    ],
+    ids=lambda options: options[0],
+)
+def test_techniques_with_experts_on_several_ranks_have_one_hash(tiny: TinyRun, options: list[str]) -> None:
+    run_on(tiny, {"one": (1, 1), "two": (1, 2, 1, 1, 2), "four": (1, 4, 1, 1, 4)}, *SPARSE, *options)
+    assert hashes(tiny, "one") == hashes(tiny, "two") == hashes(tiny, "four")
 
 
 @pytest.mark.nightly

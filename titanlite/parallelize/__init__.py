@@ -103,8 +103,13 @@ def parallelize(
     if (degree := parallelism.expert_parallel_degree) > 1:
         from titanlite.techniques.expert.exchange import DistributedExperts
 
-        experts = DistributedExperts(model, *expert_meshes(mesh, degree))
-        experts.distribute(kernels, is_compiled=compile.enable)
+        exchange = None
+        if reproducible_layouts:
+            from titanlite.techniques.reproducible.experts import ExchangeOfMicroBatches
+
+            exchange = partial(ExchangeOfMicroBatches, dtype=DTYPES[training.mixed_precision_reduce])
+        experts = DistributedExperts(model, *expert_meshes(mesh, degree, with_replicas=not reproducible_layouts))
+        experts.distribute(kernels, is_compiled=compile.enable, exchange=exchange)
     if compile.enable:
         compile_around_exchange(model, backend=compile_backend, has_other_model=has_other_model)
     policies = recompute_policies(activation_checkpoint, len(model.layers))
@@ -121,7 +126,7 @@ def parallelize(
         from titanlite.techniques.reproducible.sums import add_gradients_in_a_tree
 
         _, micro_batches = training.batch_split(data_parallel_rank(mesh)[1])
-        add_gradients_in_a_tree(model, mesh, micro_batches=micro_batches)
+        add_gradients_in_a_tree(model, mesh, micro_batches=micro_batches, experts=experts)
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import use_local_parts
 

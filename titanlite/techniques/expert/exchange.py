@@ -5,7 +5,7 @@ results back. No token is dropped. How many tokens each rank sends follows from 
 counts comes first. The host waits for the counts, as the sizes of tensors follow from them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -36,14 +36,21 @@ class DistributedExperts:
         self.parts = parts
         self.shard_degree = mesh.size(mesh.ndim - 1)
 
-    def distribute(self, kernels: Kernels, *, is_compiled: bool) -> None:
+    def distribute(
+        self,
+        kernels: Kernels,
+        *,
+        is_compiled: bool,
+        exchange: "Callable[[dist.ProcessGroup, Kernels], AllToAllExchange] | None" = None,
+    ) -> None:
         """Give each rank its experts, in place: weights become DTensors, and layers exchange tokens.
 
         Args:
             is_compiled: blocks are compiled afterwards. The exchange is not, as sizes of its tensors are values.
+            exchange: makes it. Default: `AllToAllExchange`.
         """
-        exchange = AllToAllExchange(self.parts.get_group(0), kernels).compute
-        uncompiled: Any = torch.compiler.disable(exchange) if is_compiled else exchange
+        compute = (exchange or AllToAllExchange)(self.parts.get_group(0), kernels).compute
+        uncompiled: Any = torch.compiler.disable(compute) if is_compiled else compute
         for layer in self.layers:
             layer.exchange = uncompiled
             for name in layer.stacks:
@@ -101,15 +108,31 @@ class AllToAllExchange:
         received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, name)
         to_others, from_others = self.kernels.read_counts(sent_RX, received_RX, tokens=len(x_SD))
         x_TD = _Exchange.apply(x_SD, to_others, from_others, name)
+        out_TD = self.compute_received(x_TD, received_RX, from_others, weights, compute)
+        return _Exchange.apply(out_TD, from_others, to_others, name)
+
+    def compute_received(
+        self,
+        x_TD: Tensor,
+        received_RX: Tensor,
+        from_others: Sequence[int],
+        weights: Sequence[Tensor],
+        compute: ComputeExperts,
+    ) -> Tensor:
+        """Compute the tokens of all ranks by this rank's experts -> [T, D].
+
+        Args:
+            received_RX: number of tokens of each rank for each expert; x has them in this order.
+            from_others: number of tokens of each rank.
+        """
         # The tokens of each rank are sorted by expert. Sorted anew, all tokens of an expert follow each other.
         experts_RX = torch.arange(received_RX.shape[1], device=x_TD.device).expand_as(received_RX)
         expert_T = experts_RX.flatten().repeat_interleave(received_RX.flatten(), output_size=len(x_TD))
         order_T = expert_T.argsort(stable=True)
         ends_X = received_RX.sum(dim=0).cumsum(dim=0).to(torch.int32)
-        own = [_own_experts(weight, ranks) for weight in weights]
+        own = [_own_experts(weight, len(from_others)) for weight in weights]
         out_TD = compute(x_TD.index_select(0, order_T), ends_X, own)
-        out_TD = torch.empty_like(out_TD).index_copy(0, order_T, out_TD)
-        return _Exchange.apply(out_TD, from_others, to_others, name)
+        return torch.empty_like(out_TD).index_copy(0, order_T, out_TD)
 
 
 def _own_experts(weight: Tensor, ranks: int) -> Tensor:

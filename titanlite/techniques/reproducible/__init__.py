@@ -39,7 +39,8 @@ class ReproducibleLayouts(Technique):
             )
         names, args = config.optimizer.names, (config.optimizer.args, *(it.args for it in config.optimizer.groups))
         refused = {
-            **{f"parallelism.{it}": degree > 1 for it, degree in parallelism if it.endswith("_parallel_degree")},
+            "parallelism.context_parallel_degree": parallelism.context_parallel_degree > 1,
+            "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree > 1,
             'parallelism.fsdp_reduce_gradients = "last"': parallelism.fsdp_reduce_gradients == "last",
             "optimizer.args.fused": any(it.get("fused") for it in args),
             "an optimizer of torchao": any(name.startswith("torchao.") for name in names),

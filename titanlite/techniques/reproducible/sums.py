@@ -13,7 +13,7 @@ batch. So sums over micro-batches have one order on every layout:
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,6 +23,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.mesh import replica_group, world_group
 from titanlite.step import Gradients
+
+if TYPE_CHECKING:
+    from titanlite.techniques.expert.exchange import DistributedExperts
 
 BITS = 34
 """Bits of a summand as an integer, of those that the largest summand has. 2^28 of them can be added in an int64."""
@@ -38,20 +41,24 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
-def add_gradients_in_a_tree(model: nn.Module, mesh: DeviceMesh, *, micro_batches: int) -> None:
+def add_gradients_in_a_tree(
+    model: nn.Module, mesh: DeviceMesh, *, micro_batches: int, experts: "DistributedExperts | None" = None
+) -> None:
     """Let every FSDP unit of a model add gradients in the tree, in place. FSDP knows nothing of replicas then.
 
     The gradients of the global batch are added, not averaged over ranks.
 
     Args:
         micro_batches: in a step; a power of two.
+        experts: those that are not on all ranks.
     """
     replicas = replica_group(mesh)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             tree = GradientTree(micro_batches, replicas)
             unit.set_custom_reduce_scatter(tree)  # pyright: ignore[reportArgumentType]
-            if mesh["shard"].size() == 1:
+            shards = experts.shard_degree if experts and unit in experts.layers else mesh["shard"].size()
+            if shards == 1:
                 unit.set_all_reduce_hook(tree.end_unsharded)
 
 
