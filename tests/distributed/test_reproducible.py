@@ -136,7 +136,6 @@ def test_experts_on_several_ranks_have_the_bits_of_one_process(tiny: TinyRun) ->
         ["--activation_checkpoint.mode=full"],
         ["--optimizer.name=Muon", "--optimizer.args.ns_dtype=float32"],
         ["--training.enable_cpu_offload"],
-        ["--compile.enable"],
         ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"],
         ["--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"],
         ["--freeze.parameters=['layers.0.feed_forward.w?', 'layers.1.feed_forward.router']"],
@@ -220,6 +219,7 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
         (["--training.local_batch_size=4"], 4, "debug.reproducible_layouts", "use 2 processes"),
         (["--training.global_batch_size=24"], 3, "debug.reproducible_layouts", "use 2 or 4"),
         (["--parallelism.context_parallel_degree=2"], 2, "debug.reproducible_layouts", "context_parallel_degree"),
+        ([*SPARSE, "--parallelism.expert_parallel_degree=2", "--compile.enable"], 2, ON[0][2:], "compile.enable"),
         (["--optimizer.args.fused=true"], 1, "debug.reproducible_layouts", "optimizer.args.fused"),
         (["--optimizer.in_backward", "--training.max_norm=0"], 1, "debug.reproducible_layouts", "in_backward"),
     ]:

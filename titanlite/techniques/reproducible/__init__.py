@@ -22,7 +22,7 @@ class ReproducibleLayouts(Technique):
         claims = (Claim.GRADIENTS, Claim.UPDATE) if config.debug.reproducible_layouts else ()
         return dict.fromkeys(claims, self.option)
 
-    @reads(option, "training", "parallelism", "optimizer")
+    @reads(option, "training", "parallelism", "optimizer", "compile.enable")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if not config.debug.reproducible_layouts:
             return
@@ -41,6 +41,9 @@ class ReproducibleLayouts(Technique):
         refused = {
             "parallelism.context_parallel_degree": parallelism.context_parallel_degree > 1,
             "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree > 1,
+            "compile.enable with parallelism.expert_parallel_degree": (
+                config.compile.enable and parallelism.expert_parallel_degree > 1
+            ),
             'parallelism.fsdp_reduce_gradients = "last"': parallelism.fsdp_reduce_gradients == "last",
             "optimizer.args.fused": any(it.get("fused") for it in args),
             "an optimizer of torchao": any(name.startswith("torchao.") for name in names),
