@@ -20,9 +20,8 @@ from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
 from titanlite.tools.convert.generation import Generator
-from titanlite.tools.convert.loading import tokenizer_of
 from titanlite.tools.convert.prompts import opening_ids, stop_ids
-from titanlite.tools.convert.source import open_source
+from titanlite.tools.convert.source import open_source, tokenizer_of
 from titanlite.tools.ingest.chat_tokens import Chat
 
 PROMPT = "Die Größe von 日本"

@@ -30,9 +30,8 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
 from titanlite.schema import Config, Data, Validation, ValidationSource
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer
-from titanlite.tools.convert.loading import default_dtype, tokenizer_of
 from titanlite.tools.convert.source import Source as Weights
-from titanlite.tools.convert.source import load_model, open_source
+from titanlite.tools.convert.source import default_dtype, load_model, open_source, tokenizer_of
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.validation import Validator
 

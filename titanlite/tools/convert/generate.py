@@ -17,9 +17,8 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer, between
 from titanlite.tools.convert.generation import Generator, Sampler, stream_text
-from titanlite.tools.convert.loading import default_dtype, note, tokenizer_of
 from titanlite.tools.convert.prompts import Prompts, checked, read_prompts, stop_ids
-from titanlite.tools.convert.source import Source, load_model, open_source
+from titanlite.tools.convert.source import Source, default_dtype, load_model, note, open_source, tokenizer_of
 from titanlite.tools.ingest.chat_tokens import Chat
 
 NEW_CHAT = "/new"
