@@ -1,20 +1,18 @@
 """`titanlite checkpoint export`: a folder that transformers loads; of adapters, one in PEFT's format."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from safetensors.torch import save
 from torch import Tensor, nn
 
 from titanlite.models.formats import HuggingFace
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.arguments import ModelFile, RunConfig, RunTokenizer, Weights
@@ -146,7 +144,7 @@ def export_folder(
     small |= _small_files(source, form, tensors, with_tokenizer=with_tokenizer)
     target.begin()
     values = values_of(source)
-    with _progress(sum(tensor.bytes for tensor in tensors)) as advance:
+    with progress_bar("writing", sum(tensor.bytes for tensor in tensors)) as advance:
         for name, part in files.items():
             target.write(name, partial(write, tensors=part, values=values, on_write=advance))
     for name, data in small.items():
@@ -216,15 +214,6 @@ def json_bytes(value: Any) -> bytes:
 
 def content(data: bytes) -> Write:
     return lambda file: write_all(file, data)
-
-
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar over bytes, silent when standard error is not a terminal."""
-    columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=progress_console(), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda size: bar.advance(task, size)
 
 
 # Adapters

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from rich.progress import Progress
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
@@ -28,7 +27,7 @@ from titanlite.checkpoint.state import Difference, difference, model_state, to_g
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
 from titanlite.models.registry import ModelSpec
 from titanlite.parallelize import DTYPES
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import dump
@@ -175,12 +174,11 @@ def _write(
 ) -> None:
     """Write and commit a checkpoint of a model alone; after an error nothing is left of it."""
     started = time.perf_counter()
-    with Progress(console=progress_console(), transient=True) as progress:
-        task = progress.add_task(folder, total=sum(tensor.nbytes for tensor in state.values()))
+    with progress_bar(folder, sum(tensor.nbytes for tensor in state.values())) as advance:
 
         def read_and_show(item: Any) -> Tensor:
             tensor = read(item.index.fqn.removeprefix("model."))
-            progress.advance(task, tensor.nbytes)
+            advance(tensor.nbytes)
             return tensor
 
         try:

@@ -18,7 +18,6 @@ from typing import IO, Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
@@ -36,7 +35,7 @@ from titanlite.ops.divergence import most_probable
 from titanlite.ops.kernels import Kernels
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.frozen import build_frozen
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
 from titanlite.runtime.files import FileLocked, lock_file, write_atomically
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
@@ -296,9 +295,7 @@ def _write(
     sizes = [block_sizes(len(source.sequences), settings) for source in sources]
     sequences, made = sum(map(sum, sizes)), sum(map(len, missing))
     left = sum(of_source[block] for of_source, blocks in zip(sizes, missing, strict=True) for block in blocks)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
-        advance = partial(progress.advance, progress.add_task("sequences", total=sequences, completed=sequences - left))
+    with progress_bar("sequences", sequences, done=sequences - left, of_bytes=False, shown=shown) as advance:
         for source, blocks in zip(sources, missing, strict=True):
             writer.write(folder / source.fingerprint, source, blocks, advance=advance)
     if shown:

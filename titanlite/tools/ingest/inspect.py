@@ -10,11 +10,10 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.tools.arguments import Index
 from titanlite.tools.ingest.outcome import report_lines
@@ -182,20 +181,16 @@ def _decode(ids: list[int], tokenizer: Tokenizer | None) -> str:
 def _check_files(store: TokenStore) -> int:
     """Read every file; returns how many there are."""
     files = list(store.files())
-    columns = (TextColumn("checksums"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=progress_console(), transient=True) as progress:
-        task = progress.add_task("", total=sum(size for _, size, _ in files))
+    with progress_bar("checksums", sum(size for _, size, _ in files)) as advance:
 
         def checksum(path: Path) -> str:
-            digest = hashlib.sha256()
             try:
                 with open(path, "rb", buffering=0) as file:
-                    while block := file.read(BLOCK):
-                        digest.update(block)
-                        progress.advance(task, len(block))
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                    advance(file.tell())
+                    return found
             except OSError as error:
                 raise RunError(f"{path} cannot be read: {error}") from error
-            return digest.hexdigest()
 
         with ThreadPoolExecutor(4) as pool:
             found = pool.map(checksum, [path for path, _, _ in files])
