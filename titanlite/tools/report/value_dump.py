@@ -67,8 +67,6 @@ class Index:
     """Dtypes in which values were computed, by key. The dump itself is in float32."""
     context: int = 1
     """Number of ranks in a row that split sequences."""
-    compiled: list[str] = field(default_factory=list)
-    """Modules whose inner values are not seen."""
 
 
 class ValueDump(StepObserver):
@@ -113,7 +111,6 @@ class ValueDump(StepObserver):
         self._is_on = True
         self._before = {name: _whole(parameter) for name, parameter in unique_parameters(self._model)}
         compiled = [name for name, module in self._model.named_modules() if is_compiled(module)]
-        self._index.compiled.extend(compiled)
         seen = (
             (name, module)
             for name, module in self._model.named_modules()
