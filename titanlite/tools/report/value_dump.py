@@ -37,7 +37,7 @@ from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.plan.output import format_size
 from titanlite.train import Run, train
 
-SCHEMA = 3
+SCHEMA = 4
 MOST_BYTES = 4 * 2**30
 """Largest dump of a rank, in memory."""
 INDEX = "dump.json"
