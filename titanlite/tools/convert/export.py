@@ -20,9 +20,9 @@ from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import Outgoing, outgoing, values_of
-from titanlite.tools.convert.safetensors_file import index_json, parse_size, split, write, write_all
+from titanlite.tools.convert.safetensors_file import index_json, parse_size, split, write
 from titanlite.tools.convert.source import Source, open_source
-from titanlite.tools.convert.target import LocalTarget, Target, Write, open_target
+from titanlite.tools.convert.target import Target, Write
 from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, tokenizer_files
 
 ADAPTERS = "adapter_model.safetensors"
@@ -50,7 +50,7 @@ def export(
     in PEFT's format.
 
     Args:
-        out (PATH): folder or URL; it must not exist
+        out (PATH): folder; it must not exist
         dtype: dtype of the weights; default: as they are
         max_shard_size (SIZE): largest file of weights
         drop (GLOB): leave out tensors that the format has no place for, such as layers.*.feed_forward.bias_E
@@ -64,7 +64,7 @@ def export(
 
     Example:
         outputs/debug --out debug_hf --dtype bfloat16
-        outputs/debug --out s3://bucket/debug_hf --max-shard-size 2GB
+        s3://bucket/run --out run_hf --max-shard-size 2GB
     """
     max_shard_bytes = parse_size(max_shard_size)
     try:
@@ -74,13 +74,13 @@ def export(
         if source.adapters is not None and not merge:
             if check:
                 raise UserError("--check is for whole models: add --merge")
-            size = export_adapters(source, open_target(out), dtype=getattr(torch, dtype) if dtype else None, drop=drop)
+            size = export_adapters(source, Target(out), dtype=getattr(torch, dtype) if dtype else None, drop=drop)
             print(f"wrote {out}: {len(source.adapters.layers)} adapters in PEFT's format, {size / 2**20:,.1f} MiB")
             print(f"from  {source.where}")
             return
         done = export_folder(
             source,
-            open_target(out),
+            Target(out),
             dtype=getattr(torch, dtype) if dtype else None,
             max_shard_bytes=max_shard_bytes,
             drop=drop,
@@ -135,8 +135,6 @@ def export_folder(
         CheckFailed: the folder is not the model. It is deleted.
     """
     target.check()
-    if check and not isinstance(target, LocalTarget):
-        raise UserError("--check reads the folder back: name a local --out")
     form = format_of(source)
     tensors = outgoing(source, form.tensors, dtype=dtype, drop=drop)
     files = split(tensors, max_shard_bytes)
@@ -149,12 +147,12 @@ def export_folder(
             target.write(name, partial(write, tensors=part, values=values, on_write=advance))
     for name, data in small.items():
         target.write(name, content(data))
-    report = _checked(source, target, tensors) if check and isinstance(target, LocalTarget) else ""
+    report = _checked(source, target, tensors) if check else ""
     target.commit()
     return Exported(len(files), sum(tensor.bytes for tensor in tensors), form.architecture, report)
 
 
-def _checked(source: Source, target: LocalTarget, tensors: Sequence[Outgoing]) -> str:
+def _checked(source: Source, target: Target, tensors: Sequence[Outgoing]) -> str:
     try:
         return check_folder(source, target.staging, tensors)
     except CheckFailed:
@@ -213,7 +211,7 @@ def json_bytes(value: Any) -> bytes:
 
 
 def content(data: bytes) -> Write:
-    return lambda file: write_all(file, data)
+    return lambda file: file.write(data)
 
 
 # Adapters
