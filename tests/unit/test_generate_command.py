@@ -21,7 +21,7 @@ from titanlite.tools import cli
 from titanlite.tools.convert.generation import Generator
 from titanlite.tools.convert.prompts import opening_ids, stop_ids
 from titanlite.tools.convert.source import open_source, tokenizer_of
-from titanlite.tools.ingest.chat_tokens import Chat
+from titanlite.tools.ingest.chat_template import Chat
 
 PROMPT = "Die Größe von 日本"
 

@@ -18,7 +18,7 @@ from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunCo
 from titanlite.tools.convert.generation import Generator, Sampler, stream_text
 from titanlite.tools.convert.prompts import prompt_encoder, read_prompts, stop_ids
 from titanlite.tools.convert.source import Source, default_dtype, load_model, note, open_source, tokenizer_of
-from titanlite.tools.ingest.chat_tokens import Chat
+from titanlite.tools.ingest.chat_template import Chat
 
 
 def generate(

@@ -9,7 +9,7 @@ from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.tools.convert.tokenizer_files import generation_beside
-from titanlite.tools.ingest.chat_tokens import Chat, read_json
+from titanlite.tools.ingest.chat_template import Chat, read_json
 
 
 def read_prompts(prompt: str | None, file: str | None) -> Iterator[str]:
