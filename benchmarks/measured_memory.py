@@ -53,7 +53,7 @@ from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.techniques import build_gradients, places, state_memory
-from titanlite.tools.plan.frozen import planned_targets
+from titanlite.tools.plan.estimate import planned_targets
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
 TIMEOUT = timedelta(seconds=120)  # of one collective

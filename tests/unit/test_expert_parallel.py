@@ -12,9 +12,8 @@ from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.expert.exchange import check_experts
-from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
-from titanlite.tools.plan.trace import parallelized
+from titanlite.tools.plan.trace import fake_ranks, parallelized
 from titanlite.tools.plan.workload import workload_of
 
 KEY = "parallelism.expert_parallel_degree"

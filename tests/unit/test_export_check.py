@@ -19,7 +19,7 @@ from titanlite.tools.convert.check import CheckFailed, check_folder, check_token
 from titanlite.tools.convert.export import export_folder
 from titanlite.tools.convert.layout import outgoing
 from titanlite.tools.convert.source import Source, open_source
-from titanlite.tools.convert.target import open_target
+from titanlite.tools.convert.target import Target
 
 Change = Callable[[Entry], Entry]
 
@@ -40,7 +40,7 @@ def form_of(model_cls: type[Model]) -> HuggingFace:
 
 def failure(source: Source, out: Path) -> str:
     with pytest.raises(CheckFailed) as caught:
-        export_folder(source, open_target(str(out)), max_shard_bytes=10**9, check=True)
+        export_folder(source, Target(str(out)), max_shard_bytes=10**9, check=True)
     assert not out.exists()
     assert not out.with_name(f".{out.name}.staging").exists()
     return str(caught.value)
@@ -124,7 +124,7 @@ def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, Source], tm
     table = with_table(sources["llama3"], last_norm)
     folder = tmp_path / "norm"
     with pytest.raises(CheckFailed, match=r"missing: model.norm.weight|the logits differ"):
-        export_folder(table, open_target(str(folder)), max_shard_bytes=10**9, check=True, drop=["head.norm.weight"])
+        export_folder(table, Target(str(folder)), max_shard_bytes=10**9, check=True, drop=["head.norm.weight"])
 
 
 @pytest.mark.long
@@ -151,7 +151,7 @@ def test_changed_files_are_named(sources: dict[str, Source], tmp_path: Path) -> 
     """A tensor of the files that is not the checkpoint's is named before anything is computed."""
     source = sources["llama3"]
     out = tmp_path / "hf"
-    export_folder(source, open_target(str(out)), max_shard_bytes=10**9)
+    export_folder(source, Target(str(out)), max_shard_bytes=10**9)
     tensors = outgoing(source, form_of(source.spec.model_cls).tensors, dtype=None, drop=[])
     assert "bit by bit" in check_folder(source, out, tensors)
     content = load_file(out / "model.safetensors")
@@ -189,7 +189,7 @@ def test_without_transformers_nothing_is_computed(
     sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_module, "find_spec", lambda name: None)
-    done = export_folder(sources["qwen3_moe"], open_target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
+    done = export_folder(sources["qwen3_moe"], Target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
     assert done.report.startswith("45 tensors as in the checkpoint, bit by bit; nothing was computed")
 
 

@@ -24,7 +24,7 @@ from titanlite.tools.checkpoints import last_export
 OPTIONS = ("--checkpoint.last_save_in_hf", "--training.steps=2")
 EXPORTS = (
     "import sys, pathlib; out = pathlib.Path(sys.argv[sys.argv.index('--out') + 1]); "
-    "out.mkdir(); (out / 'config.json').touch(); print(sys.argv)"
+    "out.mkdir(parents=True); (out / 'config.json').touch(); print(sys.argv)"
 )
 """A program in place of the export: it leaves what counts as done."""
 FAILS = "import sys; print('error: the disk is full', file=sys.stderr); sys.exit(1)"

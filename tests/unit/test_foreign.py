@@ -75,7 +75,6 @@ COMMANDS: dict[str, list[str]] = {
     "generate": ["generate", "{run}", "--prompt", "a"],
     "export": ["checkpoint", "export", "{run}", "--out", "{out}"],
     "evaluate": ["evaluate", "{run}", "--data", "stdlib://"],
-    "import": ["checkpoint", "import", "{run}", "--layers", "0", "--out", "{out}"],
 }
 
 
@@ -268,20 +267,16 @@ def test_a_teacher_of_others_reads_no_tokenizer_elsewhere(download: Path, tokeni
 
 
 def test_an_import_keeps_the_tokenizer(download: Path, tokenizer: Path, tmp_path: Path) -> None:
-    """The layers of a checkpoint, and weights of another program: both go on where their source is gone."""
+    """Imported weights go on where their source is gone."""
     words = ["checkpoint", "export", str(download), "--tokenizer", str(tokenizer), "--out", str(tmp_path / "hf")]
     assert cli.run(words) == 0
-    shutil.copytree(tokenizer, of_a_path(download, tokenizer) / "tokenizer")
-    for source, name, more in ((download, "layers", ["--layers", "0"]), (tmp_path / "hf", "whole", [])):
-        words = ["checkpoint", "import", str(source), "--out", str(tmp_path / name), *more]
-        assert cli.run(words) == 0
+    assert cli.run(["checkpoint", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours")]) == 0
     expected = load_tokenizer(str(tokenizer)).fingerprint
     shutil.rmtree(tokenizer)
     shutil.rmtree(tmp_path / "hf")
-    for name in ("layers", "whole"):
-        found = open_source(str(tmp_path / name)).tokenizer
-        assert found is not None
-        assert (found.name, found.fingerprint) == (str(tmp_path / name / "tokenizer"), expected)
+    found = open_source(str(tmp_path / "ours")).tokenizer
+    assert found is not None
+    assert (found.name, found.fingerprint) == (str(tmp_path / "ours/tokenizer"), expected)
 
 
 @pytest.mark.usefixtures("single_process_group")

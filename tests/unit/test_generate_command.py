@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -20,10 +19,9 @@ from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
 from titanlite.tools.convert.generation import Generator
-from titanlite.tools.convert.loading import tokenizer_of
 from titanlite.tools.convert.prompts import opening_ids, stop_ids
-from titanlite.tools.convert.source import open_source
-from titanlite.tools.ingest.chat_tokens import Chat
+from titanlite.tools.convert.source import open_source, tokenizer_of
+from titanlite.tools.ingest.chat_template import Chat
 
 PROMPT = "Die Größe von 日本"
 
@@ -107,7 +105,7 @@ def test_drawn_text_repeats_with_the_seed(run_folder: Path, capfd: pytest.Captur
     "words",
     [
         [],
-        ["--prompt", "a", "--interactive"],
+        ["--prompt", "a", "--prompt-file", "-"],
         ["--prompt", " "],
         ["--prompt", "a\udcff"],
         ["--prompt", "x" * 95],
@@ -143,23 +141,21 @@ def test_prompt_files_that_are_none(run_folder: Path, tmp_path: Path, capfd: pyt
     assert err.startswith("error: the prompt has 201 tokens")
 
 
-def test_interactive_prompts(
+def test_lines_of_standard_input_are_answered_as_they_come(
     run_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    lines = b"one\n\n" + b"x" * 200 + b"\na\xff\ntwo\n"
+    lines = b"one\n\ntwo\na\xff\n"
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(lines), encoding="utf-8"))
-    code, out, err = generate(capfd, run_folder, "--interactive", "--max-new-tokens", 4)
+    code, out, err = generate(capfd, run_folder, "--prompt-file", "-", "--max-new-tokens", 4)
     one, two = (by_hand(run_folder, prompt, 4).decode(errors="replace") for prompt in ("one", "two"))
-    assert (code, out) == (0, f"{one}\n{two}\n")
-    long, invalid = err.splitlines()
-    assert long.startswith("error: the prompt has 201 tokens")
-    assert invalid == "error: the line: the prompt is not valid UTF-8"
+    assert (code, out) == (2, f"{one}\n---\n{two}\n")
+    assert err.startswith("error: --prompt-file: -: not UTF-8 text")
 
 
 def test_ctrl_c_ends_quietly(
     run_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The text so far ends with a line break. In a session, the next prompt follows."""
+    """The text so far ends with a line break."""
     next_logits = Generator.next_logits
 
     def interrupted(self: Generator, ids: list[int]) -> torch.Tensor:
@@ -176,10 +172,6 @@ def test_ctrl_c_ends_quietly(
     assert (code, err) == (130, "")
     assert out.endswith("\n")
     assert 1 < len(out) < 12
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one\n0123456789abcd\n"), encoding="utf-8"))
-    code, out, err = generate(capfd, run_folder, "--interactive", "--max-new-tokens", 4)
-    assert (code, err) == (0, "")
-    assert out.endswith(f"\n{by_hand(run_folder, '0123456789abcd', 4).decode(errors='replace')}\n")
 
 
 TEMPLATE = Path(__file__).parents[1].joinpath("data", "chat_template.jinja").read_text().strip()
@@ -213,10 +205,9 @@ def test_chats_are_encoded_as_transformers_does(chat_folder: Path, tmp_path: Pat
     assert Chat(load_tokenizer(str(tmp_path))).encode(messages[:1]) == [258, *tokenizer.encode("!")]
 
 
-def test_a_chat_keeps_its_turns(
+def test_a_chat_is_what_the_template_makes_of_it(
     run_folder: Path, chat_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second answer is that to the whole chat, and after /new that to the first message again."""
     given: list[list[int]] = []
     stream = Generator.stream
 
@@ -225,17 +216,10 @@ def test_a_chat_keeps_its_turns(
         return stream(self, prompt, **options)
 
     monkeypatch.setattr(Generator, "stream", watch)
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n/new\na\n"), encoding="utf-8"))
-    words = ("--interactive", "--chat", "--tokenizer", chat_folder, "--max-new-tokens", 3)
-    code, out, err = generate(capfd, run_folder, *words)
+    words = ("--prompt", "a", "--chat", "--tokenizer", chat_folder, "--max-new-tokens", 3)
+    code, _, err = generate(capfd, run_folder, *words)
     assert (code, err) == (0, "")
-    tokenizer = load_tokenizer(str(chat_folder))
-    answer = tokenizer.decode(np.array(given[1])).partition("assistant\n")[2].partition("<|im_end|>")[0]
-    assert len(answer) > 1
-    assert out.startswith(answer)
-    assert out.endswith(f"{answer}\n")
-    turns = [{"role": role, "content": text} for role, text in (("user", "a"), ("assistant", answer), ("user", "b"))]
-    assert given == [Chat(tokenizer).encode(turns[:count]) for count in (1, 3, 1)]
+    assert given == [Chat(load_tokenizer(str(chat_folder))).encode([{"role": "user", "content": "a"}])]
 
 
 def test_a_tokenizer_of_another_size_is_pointed_out(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

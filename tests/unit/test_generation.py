@@ -106,13 +106,12 @@ def test_an_interrupted_forward_pass_leaves_a_right_cache() -> None:
 
 
 def test_a_cache_attends_like_a_mask() -> None:
-    """Memory for keys grows from one token to many."""
     draw = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 20, 16, generator=draw) for heads in (6, 2, 2))
     for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
         expected = attend(q.to(dtype), k.to(dtype), v.to(dtype), None)
         for kernels in (DEFAULT_KERNELS, CpuKernels(hardware_bfloat16=False)):
-            cache, parts, start = LayerCache(1), [], 0
+            cache, parts, start = LayerCache(), [], 0
             for length in (4, 1, 1, 9, 1, 4):
                 new = [x[:, :, start : start + length].to(dtype) for x in (q, k, v)]
                 parts.append(cache.attend(kernels, new[0], new[1], new[2], None))

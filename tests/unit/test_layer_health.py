@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.helpers import THREE_BLOCKS, TinyRun, train_on_this_rank
-from titanlite.metrics.records import LAYERS, find_faults
+from tests.records import find_faults
+from titanlite.metrics.records import LAYERS
 from titanlite.observer import Phase
 from titanlite.techniques.layer_health.measurement import KINDS
 

@@ -19,9 +19,7 @@ from titanlite.tools.migrate.rules import DROPS, LOSES, RULES, SHAPES
 
 ROOT = Path(__file__).parents[2]
 DATA = ROOT / "tests/data/torchtitan"
-DEFAULTS: dict[str, dict[str, Any]] = {
-    version: json.loads((DATA / f"defaults_{version}.json").read_text()) for version in ("0.1", "0.2")
-}
+DEFAULTS: dict[str, Any] = json.loads((DATA / "defaults.json").read_text())
 CONFIGS = sorted(DATA.glob("*.toml"))
 
 
@@ -54,18 +52,12 @@ def problems(text: str, folder: Path, world_size: int | None = None) -> dict[str
 # The table
 
 
-@pytest.mark.parametrize("version", DEFAULTS)
-def test_every_key_of_torchtitan_has_a_rule_with_its_default(version: str) -> None:
-    assert DEFAULTS[version].keys() <= RULES.keys()
-    differ_by_version = {"job.dump_folder", "model.tokenizer_path"}  # or are another name of ours
-    for key in DEFAULTS[version].keys() - differ_by_version:
+def test_every_key_of_torchtitan_has_a_rule_with_its_default() -> None:
+    assert DEFAULTS.keys() == RULES.keys()
+    for key in DEFAULTS.keys() - {"job.dump_folder"}:  # the same with ./ before it
         rule = RULES[key]
         if rule.value_type is not None and rule.default is not None:
-            assert (rule.default, type(rule.default)) == (DEFAULTS[version][key], rule.value_type), key
-
-
-def test_every_rule_is_of_a_key_of_torchtitan() -> None:
-    assert RULES.keys() == DEFAULTS["0.1"].keys() | DEFAULTS["0.2"].keys()
+            assert (rule.default, type(rule.default)) == (DEFAULTS[key], rule.value_type), key
     listed = [name for keys in [*DROPS.values(), *(keys for _, keys in LOSES.values())] for name in keys.split()]
     assert len([name for name in listed if ":" not in name]) == sum(not rule.to for rule in RULES.values())
 
@@ -115,19 +107,15 @@ def test_experts_of_qwen3_are_a_family_of_their_own(old: str, expected: tuple[fl
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_the_vocabulary_is_the_flavors_in_0_2_and_the_tokenizers_in_0_1(shape: str) -> None:
-    """The vocabulary follows the tokenizer here unless it is set. In 0.2 it never did; in 0.1 Llama's always did."""
+def test_the_vocabulary_is_the_flavors(shape: str) -> None:
+    """The vocabulary follows the tokenizer here unless it is set. There it never did."""
     from titanlite.models.registry import resolve_model
 
     name, flavor, args = SHAPES[shape]
     old_name, _, old_flavor = shape.partition("/")
-    text = f"model = {{name = '{old_name}', flavor = '{old_flavor}', %s}}"
-    new, _, _ = run(text % "hf_assets_path = 'x'", world_size=1)
+    text = f"model = {{name = '{old_name}', flavor = '{old_flavor}', hf_assets_path = 'x'}}"
+    new, _, _ = run(text, world_size=1)
     assert new["model.args.vocab_size"] == resolve_model(name, flavor, args).args.vocab_size
-    if old_name == "llama3":
-        new, report, _ = run(text % "tokenizer_path = 'x'" + "\ntraining.compile = true", world_size=1)
-        assert "model.args.vocab_size" not in new
-        assert any("rounded up to a multiple of 128" in line for line in report) == (flavor == "debug")
 
 
 # The configs that torchtitan ships
@@ -147,8 +135,6 @@ def test_shipped_configs_load(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
     is_refused = path.stem.startswith("405b")  # float8, and 8 ranks for a layer
     assert wrong == ({"parallelism.tensor_parallel_degree": f"{refused}: choose one of the two"} if is_refused else {})
     assert migration.losses == (["model.converters"] if is_refused else [])
-    version = path.stem.partition("_")[2]
-    assert f"read as a config of torchtitan {version}" in migration.report[0]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
@@ -159,8 +145,8 @@ def test_every_key_is_reported_once(path: Path) -> None:
         assert len([line for line in migration.report if re.match(rf"\w+ +{re.escape(key)}(?![\w.])", line)]) == 1, key
 
 
-def test_a_config_of_0_2_at_8_processes() -> None:
-    new, _, losses = run((DATA / "debug_0.2.toml").read_text(), world_size=8)
+def test_a_config_at_8_processes() -> None:
+    new, _, losses = run((DATA / "debug.toml").read_text(), world_size=8)
     assert losses == []
     expected = """
         job.dump_folder = "./outputs"
@@ -187,24 +173,6 @@ def test_a_config_of_0_2_at_8_processes() -> None:
         validation = {enable = false, path = "hf://allenai/c4:en:validation", freq = 5, sequences = 640}
     """
     assert new == flat(tomli.loads(re.sub(r",\n\s+", ", ", expected)))
-
-
-def test_a_config_of_0_1_is_the_same_under_new_names() -> None:
-    new, report, losses = run((DATA / "405b_0.1.toml").read_text(), world_size=128)
-    assert losses == ["model.converters"]
-    assert new["parallelism.tensor_parallel_degree"] == 8
-    assert "renamed     training.compile -> compile.enable" in report
-    assert "renamed     checkpoint.enable_checkpoint -> checkpoint.enable" in report
-    expected = {
-        "model.args.rope_scaling_factor": 1.0,
-        "quantize.linear.float8.enable": True,
-        "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
-        "compile.enable": True,
-        "checkpoint.enable": False,
-        "training.global_batch_size": 2 * 128 // 8,
-        "data.tokenizer": "./assets/tokenizer/original/tokenizer.model",
-    }
-    assert {key: new[key] for key in expected} == expected
 
 
 # Keys one by one: old file, number of processes, what is in the new file, what is lost
@@ -265,7 +233,7 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
         [],
     ),
     (
-        "model.converters = ['float8']\nfloat8.precompute_float8_dynamic_scale_for_fsdp = true",
+        "model.converters = ['float8']\nquantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp = true",
         1,
         {
             "quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp": True,
@@ -273,12 +241,11 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
         },
         [],
     ),
-    ("float8.recipe_name = 'rowwise'", 1, {"quantize.linear.float8.recipe_name": "rowwise"}, []),
+    ("quantize.linear.float8.recipe_name = 'rowwise'", 1, {"quantize.linear.float8.recipe_name": "rowwise"}, []),
     ("optimizer.name = 'Adam'", 1, {"optimizer.name": "Adam"}, []),
     ("optimizer.name = 'Lion'", 1, {"optimizer.name": "Lion", "optimizer.groups": None}, ["optimizer.name"]),
     ("optimizer.early_step_in_backward = true", 1, {}, ["optimizer.early_step_in_backward"]),
     ("optimizer.implementation = 'for-loop'", 1, {}, []),
-    ("lr_scheduler.lr_min = 0.1", 1, {"lr_scheduler.min_lr_factor": 0.1}, []),
     ("lr_scheduler.warmup_steps = 50\ntraining.steps = 20", 1, {"lr_scheduler.warmup_steps": 20}, []),
     ("lr_scheduler.total_steps = 20\ntraining.steps = 20", 1, {}, []),
     ("lr_scheduler.total_steps = 40\ntraining.steps = 20", 1, {}, ["lr_scheduler.total_steps"]),
@@ -368,7 +335,7 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
         {"metrics.loggers": ["tensorboard", "wandb"]},
         [],
     ),
-    ("memory_estimation.enabled = true", 1, {}, []),
+    ("memory_estimation.enable = true", 1, {}, []),
     ("fault_tolerance = {enable = false, group_size = 2}", 1, {}, []),
     ("fault_tolerance.enable = true", 1, {}, ["fault_tolerance.enable"]),
     ("experimental.custom_import = 'my.code'", 1, {}, ["experimental.custom_import"]),
@@ -427,26 +394,15 @@ def test_weight_decay_is_of_all_parameters(text: str, decay: float, tmp_path: Pa
     assert any(parameter.ndim == 1 for parameter in parameters.values())
 
 
-@pytest.mark.parametrize("key", sorted(DEFAULTS["0.2"]))
+@pytest.mark.parametrize("key", sorted(DEFAULTS))
 def test_no_option_takes_another_default_without_a_report(key: str) -> None:
     """Whatever the one key is that a file has, lr, steps and the like are torchtitan's."""
-    value = DEFAULTS["0.2"][key]
+    value = DEFAULTS[key]
     if value is None or key == "lr_scheduler.warmup_steps":
         return
     new, _, losses = run(toml({key: value}), world_size=1)
     assert losses == []
     assert (new["optimizer.lr"], new["training.steps"], new["checkpoint.enable"]) == (8e-4, 10000, False)
-
-
-def test_the_version_decides_defaults() -> None:
-    text = "training.steps = 10\n"
-    assert run(text)[0]["data.tokenizer"] == "./tests/assets/tokenizer"
-    new, report, _ = run(text, version="0.1")
-    assert new["data.tokenizer"] == "./torchtitan/datasets/tokenizer/tokenizer.model"
-    assert new["model.args.rope_scaling_factor"] == 1.0
-    assert "read as" not in report[0]
-    assert "0.1" in run(text + "training.compile = false\n")[1][0]
-    assert "0.2" in run(text + "training.compile = false\nvalidation = {enable = false, freq = 3}\n")[1][0]
 
 
 def test_unknown_keys_are_losses_with_the_nearest_name() -> None:
@@ -471,9 +427,9 @@ def test_our_own_configs_are_refused(path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not a config of torchtitan 0.1 or 0.2"),
-        ("[tool.ruff]\nline-length = 3\n", "not a config of torchtitan 0.1 or 0.2"),
-        ("[[training]]\nsteps = 3\n", "not a config of torchtitan 0.1 or 0.2"),
+        ("", "not a config of torchtitan 0.2"),
+        ("[tool.ruff]\nline-length = 3\n", "not a config of torchtitan 0.2"),
+        ("[[training]]\nsteps = 3\n", "not a config of torchtitan 0.2"),
         ("steps = = 3", "old.toml is not valid TOML"),
         ("[training]\nsteps = 1\nsteps = 2", "old.toml is not valid TOML"),
         (
@@ -502,9 +458,8 @@ GOOD = (
 )
 
 
-@pytest.mark.parametrize("version", ["0.1", "0.2"])
-def test_what_check_would_refuse_has_an_exit_code(version: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(DATA / f"405b_{version}.toml", "--world-size=128") == 1
+def test_what_check_would_refuse_has_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command(DATA / "405b.toml", "--world-size=128") == 1
     lines = capsys.readouterr().err.splitlines()
     assert lines[-1] == "error: the new config does not train as the old one did: model.converters"
     [lost] = [line for line in lines if line.startswith("LOST")]
@@ -524,7 +479,7 @@ def test_without_out_the_toml_is_on_stdout(tmp_path: Path, capsys: pytest.Captur
 def test_with_out_the_report_is_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old.toml", tmp_path / "new.toml"
     old.write_text(GOOD + "[parallelism]\npipeline_parallel_degree = 2\n")
-    assert command(old, "--out", new, "--world-size=2", "--from", "0.2") == 1
+    assert command(old, "--out", new, "--world-size=2") == 1
     captured = capsys.readouterr()
     assert "LOST        parallelism.pipeline_parallel_degree = 2: " in captured.out
     lost = "parallelism.pipeline_parallel_degree"
@@ -571,7 +526,6 @@ CHOICES: dict[str, list[Any]] = {
     "training.dtype": ["bfloat16"],
     "training.mixed_precision_param": ["float32"],
     "training.mixed_precision_reduce": ["float32"],
-    "float8.recipe_name": ["rowwise"],
     "quantize.linear.float8.recipe_name": ["tensorwise"],
 }
 

@@ -7,13 +7,12 @@ import pytest
 from tests.helpers import TinyRun
 from titanlite.config.load import load
 from titanlite.tools import cli
-from titanlite.tools.report.further_layouts import further_layouts
-from titanlite.tools.report.parity import ONE, Curve, compare, error_in, variants, with_equal_bits
+from titanlite.tools.report.parity import ONE, Curve, compare, error_in, further_layouts, variants, with_equal_bits
 
 
 def test_further_axes_are_compared_where_the_config_allows_them(tiny: TinyRun) -> None:
     def names(*options: str) -> list[str]:
-        return [layout.name for layout in further_layouts(str(tiny.toml), list(options), 4)]
+        return [name for name, _ in further_layouts(str(tiny.toml), list(options), 4)]
 
     assert names() == ["context 2 x FSDP 2", "context 4 x FSDP 1"]  # 3 heads cannot be split
     even = ["--model.args.dim=48", "--model.args.n_heads=2", "--model.args.n_kv_heads=2", "--model.args.vocab_size=260"]

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import TinyRun, train_on_this_rank
+from tests.records import find_faults
 from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, phase_seconds
-from titanlite.metrics.records import METRICS, SAVES, VALIDATION, RecordFile, find_faults
+from titanlite.metrics.records import METRICS, SAVES, VALIDATION, RecordFile
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.schema import Comm

@@ -9,10 +9,10 @@ import pytest
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
 from titanlite.tools.cli import run
-from titanlite.tools.plan.estimate import OUTSIDE, Layout
+from titanlite.tools.plan.estimate import OUTSIDE, Layout, with_options
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.output import options_to_paste, toml_of
-from titanlite.tools.plan.search import search, with_options
+from titanlite.tools.plan.search import search
 
 TOML = """\
 # what stays

@@ -11,13 +11,12 @@ from titanlite.config.load import load
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.schema import Degrees
 from titanlite.tools.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
-from titanlite.tools.plan.candidates import Candidate
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.fusion import fused_sizes
 from titanlite.tools.plan.gpu_kernels import attention_scratch
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.recorder import Operator, Recorder, Storage
-from titanlite.tools.plan.search import _Search
+from titanlite.tools.plan.search import Candidate, _Search
 
 MIB = 2**20
 GIB = 2**30

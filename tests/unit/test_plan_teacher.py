@@ -14,10 +14,9 @@ from titanlite.models.base import unique_parameters
 from titanlite.models.frozen import FrozenModel
 from titanlite.schema import Config
 from titanlite.tools import cli
-from titanlite.tools.plan.estimate import Layout, Plan, plan, trace
-from titanlite.tools.plan.frozen import planned_targets
+from titanlite.tools.plan.estimate import Layout, Plan, plan, planned_targets, trace, with_options
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.search import _Search, with_options
+from titanlite.tools.plan.search import _Search
 
 RANKS, BLOCKS = 4, 4
 TEACHER: dict[str, Any] = {

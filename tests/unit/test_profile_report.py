@@ -67,7 +67,7 @@ ON_CPU = [
 
 
 def in_microseconds(found: Profile) -> dict[str, float]:
-    names = ("total", "compute", "communication", "exposed", "transfers", "idle")
+    names = ("total", "compute", "communication", "exposed", "idle")
     return {name: round(1e6 * getattr(found, name), 3) for name in names}
 
 
@@ -89,7 +89,7 @@ def test_a_trace_of_a_cpu(tmp_path: Path) -> None:
     that wait, are none. FSDP's reduce-scatter over gloo is an all-to-all."""
     found = read_profile(write(tmp_path / "t.json.gz", ON_CPU))
     assert in_microseconds(found) == {
-        "total": 1000, "compute": 400, "communication": 340, "exposed": 220, "transfers": 0, "idle": 380,
+        "total": 1000, "compute": 400, "communication": 340, "exposed": 220, "idle": 380,
     }  # fmt: skip
     assert {name: (round(1e6 * it.total), round(1e6 * it.hidden)) for name, it in found.collectives.items()} == {
         "all-gather": (290, 100),
@@ -116,7 +116,6 @@ def test_a_real_run(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     path = run / "profile/step-00000003/rank-0.json.gz"
     found = read_profile(path)
     assert (found.first, found.last, found.steps) == (2, 3, 2)
-    assert [*found.phases] == ["data", "forward", "backward", "update", "metrics"]
     assert found.compute + found.exposed + found.idle == pytest.approx(found.total)
     assert 0 < found.compute < found.total
 
@@ -131,12 +130,11 @@ def test_a_real_run(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert profile(run, "--json") == 0
     record = json.loads(capsys.readouterr().out)
     assert (record["first"], record["last"], record["total"]) == (2, 3, found.total)
-    assert record["idle_in_phases"] == found.idle_in_phases
 
 
 def test_what_is_printed_of_a_gpu(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Compute [1100, 1400] and [1500, 1800]; the all-gather has 200 of its 250 us beside it, the reduce-scatter 100 of
-    350. The copy within the reduce-scatter does not count; the memset of 20 us does."""
+    350. The copy of 100 us within the reduce-scatter and the memset of 20 us are compute, too."""
     gpus = [{"name": "NVIDIA H100 80GB HBM3"}] * 8
     path = write(tmp_path / "profile/step-00000007/rank-3.json.gz", ON_GPU, deviceProperties=gpus)
     path.with_name("rank-3.txt").write_text("Name  Self CUDA\n")
@@ -148,20 +146,15 @@ step 7, rank 3 of 8 on NVIDIA H100 80GB HBM3: {path}
 
 a step
   time                     1.12 ms
-  compute                  0.60 ms
+  compute                  0.72 ms
   collectives              0.60 ms
-    not hidden             0.30 ms
-  memory transfers only    0.02 ms
+    not hidden             0.20 ms
   idle                     0.20 ms
-  collectives hidden         50.0%
+  collectives hidden         66.7%
 
 collectives of a step      calls       time   hidden  not hidden
-  reduce-scatter               1   0.35 ms    28.6%     0.25 ms
+  reduce-scatter               1   0.35 ms    57.1%     0.15 ms
   all-gather                   1   0.25 ms    80.0%     0.05 ms
-
-phases of the host            time       idle
-  forward                  0.50 ms    0.15 ms
-  backward                 0.50 ms    0.00 ms
 
 operators: {path.parent}/rank-3.txt
 Name  Self CUDA

@@ -9,11 +9,10 @@ import pytest
 from tests.plans import read
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.tools.plan.candidates import Found, with_options
-from titanlite.tools.plan.estimate import Layout, plan, trace
+from titanlite.tools.plan.estimate import Layout, plan, trace, with_options
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.layouts import can_have, can_share_experts, further_axes
-from titanlite.tools.plan.search import _Search, best_axes
+from titanlite.tools.plan.search import Found, _Search, best_axes
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 EXPERT = "--parallelism.expert_parallel_degree=2"

@@ -158,7 +158,6 @@ def test_an_interrupted_cache_resumes_and_has_the_same_bits(cached: Cached, tmp_
     assert len(entries) == 8
     moved = shutil.copytree(cached.folder, tmp_path / "cache")
     place = moved / cached.of_source.name
-    (place / "manifest.json").unlink()
     for name in (entries[1], entries[4], entries[7]):
         (moved / name).unlink()
     (moved / entries[5]).write_bytes(b"shorter")
@@ -207,7 +206,7 @@ def test_a_full_disk_loses_nothing(cached: Cached, tmp_path: Path, capfd: pytest
         in line
     )
     names = sorted(name.rpartition("/")[2] for name in files(tmp_path / "cache"))
-    assert names == [".lock", "0000000.topk", "manifest.json", "teacher.json"], "the first source is complete"
+    assert names == [".lock", "0000000.topk", "teacher.json"], "the first source is complete"
     write(toml, *options)
     expected = files(tmp_path / "expected")
     assert len(expected) > 8
@@ -318,7 +317,7 @@ def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path:
     with pytest.raises(UserError, match=r"^teacher\.cache: \S+/0000001\.topk does not have the checksum of sequenc"):
         damaged.read(16)
     file.write_bytes(bytes(data[:-1]))
-    with pytest.raises(UserError, match=r"0000001\.topk is missing or has another size: Restore it, or delete it and"):
+    with pytest.raises(UserError, match=r"is not complete: \d+ of \d+ files are written"):
         cached.samples(f"--teacher.cache={moved}", name="shorter")
 
 

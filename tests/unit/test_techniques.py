@@ -10,7 +10,7 @@ import pytest
 from titanlite.schema import Config
 from titanlite.techniques import TECHNIQUES, asked_for, every_technique, used
 from titanlite.techniques.technique import Technique, reads_of
-from titanlite.tools.plan.candidates import with_options
+from titanlite.tools.plan.estimate import with_options
 
 CHECKS = ("conflicts", "layout_conflicts", "check_machine", "check_model", "choose_trained")
 

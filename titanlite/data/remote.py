@@ -20,10 +20,8 @@ from pathlib import Path
 from threading import Event
 from typing import NamedTuple, TypeVar
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-
 from titanlite.data.tokens import FORMAT, INDEX, check_shard_file
-from titanlite.runtime.console import install_hint, progress_console
+from titanlite.runtime.console import install_hint, progress_bar
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_work
 from titanlite.storage.retry import PERMANENT, AccessDenied, RetriesExhausted, retry
@@ -138,10 +136,8 @@ def _copy(place: ObjectStorage, index: bytes, files: list[_File], folder: Path) 
     missing = [file for file in files if not (staging / file.name).is_file()]
     size, to_copy = (sum(file.size for file in some) for some in (files, missing))
     logger.info(f"copying {place.url} to {folder}: {len(files)} files, {size:,} bytes, {to_copy:,} yet to come")
-    columns = (TextColumn("copying"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=progress_console(), transient=True) as progress:
-        task = progress.add_task("", total=size, completed=size - to_copy)
-        copy = _Copy(place, staging, lambda count: progress.advance(task, count))
+    with progress_bar("copying", size, done=size - to_copy) as advance:
+        copy = _Copy(place, staging, advance)
         pool = ThreadPoolExecutor(THREADS)
         try:
             for done in wait([pool.submit(copy.file, file) for file in missing], return_when=FIRST_EXCEPTION).done:

@@ -4,6 +4,9 @@ import logging
 import re
 import shutil
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from shlex import quote
@@ -33,6 +36,27 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 def progress_console() -> Console:
     """Console of progress bars: standard error, silent when it is not a terminal."""
     return Console(stderr=True, quiet=not sys.stderr.isatty())
+
+
+@contextmanager
+def progress_bar(
+    text: str, total: float, *, done: float = 0, of_bytes: bool = True, shown: bool = True
+) -> Iterator[Callable[[float], None]]:
+    """Show a bar within the context, and yield the function that advances it."""
+    from rich.progress import (
+        BarColumn,
+        DownloadColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+        TransferSpeedColumn,
+    )
+
+    counts = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
+    columns = TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn()
+    with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
+        yield partial(progress.advance, progress.add_task(text, total=total, completed=int(done)))
 
 
 def shell_command(name: str) -> str:

@@ -3,9 +3,9 @@
 `titanlite distill cache` (tools/convert/teacher_cache.py) writes it, and training reads it.
 
 A cache is a folder. `teacher.json` has the settings of all its entries. Each source of the data has a folder, named by
-the fingerprint of the source, with `0000000.topk`, `0000001.topk`, ... and `manifest.json`, which is written last: a
-folder without one is not complete. A file has the records of a fixed number of sequences, in the order of the source.
-So (sequence, position) gives the place of an entry in any epoch, order and layout.
+the fingerprint of the source, with `0000000.topk`, `0000001.topk`, ..., each renamed when it is whole. A file has the
+records of a fixed number of sequences, in the order of the source. So (sequence, position) gives the place of an entry
+in any epoch, order and layout.
 
 A record has an entry for each token of a sequence, and a checksum of the entries and of the sequence's tokens. It is
 compared at each read, so that training never takes a damaged entry, or one of other tokens. Imports no torch, so that
@@ -28,7 +28,6 @@ from titanlite.runtime.errors import UserError
 
 FORMAT = 1
 SETTINGS = "teacher.json"
-MANIFEST = "manifest.json"
 TOP_K = 64
 BLOCK_BYTES = 2**27
 """Largest size of a file, unless one sequence is larger. A file is written at once: as much work is lost when the
@@ -137,24 +136,22 @@ def read_settings(cache: Path) -> CacheSettings:
     Raises:
         UserError: there are none, or they are of another version.
     """
-    fields = _read_json(cache / SETTINGS, f"is not a cache of a teacher, which `{COMMAND}` writes")
+    path = cache / SETTINGS
+    try:
+        fields = json.loads(path.read_text())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(
+            f"teacher.cache: {cache} is not a cache of a teacher, which `{COMMAND}` writes: {error}"
+        ) from None
+    has = fields.pop("format", None) if isinstance(fields, dict) else None
+    if has != FORMAT:
+        raise UserError(f"teacher.cache: {path} has format {has}, this version reads {FORMAT}: write the cache again")
     try:
         settings = CacheSettings(**fields)
         assert settings.entry.itemsize * settings.seq_len * settings.block_sequences > 0
     except (TypeError, ValueError, KeyError, AssertionError):
-        raise UserError(f"teacher.cache: {cache / SETTINGS} is damaged: restore it, or write another cache") from None
+        raise UserError(f"teacher.cache: {path} is damaged: restore it, or write another cache") from None
     return settings
-
-
-def _read_json(path: Path, otherwise: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"teacher.cache: {path.parent} {otherwise}: {error}") from None
-    has = found.pop("format", None) if isinstance(found, dict) else None
-    if has != FORMAT:
-        raise UserError(f"teacher.cache: {path} has format {has}, this version reads {FORMAT}: write the cache again")
-    return found
 
 
 class Entries:
@@ -165,7 +162,7 @@ class Entries:
         sequences: number of sequences of the source.
 
     Raises:
-        UserError: the folder is not complete, or of another source or cache.
+        UserError: the folder is not complete.
     """
 
     def __init__(self, folder: Path, settings: CacheSettings, sequences: int) -> None:
@@ -174,17 +171,10 @@ class Entries:
         self._open = lru_cache(MOST_OPEN_FILES)(self._open_file)
         self._sizes = block_sizes(sequences, settings)
         there = [has_block(folder, block, count, settings) for block, count in enumerate(self._sizes)]
-        if not (folder / MANIFEST).is_file():
+        if not all(there):
             raise UserError(
                 f"teacher.cache: {folder} is not complete: {sum(there)} of {len(there)} files are written. Start "
                 f"`{COMMAND}` again: it resumes with the rest"
-            )
-        manifest = _read_json(folder / MANIFEST, "has no readable manifest")
-        if manifest != make_manifest(settings, sequences):
-            raise UserError(f"teacher.cache: {folder} has the entries of another cache: delete it, and run `{COMMAND}`")
-        if not all(there):
-            raise UserError(
-                f"teacher.cache: {folder / block_name(there.index(False))} is missing or has another size: {_remedy()}"
             )
 
     def __reduce__(self) -> Any:
@@ -213,13 +203,4 @@ class Entries:
 
 
 def _remedy() -> str:
-    return f"Restore it, or delete it and {MANIFEST} beside it: `{COMMAND}` then writes it again"
-
-
-def make_manifest(settings: CacheSettings, sequences: int) -> dict[str, Any]:
-    """Return what `manifest.json` has, beside its format."""
-    return {
-        "settings": settings.fingerprint,
-        "sequences": sequences,
-        "block_sequences": settings.block_sequences,
-    }
+    return f"Restore it, or delete it: `{COMMAND}` then writes it again"

@@ -9,12 +9,11 @@ from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 from rich.console import Console
-from rich.progress import Progress
 from rich.table import Column, Table
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.tools.arguments import Count, Index, Stored
@@ -136,11 +135,12 @@ def hash_checkpoint(path: Stored, *, tensors: bool = False) -> None:
     reader = ShardReader(storage, found.folder, manifest)
     sums = dict.fromkeys(reader.metadata.state_dict_metadata, 0)
     entries: dict[str, Any] = reader.metadata.state_dict_metadata
-    with Progress(console=progress_console(), transient=True) as progress:
-        for index, sizes in progress.track(reader.chunks.items(), description=found.folder):
+    with progress_bar(found.folder, len(reader.chunks), of_bytes=False) as advance:
+        for index, sizes in reader.chunks.items():
             shape, offsets = entries[index.fqn].size, index.offset or ()
             part = reader.read_chunk(index)
             sums[index.fqn] += int(sum_of_part(index.fqn, part, indices_of_box(shape, offsets, sizes)))
+            advance(1)
     hashes = {name: describe(it.properties.dtype, it.size, sums[name]) for name, it in entries.items()}
     print(join_hashes(hashes))
     if tensors:
@@ -250,9 +250,8 @@ def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check 
 
 
 def _read_all(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
-    with Progress(console=progress_console(), transient=True) as progress:
-        task = progress.add_task(folder, total=sum(sizes.values()))
-        return manifests.verify(storage, folder, sizes, on_read=lambda read: progress.advance(task, read))
+    with progress_bar(folder, sum(sizes.values())) as advance:
+        return manifests.verify(storage, folder, sizes, on_read=advance)
 
 
 def _size(*counts: int) -> str:

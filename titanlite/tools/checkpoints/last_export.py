@@ -7,13 +7,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.data.tokenizer import is_shipped
 from titanlite.runtime.signals import shielding_children
-from titanlite.storage.storage import open_storage
 
 if TYPE_CHECKING:
     from titanlite.train import Run
@@ -43,11 +42,12 @@ def export_last(run: "Run", *, give_up: Callable[[], bool] = lambda: False) -> b
         return True
     name = folder_name(step)
     checkpoints = config.folder or str(run.folder.checkpoints)
-    exports = f"{config.folder}/exports" if config.folder else str(run.folder.path / "exports")
-    place, log = f"{exports}/hf-{name}", run.folder.logs / f"export-{name}.log"
-    if _is_done(exports, f"hf-{name}"):
+    is_local = config.folder is not None and "://" not in config.folder
+    place = (Path(str(config.folder)) if is_local else run.folder.path) / "exports" / f"hf-{name}"
+    log = run.folder.logs / f"export-{name}.log"
+    if place.exists():
         return True
-    words = ["checkpoint", "export", f"{checkpoints}/{name}", "--out", place, "--dtype", config.export_dtype]
+    words = ["checkpoint", "export", f"{checkpoints}/{name}", "--out", str(place), "--dtype", config.export_dtype]
     if run.config.model.file:
         words += ["--model-file", run.config.model.file]
     if not is_shipped(run.config.data.tokenizer):
@@ -55,8 +55,6 @@ def export_last(run: "Run", *, give_up: Callable[[], bool] = lambda: False) -> b
     words += [word for glob in config.export_drop for word in ("--drop", glob)]
     by_hand = f"By hand: {shlex.join(['titanlite', *words])}"
     environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
-    if "://" not in exports:
-        os.makedirs(exports, exist_ok=True)
     logger.info(f"exporting step {step} to {place}")
     command = [sys.executable, "-c", BEGIN.format(os.getpid()), *words]
     with open(log, "ab") as output, shielding_children():
@@ -81,10 +79,3 @@ def export_last(run: "Run", *, give_up: Callable[[], bool] = lambda: False) -> b
         reason = (errors or lines or [f"exit code {process.returncode}"])[-1]
         logger.warning(f"the export of step {step} failed: {reason} (log: {log}). {by_hand}")
     return True
-
-
-def _is_done(exports: str, name: str) -> bool:
-    with suppress(Exception):  # a store that cannot be read: the export itself finds out
-        written = open_storage(exports).list().get(name, {})
-        return not {"config.json", "adapter_config.json"}.isdisjoint(written)
-    return False

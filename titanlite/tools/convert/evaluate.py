@@ -5,19 +5,14 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column, Table
 
-from titanlite.data.packing import SequenceReader, TokenSequence
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Source
 from titanlite.data.sources import open_sources
@@ -25,16 +20,15 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
 from titanlite.schema import Config, Data, Validation, ValidationSource
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer
-from titanlite.tools.convert.loading import default_dtype, tokenizer_of
 from titanlite.tools.convert.source import Source as Weights
-from titanlite.tools.convert.source import load_model, open_source
+from titanlite.tools.convert.source import default_dtype, load_model, open_source, tokenizer_of
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.validation import Validator
+from titanlite.validation import ASK_BATCHES, Validator
 
 SEQ_LEN = 2048
 """Tokens of a sequence for weights of another program, if the model can compute as many."""
@@ -206,13 +200,14 @@ def _measure(
     ranks = Ranks(0, 1, 0, 1)
     device = pick_device(ranks)
     of_run = weights.config.training.mixed_precision_param if weights.config else default_dtype(device)
-    with process_group(ranks, device), _progress(section, sources) as watched:
+    total = sum(min(section.sequences or len(it.sequences), len(it.sequences)) for it in sources)
+    with process_group(ranks, device), progress_bar("sequences", total, of_bytes=False) as advance:
         model = load_model(weights, dtype=DTYPES[dtype or of_run], device=device)
         group = dist.group.WORLD
         assert group is not None
         validator = Validator(
             section,
-            watched,
+            sources,
             batch_size=batch_size,
             token_bytes=tokenizer.token_bytes(),
             kernels=pick_kernels(device),
@@ -221,37 +216,14 @@ def _measure(
             ranks=1,
             group=group,
         )
-        record = validator.run(model)
+
+        def show() -> bool:
+            advance(ASK_BATCHES * batch_size)
+            return False
+
+        record = validator.run(model, stops=show)
         assert record is not None, "only a training run interrupts its validation"
         return record
-
-
-class _Watched:
-    """Sequences of a source that report each one that is read."""
-
-    def __init__(self, sequences: SequenceReader, on_read: Callable[[], None]) -> None:
-        self.sequences = sequences
-        self.on_read = on_read
-
-    def __len__(self) -> int:
-        return len(self.sequences)
-
-    def read(self, index: int) -> TokenSequence:
-        self.on_read()
-        return self.sequences.read(index)
-
-
-@contextmanager
-def _progress(section: Validation, sources: list[Source]) -> Iterator[list[Source]]:
-    """Show a progress bar while the sources that this yields are read."""
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=progress_console(), transient=True) as progress:
-        watched = []
-        for source in sources:
-            total = min(section.sequences or len(source.sequences), len(source.sequences))
-            advance = partial(progress.advance, progress.add_task(source.name, total=total))
-            watched.append(replace(source, sequences=_Watched(source.sequences, advance)))
-        yield watched
 
 
 def _print(record: dict[str, Any]) -> None:

@@ -1,24 +1,103 @@
-"""`titanlite checkpoint export`: a folder that transformers and its relatives load."""
+"""`titanlite checkpoint export`: a folder that transformers loads; of adapters, one in PEFT's format."""
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import torch
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
+from safetensors.torch import save
+from torch import Tensor, nn
 
 from titanlite.models.formats import HuggingFace
-from titanlite.runtime.console import progress_console
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.console import progress_bar
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.techniques.lora.adapters import LORA_A, LORA_B
+from titanlite.tools.arguments import ModelFile, RunConfig, RunTokenizer, Weights
+from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
+from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import Outgoing, outgoing, values_of
-from titanlite.tools.convert.safetensors_file import index_json, split, write, write_all
-from titanlite.tools.convert.source import Source
-from titanlite.tools.convert.target import LocalTarget, Target, Write
+from titanlite.tools.convert.safetensors_file import index_json, parse_size, split, write
+from titanlite.tools.convert.source import Source, open_source
+from titanlite.tools.convert.target import Target, Write
 from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, tokenizer_files
+
+ADAPTERS = "adapter_model.safetensors"
+ADAPTERS_CONFIG = "adapter_config.json"
+PEFT_NAMES = {LORA_A: "lora_A", LORA_B: "lora_B"}
+
+
+def export(
+    path: Weights,
+    *,
+    config: RunConfig | None = None,
+    model_file: ModelFile | None = None,
+    tokenizer: RunTokenizer | None = None,
+    out: str,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
+    max_shard_size: str = "5GB",
+    drop: Sequence[str] = (),
+    merge: bool = False,
+    check: bool = False,
+    no_tokenizer: bool = False,
+) -> None:
+    """Write the weights of a checkpoint as a Hugging Face folder.
+
+    transformers and others read it: config.json, safetensors, tokenizer. Of a run with [lora], the adapters are written
+    in PEFT's format.
+
+    Args:
+        out (PATH): folder; it must not exist
+        dtype: dtype of the weights; default: as they are
+        max_shard_size (SIZE): largest file of weights
+        drop (GLOB): leave out tensors that the format has no place for, such as layers.*.feed_forward.bias_E
+        merge: of a run with [lora]: write the whole model, with the adapters merged
+        check: compare what transformers computes with our model, block by block
+        no_tokenizer: write no files of the tokenizer
+
+    Raises:
+        UserError: a mistake in the input, or a damaged checkpoint.
+        RunError: a disk or a store fails.
+
+    Example:
+        outputs/debug --out debug_hf --dtype bfloat16
+        s3://bucket/run --out run_hf --max-shard-size 2GB
+    """
+    max_shard_bytes = parse_size(max_shard_size)
+    try:
+        source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
+        if merge and source.adapters is None:
+            raise UserError(f"--merge: {source.where} has no adapters")
+        if source.adapters is not None and not merge:
+            if check:
+                raise UserError("--check is for whole models: add --merge")
+            size = export_adapters(source, Target(out), dtype=getattr(torch, dtype) if dtype else None, drop=drop)
+            print(f"wrote {out}: {len(source.adapters.layers)} adapters in PEFT's format, {size / 2**20:,.1f} MiB")
+            print(f"from  {source.where}")
+            return
+        done = export_folder(
+            source,
+            Target(out),
+            dtype=getattr(torch, dtype) if dtype else None,
+            max_shard_bytes=max_shard_bytes,
+            drop=drop,
+            with_tokenizer=not no_tokenizer,
+            check=check,
+        )
+    except DamagedCheckpoint as damage:
+        raise UserError(str(damage)) from None
+    except BrokenPipeError:
+        raise
+    except OSError as error:  # of a disk, or of an object store after many tries
+        raise RunError(str(error)) from None
+
+    print(f"wrote {out}: {done.architecture}, {done.bytes / 2**20:,.1f} MiB in {done.files} files of weights")
+    print(f"from  {source.where}")
+    if done.report:
+        print(f"check: {done.report}")
 
 
 @dataclass(frozen=True)
@@ -56,8 +135,6 @@ def export_folder(
         CheckFailed: the folder is not the model. It is deleted.
     """
     target.check()
-    if check and not isinstance(target, LocalTarget):
-        raise UserError("--check reads the folder back: name a local --out")
     form = format_of(source)
     tensors = outgoing(source, form.tensors, dtype=dtype, drop=drop)
     files = split(tensors, max_shard_bytes)
@@ -65,17 +142,17 @@ def export_folder(
     small |= _small_files(source, form, tensors, with_tokenizer=with_tokenizer)
     target.begin()
     values = values_of(source)
-    with _progress(sum(tensor.bytes for tensor in tensors)) as advance:
+    with progress_bar("writing", sum(tensor.bytes for tensor in tensors)) as advance:
         for name, part in files.items():
             target.write(name, partial(write, tensors=part, values=values, on_write=advance))
     for name, data in small.items():
         target.write(name, content(data))
-    report = _checked(source, target, tensors) if check and isinstance(target, LocalTarget) else ""
+    report = _checked(source, target, tensors) if check else ""
     target.commit()
     return Exported(len(files), sum(tensor.bytes for tensor in tensors), form.architecture, report)
 
 
-def _checked(source: Source, target: LocalTarget, tensors: Sequence[Outgoing]) -> str:
+def _checked(source: Source, target: Target, tensors: Sequence[Outgoing]) -> str:
     try:
         return check_folder(source, target.staging, tensors)
     except CheckFailed:
@@ -134,13 +211,81 @@ def json_bytes(value: Any) -> bytes:
 
 
 def content(data: bytes) -> Write:
-    return lambda file: write_all(file, data)
+    return lambda file: file.write(data)
 
 
-@contextmanager
-def _progress(total: int) -> Iterator[Callable[[int], None]]:
-    """Progress bar over bytes, silent when standard error is not a terminal."""
-    columns = TextColumn("writing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=progress_console(), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        yield lambda size: bar.advance(task, size)
+# Adapters
+
+
+def export_adapters(
+    source: Source, target: Target, *, dtype: torch.dtype | None = None, drop: Sequence[str] = ()
+) -> int:
+    """Write the adapters of a checkpoint, and return their size in bytes. They must fit in memory.
+
+    Args:
+        dtype: of the adapters; None keeps the stored one.
+        drop: globs of the model's tensors that the format may leave out.
+
+    Raises:
+        UserError: the folder exists, or the format has no place for a layer with an adapter, or for another tensor.
+    """
+    assert source.adapters is not None
+    target.check()
+    form, adapters = format_of(source), source.adapters
+    outgoing(source, form.tensors, dtype=None, drop=drop)  # a tensor that the base in this format would lack
+    modules = {layer: _module(form, layer) for layer in adapters.layers}
+    tensors = {
+        f"base_model.model.{module}.{theirs}.weight": _read(adapters, f"{layer}.{ours}", dtype)
+        for layer, module in modules.items()
+        for ours, theirs in PEFT_NAMES.items()
+    }
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": _base(source),
+        "r": adapters.rank,
+        "lora_alpha": int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha,
+        "lora_dropout": 0.0,
+        "target_modules": _targets(source, form, [*modules.values()]),
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+    }
+    target.begin()
+    target.write(ADAPTERS, content(save(tensors, metadata={"format": "pt"})))
+    target.write(ADAPTERS_CONFIG, content(json_bytes(config)))
+    target.commit()
+    return sum(tensor.nbytes for tensor in tensors.values())
+
+
+def _read(adapters: Adapters, name: str, dtype: torch.dtype | None) -> Tensor:
+    tensor = adapters.read(name)
+    return tensor.to(dtype or tensor.dtype).contiguous()
+
+
+def _module(form: HuggingFace, layer: str) -> str:
+    """Return the name of a layer there.
+
+    Raises:
+        UserError: there is none, or its weight has another layout, in which the adapter would be another.
+    """
+    found = form.tensors.find(f"{layer}.weight")
+    if found is None or found[0].transposed or found[0].interleaved:
+        reason = "has no place" if found is None else "has another layout"
+        raise UserError(f"{layer} {reason} in this format, so its adapter cannot be written: export with --merge")
+    return found[1].removesuffix(".weight")
+
+
+def _targets(source: Source, form: HuggingFace, modules: list[str]) -> list[str]:
+    """Return PEFT's target_modules: last parts of names, as programs expect them, where those match no other layer."""
+    linears = [name for name, module in source.spec.build().named_modules() if isinstance(module, nn.Linear)]
+    known = {found[1].removesuffix(".weight") for name in linears if (found := form.tensors.find(f"{name}.weight"))}
+    last = {module.rpartition(".")[2] for module in modules}
+    is_all = {name for name in known if name.rpartition(".")[2] in last} == {*modules}
+    return sorted(last) if is_all else modules
+
+
+def _base(source: Source) -> str | None:
+    """Return the Hugging Face folder that the run began with; None if it began with other weights."""
+    path: Any = source.config.checkpoint.initial_load_path if source.config else None
+    return path if path and "://" not in path and HuggingFaceFolder.matches(Path(path).expanduser()) else None

@@ -4,7 +4,6 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from functools import partial
 from typing import Annotated, Literal
 
@@ -17,13 +16,9 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer, between
 from titanlite.tools.convert.generation import Generator, Sampler, stream_text
-from titanlite.tools.convert.loading import default_dtype, note, tokenizer_of
-from titanlite.tools.convert.prompts import Prompts, checked, read_prompts, stop_ids
-from titanlite.tools.convert.source import Source, load_model, open_source
-from titanlite.tools.ingest.chat_tokens import Chat
-
-NEW_CHAT = "/new"
-"""Line that ends a chat and begins another one."""
+from titanlite.tools.convert.prompts import prompt_encoder, read_prompts, stop_ids
+from titanlite.tools.convert.source import Source, default_dtype, load_model, note, open_source, tokenizer_of
+from titanlite.tools.ingest.chat_template import Chat
 
 
 def generate(
@@ -34,7 +29,6 @@ def generate(
     tokenizer: RunTokenizer | None = None,
     prompt: str | None = None,
     prompt_file: str | None = None,
-    interactive: bool = False,
     chat: bool = False,
     max_new_tokens: Count = 256,
     temperature: Annotated[float, between(0, 100)] = 0.0,
@@ -52,8 +46,7 @@ def generate(
     Args:
         prompt (TEXT): text to continue
         prompt_file (FILE): a prompt on each line; of FILE.jsonl the field prompt or text of each line; - is standard
-            input
-        interactive: read prompts from the terminal, a line each
+            input or the terminal, where each line is answered as it comes
         chat: prompts are messages: apply the tokenizer's chat template
         max_new_tokens: longest answer
         temperature (T): 0 takes the most probable token; above, tokens are drawn, 1 with the model's probabilities;
@@ -69,18 +62,12 @@ def generate(
     Example:
         outputs/debug --prompt "def add(a, b):"
         outputs/debug --prompt-file prompts.txt --temperature 0.8 --top-p 0.95 --json
-        Qwen3-8B --chat --interactive --temperature 0.7
+        Qwen3-8B --chat --prompt-file - --temperature 0.7
     """
-    given = {"--prompt": prompt is not None, "--prompt-file": prompt_file is not None, "--interactive": interactive}
-    named = [name for name, is_given in given.items() if is_given]
     useless = [name for name, value in {"--top-p": top_p, "--seed": seed}.items() if value is not None]
     problem = ""
-    if not named:
-        problem = "no prompt: give --prompt TEXT, --prompt-file FILE or --interactive"
-    elif len(named) > 1:
-        problem = f"{' and '.join(named)}: give one of them"
-    elif interactive and json_:
-        problem = "--interactive and --json: give one of them"
+    if (prompt is None) == (prompt_file is None):
+        problem = "give --prompt TEXT or --prompt-file FILE" + (", and not both" if prompt is not None else "")
     elif prompt is not None and not prompt.strip():
         problem = "--prompt: the prompt is empty"
     elif temperature == 0 and useless:
@@ -88,20 +75,20 @@ def generate(
     if problem:
         raise UserError(f"titanlite generate: {problem}")
     prompts = read_prompts(prompt, prompt_file)
+    if prompt_file != "-":
+        prompts = [*prompts]
     source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
     known = tokenizer_of(source)
-    turns = Prompts(known, config=source.config, chat=Chat(known) if chat else None)
-    encoded = [turns.encode(text) for text in prompts]
+    encode = prompt_encoder(known, config=source.config, chat=Chat(known) if chat else None)
+    encoded = [encode(text) for text in prompts] if isinstance(prompts, list) else []
     device = pick_device(Ranks(0, 1, 0, 1))
     generator = load_generator(source, vocab_size=known.vocab_size, device=device, dtype=dtype)
     for ids in encoded:
         generator.check(ids)  # before the first answer, which may take minutes
     sampler = partial(Sampler, temperature=temperature, top_p=top_p or 1.0, seed=seed or 0)
     answers = Answers(generator, known, max_new_tokens=max_new_tokens, sampler=sampler)
-    if interactive:
-        _talk(turns, answers)
-        return
-    for number, (text, ids) in enumerate(zip(prompts, encoded, strict=True)):
+    for number, text in enumerate(prompts):
+        ids = encode(text)
         if json_:
             added = "".join(answers.stream(ids))
             print(json.dumps({"prompt": text, "text": added, **answers.about()}, ensure_ascii=False), flush=True)
@@ -173,13 +160,10 @@ class Answers:
             ended = "end of text"
         return {"prompt_tokens": self._prompt_length, "new_tokens": self._count, "ended": ended}
 
-    def show(self, ids: list[int]) -> str:
-        """Write an answer to standard output as it comes, and return it."""
-        self.generator.check(ids)
-        text = ""
+    def show(self, ids: list[int]) -> None:
+        """Write an answer to standard output as it comes."""
         try:
             for piece in self.stream(ids):
-                text += piece
                 print(piece, end="", flush=True)
         finally:
             print(flush=True)
@@ -189,41 +173,3 @@ class Answers:
         if sys.stderr.isatty() and self._count > 1:
             rate = (self._count - 1) / (time.monotonic() - self._first_token)
             note(f"({about['new_tokens']} tokens, {rate:.1f} a second; ended by {about['ended']})")
-        return text
-
-
-def _talk(prompts: Prompts, answers: Answers) -> None:
-    """Read prompts from standard input, a line each, until it ends. Ctrl-C ends an answer, or else everything."""
-    earlier: list[tuple[str, str]] = []
-    for line in _lines(hint=f" {NEW_CHAT} begins another chat." if prompts.chat else ""):
-        if line.strip() == NEW_CHAT and prompts.chat:
-            earlier = []
-            continue
-        try:
-            answer = answers.show(prompts.encode(checked(line, "the line"), earlier))
-        except KeyboardInterrupt:
-            continue
-        except UserError as error:
-            note(f"error: {error}")
-            continue
-        if prompts.chat:
-            earlier.append((line, answer))
-
-
-def _lines(hint: str) -> Iterator[str]:
-    """Yield the lines of standard input that hold something. At a terminal they can be edited."""
-    is_terminal = sys.stdin.isatty()
-    sys.stdin.reconfigure(errors="surrogateescape")  # pyright: ignore[reportAttributeAccessIssue]
-    if is_terminal:
-        with suppress(ImportError):
-            import readline  # noqa: F401 (`input` then edits lines)
-        note(f"Each line is a prompt. Ctrl-C ends an answer, Ctrl-D the program.{hint}")
-    while True:
-        try:
-            line = input("> " if is_terminal else "")
-        except (EOFError, KeyboardInterrupt):
-            if is_terminal:
-                print()
-            return
-        if line.strip():
-            yield line

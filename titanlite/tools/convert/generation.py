@@ -126,7 +126,9 @@ class Generator:
         """Return the logits of the token after a sequence: float32 [V]."""
         shared = 0
         if self._cache:
-            shared = min(_shared(self._ids, ids), len(ids) - 1)
+            both = zip(self._ids, ids, strict=False)
+            same = next((at for at, (old, new) in enumerate(both) if old != new), len(self._ids))
+            shared = min(same, len(ids) - 1)
             self._cache.cut(shared)
         tokens_BL = torch.tensor([ids[shared:]], device=self.device)
         documents = self._cache.next_documents(tokens_BL) if self._cache else None
@@ -141,13 +143,6 @@ class Generator:
     def _last_logits(self, hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
         """Compute no logits of other tokens than the last: of a long prompt they would take gigabytes."""
         return self.kernels.linear(hidden_BLD[0, -1:], weight_VD)[0, : self.vocab_size].float()
-
-
-def _shared(old: Sequence[int], new: Sequence[int]) -> int:
-    """Return how many tokens two sequences have in common at their beginning."""
-    if len(old) < len(new) and list(new[: len(old)]) == list(old):
-        return len(old)
-    return next((i for i, (a, b) in enumerate(zip(old, new, strict=False)) if a != b), min(len(old), len(new)))
 
 
 def stream_text(tokenizer: Tokenizer, tokens: Iterator[int], *, context: Sequence[int] = ()) -> Iterator[str]:

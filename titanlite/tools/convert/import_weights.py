@@ -10,13 +10,11 @@ import uuid
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
-from rich.progress import Progress
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
@@ -28,14 +26,14 @@ from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
 from titanlite.models.registry import ModelSpec
-from titanlite.runtime.console import progress_console
-from titanlite.runtime.errors import UserError
+from titanlite.parallelize import DTYPES
+from titanlite.runtime.console import progress_bar
+from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.ranks import error_of_ranks
-from titanlite.schema import Config, Data, dump
+from titanlite.schema import dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
-from titanlite.tools.convert.compress import choose_layers, teacher_name
 from titanlite.tools.convert.reader import ForeignReader
-from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, open_source, origin_of, read_tensor
+from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, origin_of
 from titanlite.tools.convert.weights import find_source
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
@@ -45,79 +43,73 @@ def import_weights(
     path: str,
     *,
     out: str,
-    model: str | None,
-    flavor: str | None,
-    config: str | None,
-    dtype: torch.dtype | None,
-    allow_unexpected: Sequence[str],
-    layers: str | None = None,
-) -> str:
-    """Write weights of another format as a checkpoint of step 0, and return its place.
+    model: str | None = None,
+    flavor: str | None = None,
+    config: str | None = None,
+    dtype: Literal["bfloat16", "float32"] | None = None,
+    allow_unexpected: Sequence[str] = (),
+) -> None:
+    """Write weights of another program as a checkpoint.
+
+    Reads a Hugging Face folder, a step of torchtitan, or Meta's consolidated.*.pth. The checkpoint is of step 0 and has
+    the model alone, for checkpoint.initial_load_path and for the commands that take a checkpoint. Training needs no
+    import: checkpoint.initial_load_path takes the same folders.
 
     Args:
-        out: folder or URL for the checkpoint's folder, step-00000000.
-        model: name of the family; None takes what the weights describe.
-        config: config with the model, instead of name and flavor.
-        dtype: of parameters; None keeps that of the weights.
-        allow_unexpected: globs of tensors to leave out.
-        layers: numbers of the layers to take, such as "0,2,4-7", of a checkpoint of ours, too. None takes all.
+        path (DIR_OR_FILE): weights of another program
+        out (DIR): folder or URL for the checkpoint, step-00000000
+        model (NAME): model family; default: what the weights describe
+        flavor (NAME): flavor of the family; default: what the weights describe
+        config: config with the model, instead of --model and --flavor
+        dtype: dtype of the weights; default: as they are
+        allow_unexpected (GLOB): leave out tensors that the model does not have
 
     Raises:
         UserError: the weights are of another model, damaged or not safe to load, or the place is taken.
-        OSError: the place cannot be written.
+        RunError: the place cannot be written.
+
+    Example:
+        models/Qwen3-0.6B --out outputs/qwen3
+        torchtitan/outputs/checkpoint/step-1000 --model llama3 --flavor 8B --out outputs/llama3
     """
-    origin = None
-    if (foreign := find_source(path)) is not None:
-        teacher, resolved = open_foreign(foreign, model=model, flavor=flavor, config=config)
-        tokenizer = resolved.data.tokenizer
-        origin = origin_of(foreign) | ({} if config is None else {"has_tokenizer": True})
-    elif layers is None:
+    if config is not None and (model or flavor):
+        raise UserError("--config names the model: leave out --model and --flavor")
+    if (foreign := find_source(path)) is None:
         raise UserError(f"{path} holds no weights of another program. titanlite reads its own checkpoints as they are")
-    elif model or flavor:
-        raise UserError("--model, --flavor: a checkpoint of titanlite names its model: leave them out")
-    else:
-        teacher = open_source(path, config=config)
-        assert teacher.config is not None, "checkpoints of ours have one"
-        resolved, named = teacher.config, teacher.config.data.tokenizer
-        tokenizer = teacher.tokenizer.name if teacher.tokenizer else named if is_shipped(named) else None
-    initial = dict[str, Tensor]()
-    if isinstance(teacher.reader, ForeignReader):
-        initial = _initial_buffers(teacher.spec, {name.removeprefix("model.") for name in teacher.reader.kept})
-        _check(teacher, teacher.reader, initial, allow_unexpected)
-    entries: dict[str, Any] = teacher.metadata.state_dict_metadata
-
-    def read_teacher(name: str) -> Tensor:
-        if isinstance(teacher.reader, ForeignReader):
-            return teacher.reader.read(f"model.{name}")
-        return read_tensor(teacher, name)
-
-    storage, folder = _open_place(out)
-    spec, chosen = teacher.spec, None
-    if layers is not None:
-        chosen = choose_layers(layers, teacher.spec)
-        args: Any = teacher.spec.args
-        spec = spec._replace(args=replace(args, n_layers=len(chosen)))
-        model_args = {**resolved.model.args, "n_layers": len(chosen)}
-        resolved = Config(  # the run's other options are not the student's
-            model=resolved.model.model_copy(update={"args": model_args}), data=Data(tokenizer=resolved.data.tokenizer)
-        )
-    tensors = model_state(spec.build())
-    theirs = {name: teacher_name(name, chosen) if chosen else name for name in tensors}
-    kept = _initial_buffers(spec, {name for name in tensors if theirs[name] in initial})
-
-    def read(name: str) -> Tensor:
-        return kept[name] if name in kept else read_teacher(theirs[name]).to(dtype_of(name)).contiguous()
+    source, resolved = open_foreign(foreign, model=model, flavor=flavor, config=config)
+    reader, spec = source.reader, source.spec
+    assert isinstance(reader, ForeignReader)
+    kept = _initial_buffers(spec, {name.removeprefix("model.") for name in reader.kept})
+    _check(source, reader, kept, allow_unexpected)
+    entries: dict[str, Any] = reader.metadata.state_dict_metadata
 
     def dtype_of(name: str) -> torch.dtype:
-        return kept[name].dtype if name in kept else dtype or entries[f"model.{theirs[name]}"].properties.dtype
+        if name in kept:
+            return kept[name].dtype
+        return DTYPES[dtype] if dtype else entries[f"model.{name}"].properties.dtype
+
+    def read(name: str) -> Tensor:
+        return kept[name] if name in kept else reader.read(f"model.{name}").to(dtype_of(name)).contiguous()
 
     state = {  # views of one element: the writer asks for each tensor when it writes it
-        name: torch.empty((), dtype=dtype_of(name)).expand(tensor.shape) for name, tensor in tensors.items()
+        name: torch.empty((), dtype=dtype_of(name)).expand(tensor.shape)
+        for name, tensor in model_state(spec.build()).items()
     }
-    settings = model_settings(resolved.model.title, spec.args)
-    config_text = dump(resolved)
-    _write(storage, folder, state, read=read, settings=settings, config=config_text, origin=origin, tokenizer=tokenizer)
-    return storage.url_of(folder)
+    try:
+        storage, folder = _open_place(out)
+        _write(
+            storage,
+            folder,
+            state,
+            read=read,
+            settings=model_settings(resolved.model.title, spec.args),
+            config=dump(resolved),
+            origin=origin_of(foreign) | ({} if config is None else {"has_tokenizer": True}),
+            tokenizer=resolved.data.tokenizer,
+        )
+    except OSError as error:
+        raise RunError(str(error)) from None
+    print(f"wrote {storage.url_of(folder)}, the weights of {path}")
 
 
 def _check(
@@ -177,17 +169,16 @@ def _write(
     read: Callable[[str], Tensor],
     settings: dict[str, Any],
     config: str,
-    origin: dict[str, Any] | None,
-    tokenizer: str | None,
+    origin: dict[str, Any],
+    tokenizer: str,
 ) -> None:
     """Write and commit a checkpoint of a model alone; after an error nothing is left of it."""
     started = time.perf_counter()
-    with Progress(console=progress_console(), transient=True) as progress:
-        task = progress.add_task(folder, total=sum(tensor.nbytes for tensor in state.values()))
+    with progress_bar(folder, sum(tensor.nbytes for tensor in state.values())) as advance:
 
         def read_and_show(item: Any) -> Tensor:
             tensor = read(item.index.fqn.removeprefix("model."))
-            progress.advance(task, tensor.nbytes)
+            advance(tensor.nbytes)
             return tensor
 
         try:
@@ -196,8 +187,7 @@ def _write(
             _save(state, writer)
             writer.write_file(manifests.CHECKSUMS, checksums_json(writer.written))
             writer.write_file(manifests.CONFIG, config.encode())
-            if origin is not None:
-                writer.write_file(ORIGIN, json.dumps(origin).encode())
+            writer.write_file(ORIGIN, json.dumps(origin).encode())
             manifest = Manifest(
                 step=0,
                 samples=0,
@@ -211,7 +201,7 @@ def _write(
                 load_step=None,
                 files={name: file.record() for name, file in sorted(writer.written.items())},
             )
-            if tokenizer and not is_shipped(tokenizer) and "://" not in storage.url:
+            if not is_shipped(tokenizer) and "://" not in storage.url:
                 with suppress(UserError):  # what cannot be read here needs --tokenizer
                     if path := find_tokenizer(tokenizer):
                         copy_tokenizer(files_of(path), Path(storage.url, COPY))

@@ -22,19 +22,11 @@ PROBE = (3, 2, 1)
 
 
 class LayerCache:
-    """Keys and values of all tokens that one attention layer has attended to.
-
-    Args:
-        capacity: tokens to reserve memory for at first. More is allocated when it is needed.
-    """
+    """Keys and values of all tokens that one attention layer has attended to."""
 
     part: SequencePart | None = None
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.length = 0
-        self._keys_BKSH: Tensor | None = None
-        self._values_BKSH: Tensor | None = None
+    keys_BKSH: Tensor | None = None
+    values_BKSH: Tensor | None = None
 
     def attend(
         self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
@@ -44,8 +36,13 @@ class LayerCache:
         Args:
             mask: ignored. It is of the new tokens alone, which are all of one document.
         """
-        start, L = self.length, k_BKLH.shape[2]
-        k_BKSH, v_BKSH = self._append(k_BKLH, v_BKLH)
+        if self.keys_BKSH is None or self.values_BKSH is None:
+            self.keys_BKSH, self.values_BKSH = k_BKLH, v_BKLH
+        else:
+            self.keys_BKSH = torch.cat([self.keys_BKSH, k_BKLH], dim=2)
+            self.values_BKSH = torch.cat([self.values_BKSH, v_BKLH], dim=2)
+        k_BKSH, v_BKSH, L = self.keys_BKSH, self.values_BKSH, k_BKLH.shape[2]
+        start = k_BKSH.shape[2] - L
         if start == 0:
             return kernels.attend(q_BNLH, k_BKLH, v_BKLH, None)
         if L == 1:
@@ -54,24 +51,10 @@ class LayerCache:
         blocked_LS = torch.zeros_like(visible_LS, dtype=q_BNLH.dtype).masked_fill_(~visible_LS, -torch.inf)
         return kernels.attend(q_BNLH, k_BKSH, v_BKSH, blocked_LS[None, None])
 
-    def _append(self, k_BKLH: Tensor, v_BKLH: Tensor) -> tuple[Tensor, Tensor]:
-        end = self.length + k_BKLH.shape[2]
-        if self._keys_BKSH is None or end > self._keys_BKSH.shape[2]:
-            self.capacity = max(end, self.capacity if self._keys_BKSH is None else 2 * self.capacity)
-            self._keys_BKSH = self._grown(self._keys_BKSH, k_BKLH)
-            self._values_BKSH = self._grown(self._values_BKSH, v_BKLH)
-        assert self._values_BKSH is not None
-        self._keys_BKSH[:, :, self.length : end] = k_BKLH
-        self._values_BKSH[:, :, self.length : end] = v_BKLH
-        self.length = end
-        return self._keys_BKSH[:, :, :end], self._values_BKSH[:, :, :end]
-
-    def _grown(self, old_BKSH: Tensor | None, new_BKLH: Tensor) -> Tensor:
-        B, K, _, H = new_BKLH.shape
-        larger = new_BKLH.new_empty(B, K, self.capacity, H)
-        if old_BKSH is not None:
-            larger[:, :, : self.length] = old_BKSH[:, :, : self.length]
-        return larger
+    def cut(self, length: int) -> None:
+        """Forget all tokens but the first `length`."""
+        if self.keys_BKSH is not None and self.values_BKSH is not None:
+            self.keys_BKSH, self.values_BKSH = self.keys_BKSH[:, :, :length], self.values_BKSH[:, :, :length]
 
 
 def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
@@ -89,15 +72,14 @@ class KeyValueCache:
 
     Args:
         model: its modules get a key source, until `remove`.
-        capacity: tokens to reserve memory for at first.
     """
 
-    def __init__(self, model: nn.Module, *, capacity: int = 256) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._layers: list[LayerCache] = []
         for module in model.modules():
             if hasattr(module, "key_source"):
-                self._layers.append(LayerCache(capacity))
+                self._layers.append(LayerCache())
                 module.key_source = self._layers[-1]  # pyright: ignore[reportArgumentType]
         self.length = 0
         """Tokens of which keys and values are kept."""
@@ -122,7 +104,7 @@ class KeyValueCache:
         """Forget all tokens but the first `length`."""
         self.length = length
         for layer in self._layers:
-            layer.length = min(layer.length, length)
+            layer.cut(length)
 
     def remove(self) -> None:
         """Let the model attend to the tokens of one forward pass again."""

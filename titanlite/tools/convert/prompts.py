@@ -2,18 +2,18 @@
 
 import json
 import sys
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.tools.convert.tokenizer_files import generation_beside
-from titanlite.tools.ingest.chat_tokens import Chat, read_json
+from titanlite.tools.ingest.chat_template import Chat, read_json
 
 
-def read_prompts(prompt: str | None, file: str | None) -> list[str]:
-    """Return the prompts: the given one, or those of a file.
+def read_prompts(prompt: str | None, file: str | None) -> Iterator[str]:
+    """Yield the prompts: the given one, or those of a file, each as soon as its line is there.
 
     Args:
         file: one prompt a line; of a .jsonl file the field `prompt` or `text` of each line. `-` is standard input.
@@ -21,25 +21,23 @@ def read_prompts(prompt: str | None, file: str | None) -> list[str]:
     Raises:
         UserError: there is none, one is empty, or the file cannot be read.
     """
-    if prompt is not None:
-        return [checked(prompt, "--prompt")]
     if file is None:
-        return []
+        yield _checked(prompt or "", "--prompt")
+        return
+    found = False
     try:
-        content = sys.stdin.buffer.read() if file == "-" else Path(file).read_bytes()
-        lines = content.decode().split("\n")  # not splitlines: a prompt may hold other separators
+        with nullcontext(sys.stdin.buffer) if file == "-" else open(file, "rb") as lines:
+            for number, line in enumerate(lines, 1):
+                text = line.decode().rstrip("\r\n")
+                if text.strip():
+                    found = True
+                    where = f"--prompt-file: {file}:{number}"
+                    yield _checked(_field(text, where) if file.endswith(".jsonl") else text, where)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 text: {error}"
         raise UserError(f"--prompt-file: {file}: {reason}") from None
-    prompts = []
-    for number, line in enumerate(lines, 1):
-        text = line.removesuffix("\r")
-        if text.strip():
-            where = f"--prompt-file: {file}:{number}"
-            prompts.append(checked(_field(text, where) if file.endswith(".jsonl") else text, where))
-    if not prompts:
+    if not found:
         raise UserError(f"--prompt-file: {file} holds no prompt")
-    return prompts
 
 
 def _field(line: str, where: str) -> str:
@@ -54,7 +52,7 @@ def _field(line: str, where: str) -> str:
     return text
 
 
-def checked(text: str, where: str) -> str:
+def _checked(text: str, where: str) -> str:
     if not text.strip():
         raise UserError(f"{where}: the prompt is empty")
     try:
@@ -64,29 +62,17 @@ def checked(text: str, where: str) -> str:
     return text
 
 
-class Prompts:
-    """Turns texts into token ids that a model can continue, as it has met them in training.
+def prompt_encoder(tokenizer: Tokenizer, *, config: Config | None, chat: Chat | None) -> Callable[[str], list[int]]:
+    """Return a function that turns a text into token ids to continue, as the model has met them in training.
 
     Args:
         config: of the run that trained the model; None for weights of another program.
         chat: template of the tokenizer, or None for plain text.
     """
-
-    def __init__(self, tokenizer: Tokenizer, *, config: Config | None, chat: Chat | None = None) -> None:
-        self.tokenizer = tokenizer
-        self.chat = chat
-        self._opening = opening_ids(tokenizer, config)
-
-    def encode(self, text: str, earlier: Sequence[tuple[str, str]] = ()) -> list[int]:
-        """Return the token ids of a prompt.
-
-        Args:
-            earlier: turns of a chat before this one: the user's and the assistant's.
-        """
-        if self.chat is None:
-            return [*self._opening, *self.tokenizer.encode(text).tolist()]
-        turns = [*(turn for pair in earlier for turn in zip(("user", "assistant"), pair, strict=True)), ("user", text)]
-        return self.chat.encode([{"role": role, "content": content} for role, content in turns])
+    if chat is not None:
+        return lambda text: chat.encode([{"role": "user", "content": text}])
+    opening = opening_ids(tokenizer, config)
+    return lambda text: [*opening, *tokenizer.encode(text).tolist()]
 
 
 def opening_ids(tokenizer: Tokenizer, config: Config | None) -> list[int]:

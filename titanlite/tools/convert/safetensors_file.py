@@ -73,9 +73,9 @@ def write(
     """
     # Wide dtypes first, so that every tensor begins at a multiple of its element's size.
     tensors = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
-    write_all(file, _header(tensors))
+    file.write(_header(tensors))
     for tensor in tensors:
-        write_all(file, _bytes(values(tensor), tensor))
+        file.write(_bytes(values(tensor), tensor))
         on_write(tensor.bytes)
 
 
@@ -94,10 +94,3 @@ def _header(tensors: Sequence[Outgoing]) -> bytes:
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
-
-
-def write_all(file: BinaryIO, data: bytes | memoryview) -> None:
-    """Write all bytes."""
-    view = memoryview(data)
-    while len(view):  # a write to disk may take less than it is given
-        view = view[file.write(view) :]

@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 import warnings
 import zlib
 from collections.abc import Mapping
@@ -22,25 +23,25 @@ from titanlite.checkpoint.dcp_read import ShardReader, UnsafeCheckpoint
 from titanlite.checkpoint.load import find_checkpoint, stored_tensors
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import difference, model_state
+from titanlite.checks.preflight import select_model
 from titanlite.config.foreign import read_foreign
 from titanlite.config.load import load
 from titanlite.data.tokenizer import Tokenizer, find_copy, is_shipped, load_tokenizer
 from titanlite.models.base import Model
 from titanlite.models.frozen import ModelWeights
-from titanlite.models.registry import ModelSpec, resolve_model
+from titanlite.models.registry import ModelSpec, resolve_model, vocab_size_for
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
 from titanlite.runtime.files import file_inside, read_small
 from titanlite.runtime.ranks import error_of_ranks
-from titanlite.schema import Config, ModelSelection
+from titanlite.schema import Config, Data, ModelSelection
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
-from titanlite.tools.convert.describe import resolve_source
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.tokenizer_files import Generation, read_generation
-from titanlite.tools.convert.weights import ForeignSource, find_source, open_reader, table_of
+from titanlite.tools.convert.weights import ForeignSource, check_args, find_flavor, find_source, open_reader, table_of
 
 ORIGIN = "origin.json"
 """File of an imported checkpoint; see `origin_of`."""
@@ -158,6 +159,64 @@ def open_foreign(
         identity=" ".join(map(_sample, foreign.files())),
     )
     return source, resolved
+
+
+def resolve_source(
+    source: ForeignSource, *, model: str | None = None, flavor: str | None = None, config: str | Path | None = None
+) -> tuple[ModelSpec, Config]:
+    """Return the model of foreign weights, and a config that has it and the tokenizer beside the weights.
+
+    Args:
+        model: name of the family; None takes what the weights describe.
+        config: config with the model, instead of name and flavor.
+
+    Raises:
+        UserError: the weights are of another model, or do not describe it.
+    """
+    if config is not None:
+        resolved = load(config)
+        spec = select_model(resolved.model, load_tokenizer(resolved.data.tokenizer))
+        if (args := source.read_args(spec.model_cls)) is not None:
+            check_args(source.where, args, spec, [])
+        return spec, resolved
+    name, spec = describe(source, name=model, flavor=flavor)
+    args = vars(spec.args)
+    flavor = flavor or find_flavor(spec.model_cls, args)
+    base = spec.model_cls.flavors[flavor] if flavor else next(iter(spec.model_cls.flavors.values()))
+    changed = {key: value for key, value in args.items() if value != getattr(base, key) or key == "vocab_size"}
+    selection = ModelSelection(name=name, flavor=flavor, args=changed)
+    tokenizer = source.tokenizer()
+    data = Data(tokenizer=str(tokenizer.absolute())) if tokenizer else Data()
+    return spec, Config(model=selection, data=data)
+
+
+def describe(source: ForeignSource, *, name: str | None = None, flavor: str | None = None) -> tuple[str, ModelSpec]:
+    """Return (family, model) of a source: as it describes itself, or a flavor.
+
+    Args:
+        name: model family; None takes that of the source.
+
+    Raises:
+        UserError: the source is of another model, or does not describe its model.
+    """
+    name = name or source.family()
+    if name is None:
+        raise UserError(f"{source.where} does not describe its model: name it (--model, --config)")
+    model_cls = resolve_model(name, flavor, {}).model_cls
+    table_of(source, model_cls)
+    args = source.read_args(model_cls)
+    if flavor is not None:
+        spec = ModelSpec(model_cls, model_cls.flavors[flavor])
+        if args is not None:
+            check_args(source.where, args, spec, [])
+        return name, spec
+    if args is None:
+        raise UserError(f"{source.where} does not describe its model: name it (--flavor, --config)")
+    try:
+        resolve_model(name, None, args)  # checks the type of each value
+        return name, ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**args))
+    except (ValueError, TypeError) as error:  # values that fit no model
+        raise UserError(f"{source.where}: {error}") from None
 
 
 def origin_of(foreign: ForeignSource) -> dict[str, Any]:
@@ -317,3 +376,39 @@ def _model_of(selection: ModelSelection, manifest: Manifest, tokenizer: Tokenize
         raise UserError(
             f"the model of {where} is unknown here:\n{error}\nName a config with it, with --config"
         ) from None
+
+
+# For the commands that compute with weights
+
+
+def note(line: str) -> None:
+    """Print a line for people: on standard error, because standard output has results only."""
+    print(line, file=sys.stderr, flush=True)
+
+
+def tokenizer_of(source: Source) -> Tokenizer:
+    """Return the tokenizer of a source, with a warning if its size is not the one that the model was made for.
+
+    Raises:
+        UserError: the tokenizer is not there, or has more tokens than the model.
+    """
+    if source.tokenizer is None:
+        reason = f": {source.no_tokenizer}; or" if source.no_tokenizer else " is not on this machine:"
+        raise UserError(f"{source.where}: its tokenizer{reason} name one with --tokenizer")
+    name, tokens, entries = source.tokenizer.name, source.tokenizer.vocab_size, source.spec.args.vocab_size
+    if tokens > entries:
+        raise UserError(
+            f"the tokenizer {name} has {tokens:,} tokens, and the model of {source.where} only {entries:,}: name that "
+            "of the training with --tokenizer"
+        )
+    if vocab_size_for(tokens, entries) != entries:
+        note(
+            f"warning: the tokenizer {name} has {tokens:,} tokens, and the model {entries:,}: is it that of the "
+            "training?"
+        )
+    return source.tokenizer
+
+
+def default_dtype(device: torch.device) -> str:
+    """Return the dtype in which a device computes well."""
+    return "float32" if device.type == "cpu" else "bfloat16"

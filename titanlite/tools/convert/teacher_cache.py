@@ -18,7 +18,6 @@ from typing import IO, Any, Literal
 import numpy as np
 import torch
 import torch.distributed as dist
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
@@ -36,7 +35,7 @@ from titanlite.ops.divergence import most_probable
 from titanlite.ops.kernels import Kernels
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.frozen import build_frozen
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
 from titanlite.runtime.files import FileLocked, lock_file, write_atomically
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
@@ -49,7 +48,6 @@ from titanlite.techniques.distill.entries import (
     BLOCK_BYTES,
     COMMAND,
     FORMAT,
-    MANIFEST,
     SETTINGS,
     TOP_K,
     CacheSettings,
@@ -58,7 +56,6 @@ from titanlite.techniques.distill.entries import (
     block_sizes,
     checksum,
     has_block,
-    make_manifest,
     read_settings,
 )
 from titanlite.techniques.distill.source import open_teacher
@@ -183,7 +180,7 @@ class CacheWriter:
         self._batch_size = batch_size
 
     def write(self, folder: Path, source: Source, blocks: Sequence[int], *, advance: Callable[[int], None]) -> None:
-        """Write some files of a source, and its manifest.
+        """Write some files of a source.
 
         Args:
             folder: of the source.
@@ -198,7 +195,6 @@ class CacheWriter:
             own = records[: len(batches)] if has_own else []
             on_all(self._group, partial(self._store, folder, block, own))
             advance(sum(sizes[it] for it in of_ranks))
-        on_rank_0(self._group, lambda: self._finish(folder, sizes))
 
     def _batches(self, begin: int, count: int) -> list[range]:
         """Return the sequences of each forward pass for a file."""
@@ -255,16 +251,6 @@ class CacheWriter:
                 staging.unlink(missing_ok=True)  # a full disk has room again
                 raise
 
-    def _finish(self, folder: Path, sizes: Sequence[int]) -> None:
-        with on_disk(folder):
-            there = [has_block(folder, block, count, self._settings) for block, count in enumerate(sizes)]
-            if not all(there):
-                raise UserError(
-                    f"teacher.cache: {folder / block_name(there.index(False))} is not there for rank 0: the folder "
-                    "must be the same on all machines"
-                )
-            write_json(folder / MANIFEST, make_manifest(self._settings, sum(sizes)))
-
 
 def _folder(config: TeacherConfig) -> Path:
     """Return the folder to write.
@@ -296,9 +282,7 @@ def _write(
     sizes = [block_sizes(len(source.sequences), settings) for source in sources]
     sequences, made = sum(map(sum, sizes)), sum(map(len, missing))
     left = sum(of_source[block] for of_source, blocks in zip(sizes, missing, strict=True) for block in blocks)
-    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
-    with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
-        advance = partial(progress.advance, progress.add_task("sequences", total=sequences, completed=sequences - left))
+    with progress_bar("sequences", sequences, done=sequences - left, of_bytes=False, shown=shown) as advance:
         for source, blocks in zip(sources, missing, strict=True):
             writer.write(folder / source.fingerprint, source, blocks, advance=advance)
     if shown:
@@ -336,10 +320,6 @@ def _settings(*, top_k: int, block_bytes: int, vocab_size: int, **others: Any) -
     return replace(settings, block_sequences=max(1, block_bytes // settings.record.itemsize))
 
 
-def write_json(path: Path, fields: dict[str, Any]) -> None:
-    write_atomically(path, json.dumps({"format": FORMAT, **fields}, indent=1) + "\n")
-
-
 @contextmanager
 def on_disk(folder: Path) -> Iterator[None]:
     """Turn an error of the disk into one line. What was written before stays."""
@@ -371,7 +351,8 @@ def _opened(folder: Path, settings: CacheSettings, group: dist.ProcessGroup) -> 
             if not (folder / SETTINGS).exists():
                 if [path for path in folder.iterdir() if not path.name.startswith(".")]:  # the lock, and staging
                     raise UserError(f"teacher.cache: {folder} holds other files: name a folder of its own")
-                write_json(folder / SETTINGS, asdict(settings))
+                fields = {"format": FORMAT, **asdict(settings)}
+                write_atomically(folder / SETTINGS, json.dumps(fields, indent=1) + "\n")
             there = read_settings(folder)
             mine = asdict(replace(settings, block_sequences=there.block_sequences))
             if changed := there.difference(mine):

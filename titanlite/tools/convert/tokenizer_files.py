@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer import BESIDE, LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, files_of, find_tokenizer
-from titanlite.tools.ingest.chat_tokens import read_json
+from titanlite.tools.ingest.chat_template import read_json
 
 ENDS = "bos_token_id", "eos_token_id", "pad_token_id"
 Files = dict[str, bytes]

@@ -12,8 +12,7 @@ import numpy as np
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.schema import Data
-from titanlite.tools.ingest.chat_template import Rendered
-from titanlite.tools.ingest.chat_tokens import find_template, open_template
+from titanlite.tools.ingest.chat_template import Rendered, find_template, open_template
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
 from titanlite.tools.ingest.reading import Part
 

@@ -10,19 +10,16 @@ from typing import Any
 
 import numpy as np
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.table import Column, Table
 
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.tools.arguments import Index
+from titanlite.tools.ingest.outcome import report_lines
 
 HEAD, TAIL = 256, 128
 """Tokens shown of the beginning and end of a long document."""
-INPUT_COLUMNS = ("files", "documents", "tokens", "bytes", "empty", "left_out", "errors")
-MOST_INPUTS = 20
 BLOCK = 2**24
 CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"} | dict.fromkeys(range(127, 160), "�")
 """Documents can hold what a terminal would obey."""
@@ -51,7 +48,8 @@ def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: 
     console.print(str(store.folder))
     for name, value in _facts(store, starts).items():
         console.print(f"  {name:<17} {value}")
-    _print_inputs(console, store.index)
+    for line in report_lines(store.index) if "inputs" in store.index else []:
+        console.print(f"  {line.translate(CONTROLS)}")
     if sample > 0:
         _print_samples(console, store, starts, sample, tokenizer)
     if not quick:
@@ -108,26 +106,6 @@ def _count_not_learned(store: TokenStore) -> int:
                 count += size - int(np.count_nonzero(store.read_mask(begin + at, size)))
         begin += shard["tokens"]
     return count
-
-
-def _print_inputs(console: Console, index: dict[str, Any]) -> None:
-    if inputs := index.get("inputs"):
-        names = [name for name in INPUT_COLUMNS if any(name in entry for entry in inputs)]
-        columns = [Column(name.replace("_", " "), justify="right") for name in names]
-        table = Table(*columns, "input", box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for entry in inputs[:MOST_INPUTS]:
-            table.add_row(*(f"{entry.get(name, 0):,}" for name in names), str(entry["path"]).translate(CONTROLS))
-        console.print("", table, sep="\n")
-        if len(inputs) > MOST_INPUTS:
-            console.print(f"and {len(inputs) - MOST_INPUTS:,} more inputs, which {INDEX} lists")
-    for name, what in {"empty": "empty texts", "left_out": "binary files", "errors": "not readable"}.items():
-        if index.get(name):
-            reasons = index.get("errors_by_reason", {}) if name == "errors" else {}
-            console.print(
-                f"left out: {index[name]:,} {what}", *(f"{n:,} {why}" for why, n in reasons.items()), sep=", "
-            )
-            for first in index.get(f"first_{name}", []):
-                console.print(f"  {str(first).translate(CONTROLS)}")
 
 
 # Samples
@@ -203,20 +181,16 @@ def _decode(ids: list[int], tokenizer: Tokenizer | None) -> str:
 def _check_files(store: TokenStore) -> int:
     """Read every file; returns how many there are."""
     files = list(store.files())
-    columns = (TextColumn("checksums"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=progress_console(), transient=True) as progress:
-        task = progress.add_task("", total=sum(size for _, size, _ in files))
+    with progress_bar("checksums", sum(size for _, size, _ in files)) as advance:
 
         def checksum(path: Path) -> str:
-            digest = hashlib.sha256()
             try:
                 with open(path, "rb", buffering=0) as file:
-                    while block := file.read(BLOCK):
-                        digest.update(block)
-                        progress.advance(task, len(block))
+                    found = hashlib.file_digest(file, "sha256").hexdigest()
+                    advance(file.tell())
+                    return found
             except OSError as error:
                 raise RunError(f"{path} cannot be read: {error}") from error
-            return digest.hexdigest()
 
         with ThreadPoolExecutor(4) as pool:
             found = pool.map(checksum, [path for path, _, _ in files])

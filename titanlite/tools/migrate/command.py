@@ -9,7 +9,7 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, Literal
+from typing import Any
 
 import tomli
 
@@ -19,7 +19,7 @@ from titanlite.config.source import key_lines
 from titanlite.data.tokenizer import find_tokenizer
 from titanlite.runtime.errors import ConfigError, Place, Problem, RunError, UserError, nearest_name
 from titanlite.tools.arguments import Count
-from titanlite.tools.migrate.rules import FLOAT8, ONLY_IN, OPTIMIZERS, RULES, Old, convert
+from titanlite.tools.migrate.rules import FLOAT8, OPTIMIZERS, RULES, Old, convert
 
 
 class TrainingChanges(RunError):
@@ -61,7 +61,6 @@ def migrate_config(
     *,
     out: Path | None = None,
     world_size: Count | None = None,
-    from_: Literal["0.1", "0.2"] | None = None,
 ) -> None:
     """Translate a TOML file of torchtitan.
 
@@ -69,10 +68,9 @@ def migrate_config(
     does not train as the old one did.
 
     Args:
-        old (OLD.toml): config of torchtitan 0.1 or 0.2
+        old (OLD.toml): config of torchtitan 0.2
         out (NEW.toml): file to write; it must not exist
         world_size: processes of the run; torchtitan's batch sizes depend on it
-        from_: version of torchtitan; default: by keys
 
     Raises:
         UserError: `old` is no config of torchtitan, or `out` cannot be written.
@@ -85,7 +83,7 @@ def migrate_config(
         text = old.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {old}: {error}") from None
-    migration = migrate(text, old.name, version=from_, world_size=world_size)
+    migration = migrate(text, old.name, world_size=world_size)
     new = migration.text()
     for problem in _problems(new, out.name if out else "new.toml", world_size):
         migration.remark("to mend", problem)
@@ -104,12 +102,11 @@ def migrate_config(
         raise TrainingChanges(f"the new config does not train as the old one did: {', '.join(migration.losses)}")
 
 
-def migrate(text: str, name: str, *, version: str | None = None, world_size: int | None = None) -> Migration:
+def migrate(text: str, name: str, *, world_size: int | None = None) -> Migration:
     """Migrate every key.
 
     Args:
         text, name: a config of torchtitan, and the name of its file.
-        version: 0.1 or 0.2; None to find it by its keys.
         world_size: processes of the run, which torchtitan's batch sizes depend on; None if it is not known.
 
     Raises:
@@ -121,10 +118,7 @@ def migrate(text: str, name: str, *, version: str | None = None, world_size: int
         raise UserError(f"{name} is not valid TOML: {error}") from None
     _check(given, text, name)
     migration = Migration()
-    if version is None:
-        version = _version(list(given))
-        migration.remark("note", f"read as a config of torchtitan {version} (--from 0.1 or 0.2 decides)")
-    old = Old({key: value for key, value in given.items() if key in RULES}, version, world_size)
+    old = Old({key: value for key, value in given.items() if key in RULES}, world_size)
     if world_size and world_size % old.model_parallel_degree:
         degree = old.model_parallel_degree
         raise UserError(f"--world-size: {world_size} processes are not a multiple of the {degree} that share a batch")
@@ -150,7 +144,7 @@ def _check(given: dict[str, Any], text: str, name: str) -> None:
     if any(key in ours for key in given if key not in RULES) and all(key in ours for key in known):
         raise UserError(f"{name} is a config of titanlite already")
     if not known:
-        raise UserError(f"{name} is not a config of torchtitan 0.1 or 0.2: it has none of their keys")
+        raise UserError(f"{name} is not a config of torchtitan 0.2: it has none of their keys")
     wrong = {}
     for key in known:
         value_type, value = RULES[key].value_type, given[key]
@@ -161,16 +155,6 @@ def _check(given: dict[str, Any], text: str, name: str) -> None:
         lines = {".".join(key): line for key, line in key_lines(text).items()}
         places = {key: Place(0, line, f"{name}:{line}") for key, line in lines.items()}
         raise ConfigError([Problem(key, wrong[key], places.get(key)) for key in given if key in wrong])
-
-
-def _version(keys: list[str]) -> str:
-    """Return the version that has more keys which the other lacks; 0.2 if both have none."""
-
-    def count(version: str) -> int:
-        names = ONLY_IN[version].split()
-        return sum(key == name or (name.endswith(".") and key.startswith(name)) for key in keys for name in names)
-
-    return "0.1" if count("0.1") > count("0.2") else "0.2"
 
 
 def _migrate_key(key: str, value: Any, old: Old, migration: Migration) -> None:
@@ -211,7 +195,7 @@ def _write_defaults(old: Old, migration: Migration) -> None:
     ours = {option.key: option.node.get("default") for table in tables() for option in table.options}
     for key, rule in RULES.items():
         section = key.rpartition(".")[0]
-        unused = (section in FLOAT8 and not old.float8) or (section == "validation" and not old["validation.enable"])
+        unused = (section == FLOAT8 and not old.float8) or (section == "validation" and not old["validation.enable"])
         if key in old.given or unused:
             continue
         outcome = convert(key, rule.default, old)

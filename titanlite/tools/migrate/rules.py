@@ -1,4 +1,4 @@
-"""The keys of torchtitan 0.1 and 0.2, their defaults there, and their names here; and one function for those
+"""The keys of torchtitan 0.2, their defaults there, and their names here; and one function for those
 whose value changes, or depends on other keys.
 """
 
@@ -21,6 +21,8 @@ class Rule(NamedTuple):
     """True if training changes without the key, unless it has its default, which does nothing."""
 
 
+FLOAT8 = "quantize.linear.float8"
+"""Section of float8. The converter has this name, or float8 alone."""
 SAME: dict[str, dict[str, Any]] = {
     "job": {"dump_folder": "outputs"},
     "model": {"name": "llama3", "flavor": "debugmodel"},
@@ -48,41 +50,31 @@ SAME: dict[str, dict[str, Any]] = {
     },
     "validation": {"enable": False, "freq": 10},
     "comm": {"init_timeout_seconds": int, "train_timeout_seconds": int},
+    FLOAT8: {
+        "enable_fsdp_float8_all_gather": False, "precompute_float8_dynamic_scale_for_fsdp": False, "recipe_name": str,
+        "filter_fqns": [], "emulate": False,
+    },
     "debug": {"seed": int, "deterministic": False},
 }  # fmt: skip
 """Same name: torchtitan's defaults, by section; the type of those that are not set."""
 
-FLOAT8 = ("float8", "quantize.linear.float8")
-"""The converter, and the section, of 0.1 and of 0.2."""
 OTHERS: dict[str, tuple[str, Any]] = {
     "metrics.enable_tensorboard": ("metrics.loggers", False),
     "metrics.enable_wandb": ("metrics.loggers", False),
     "model.tokenizer_path": ("data.tokenizer", str),
     "model.hf_assets_path": ("data.tokenizer", "./tests/assets/tokenizer"),
-    "model.converters": ("quantize.linear.float8.enable", []),
-    "lr_scheduler.lr_min": ("lr_scheduler.min_lr_factor", 0.0),
+    "model.converters": (f"{FLOAT8}.enable", []),
     "training.dataset": ("data.path", "c4_test"),
     "training.dataset_path": ("data.path", str),
     "training.dataloader.num_workers": ("data.num_workers", 0),
-    "training.compile": ("compile.enable", False),
     "training.seed": ("debug.seed", int),
     "training.deterministic": ("debug.deterministic", False),
-    "checkpoint.enable_checkpoint": ("checkpoint.enable", False),
     "checkpoint.initial_load_in_hf": ("checkpoint.initial_load_path", False),
     "checkpoint.initial_load_model_only": ("checkpoint.initial_load", True),
-    "checkpoint.initial_load_model_weights_only": ("checkpoint.initial_load", True),
     "validation.dataset": ("validation.path", "c4_validation"),
     "validation.dataset_path": ("validation.path", str),
     "validation.local_batch_size": ("validation.sequences", 8),
     "validation.steps": ("validation.sequences", -1),
-    **{
-        f"{section}.{name}": (f"{FLOAT8[1]}.{name}", default)
-        for section in FLOAT8
-        for name, default in {
-            "enable_fsdp_float8_all_gather": False, "precompute_float8_dynamic_scale_for_fsdp": False,
-            "recipe_name": str, "filter_fqns": [], "emulate": False,
-        }.items()
-    },
 }  # fmt: skip
 """Other name: that here, and torchtitan's default."""
 
@@ -109,17 +101,17 @@ DROPS = {
         "compile: components",
     "profiles are in the folder of the run, in profile/": "profiling: save_traces_folder save_memory_snapshot_folder",
     "the resolved config is config.toml in the folder of the run; titanlite config show prints it":
-        "job: print_args print_config save_config_file",
+        "job: print_config save_config_file",
     "job.name names the run; comments describe it": "job: description config_file",
     "metrics.jsonl and tensorboard/ are in the folder of the run": "metrics: save_tb_folder save_for_all_ranks",
     "the log lists the float8 layers": "model: print_after_conversion",
     "is not needed here": """
-        job: use_for_integration_test; metrics: disable_color_printing; optimizer: implementation;
+        metrics: disable_color_printing; optimizer: implementation;
         training: gc_freq gc_debug; parallelism: enable_compiled_autograd;
         checkpoint: create_seed_checkpoint enable_first_step_checkpoint""",
     "goes with a kind of parallelism that is not here": """
         parallelism:
-        pipeline_parallel_split_points pipeline_parallel_layers_per_stage pipeline_parallel_schedule
+        pipeline_parallel_layers_per_stage pipeline_parallel_schedule
         pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size pipeline_parallel_first_stage_less_layers
         pipeline_parallel_last_stage_less_layers pipeline_parallel_expert_parallel_overlap module_fqns_per_model_part
         expert_parallel_comm_backend context_parallel_rotate_method context_parallel_load_balancer""",
@@ -127,19 +119,18 @@ DROPS = {
         training.dataloader: persistent_workers pin_memory prefetch_factor;
         validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor""",
     "the last checkpoint is as whole as any":
-        "checkpoint: last_save_model_only last_save_model_weights_only",
+        "checkpoint: last_save_model_only",
     "a run saves what it trains; checkpoint.initial_load_path only reads": "checkpoint: load_only",
     "has no option here; it costs memory or time, and changes no loss": """
         activation_checkpoint: early_stop memory_budget
         per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto preserve_rng_state determinism_check
-        debug; compile: backend; parallelism: disable_loss_parallel enable_async_tensor_parallel;
-        float8: force_recompute_fp8_weight_in_bwd""",
+        debug; compile: backend; parallelism: disable_loss_parallel enable_async_tensor_parallel""",
     "goes with a converter of model.converters that is not here": """
-        mx: use_fp8_dim1_cast_triton_kernel recipe_name filter_fqns; quantize.grouped_mm.float8: fqns;
+        quantize.grouped_mm.float8: fqns;
         quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns;
         quantize.grouped_mm.mx: recipe_name fqns""",
     "PyTorch's defaults hold": "comm: trace_buf_size save_traces_folder save_traces_file_prefix mode",
-    "has no option: titanlite plan predicts the memory of a run": "memory_estimation: enabled enable disable_fake_mode",
+    "has no option: titanlite plan predicts the memory of a run": "memory_estimation: enable disable_fake_mode",
     "goes with fault_tolerance.enable": """checkpoint: enable_ft_dataloader_checkpoints; fault_tolerance: replica_id
         process_group process_group_timeout_ms group_size min_replica_size semi_sync_method sync_steps should_quantize
         fragment_sync_delay fragment_update_alpha module_fqns_per_model_fragment num_fragments""",
@@ -169,16 +160,6 @@ RULES: dict[str, Rule] = {
     **{key: Rule(None, note=note) for note, keys in DROPS.items() for key in _keys(keys)},
 }
 RULES["compile.components"] = RULES["compile.components"]._replace(default=["model", "loss"], value_type=list)
-
-ONLY_IN = {
-    "0.1": """float8. mx. job.use_for_integration_test job.print_args lr_scheduler.lr_min training.compile
-        parallelism.pipeline_parallel_split_points checkpoint.enable_checkpoint memory_estimation.enabled
-        checkpoint.initial_load_model_weights_only checkpoint.last_save_model_weights_only""",
-    "0.2": """validation. compile. quantize. debug. training.dataloader. job.print_config model.hf_assets_path
-        lr_scheduler.min_lr_factor training.dtype checkpoint.enable memory_estimation.enable
-        checkpoint.initial_load_model_only checkpoint.last_save_model_only""",
-}
-"""Keys that only one version has; sections have a dot at their end."""
 
 C4_SPLITS = {"c4": "train", "c4_validation": "validation"}
 OPTIMIZERS: tuple[str, ...] = ("Adam", "AdamW")
@@ -210,7 +191,6 @@ class Old:
     """Values of a config of torchtitan, with torchtitan's defaults for those that it lacks."""
 
     given: dict[str, Any]
-    version: str
     world_size: int | None = None
 
     def __getitem__(self, key: str) -> Any:
@@ -235,7 +215,7 @@ class Old:
 
     @property
     def float8(self) -> bool:
-        return any(name in FLOAT8 for name in self["model.converters"])
+        return any(name in ("float8", FLOAT8) for name in self["model.converters"])
 
 
 class Outcome(NamedTuple):
@@ -286,20 +266,18 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
                 note += "there (model.args.balance_rate)"
         case "model.flavor":
             return _flavor(value, old)
-        case "model.tokenizer_path" if old.version == "0.1":
-            value = value or "./torchtitan/datasets/tokenizer/tokenizer.model"
-        case "model.hf_assets_path" if old["model.tokenizer_path"] or old.version == "0.1":
+        case "model.hf_assets_path" if old["model.tokenizer_path"]:
             return Outcome({}, "model.tokenizer_path goes before it")
         case "model.converters":
-            others = [str(name) for name in value if name not in FLOAT8]
+            others = [str(name) for name in value if name not in ("float8", FLOAT8)]
             notes = [f"no counterpart of {', '.join(others)}"] if others else []
             if old.float8 and old["parallelism.tensor_parallel_degree"] > 1:
                 notes.append("no float8 with tensor parallelism here yet: leave out one of the two")
             value, note, lost = old.float8, "; ".join(notes), bool(notes)
-        case "float8.filter_fqns" | "quantize.linear.float8.filter_fqns":
+        case "quantize.linear.float8.filter_fqns":
             # torchtitan leaves out small layers if this is among the names, by torchao's limits, which are ours too
             names = [name for name in value if name != "auto_filter_small_kn"]
-            small = {f"{FLOAT8[1]}.skip_small": names != value} if old.float8 else {}
+            small = {f"{FLOAT8}.skip_small": names != value} if old.float8 else {}
             return Outcome({to: names, **small})
         case "optimizer.name" if value not in OPTIMIZERS:
             note, lost = "is not torchtitan's: give its arguments in optimizer.args", True
@@ -310,7 +288,7 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
             if value >= 0 and not ranks:
                 return Outcome({}, f"{to} = {value * batch} for each data parallel rank is the same")
             value, note = (value * batch * (ranks or 1), "") if value >= 0 else (0, "all there are")
-        case "training.compile" | "compile.enable":
+        case "compile.enable":
             value = value and "model" in old["compile.components"]
         case "activation_checkpoint.mode" if value == "memory_budget":
             value, note = "selective", "the nearest; it costs memory or time, and changes no loss"
@@ -328,7 +306,7 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
             if not value or old["checkpoint.initial_load_path"]:
                 return Outcome({}, f"{to} is recognized as what it is" if value else nothing)
             value = old["model.hf_assets_path"]
-        case "checkpoint.initial_load_model_only" | "checkpoint.initial_load_model_weights_only":
+        case "checkpoint.initial_load_model_only":
             if not old["checkpoint.initial_load_path"]:
                 return Outcome({}, "is for checkpoint.initial_load_path")
             note = "" if value else "of torchtitan's checkpoints the model alone is read; the optimizer begins anew"
@@ -344,15 +322,10 @@ def _flavor(value: str, old: Old) -> Outcome:
         note = f"no such shape of {name} is the same here (there are {known}): give its sizes in model.args"
         return Outcome({"model.flavor": value}, note, lost=True)
     _, flavor, args = shape or (name, value, {})
-    note = ""
-    if old.version == "0.1" and name == "llama3":  # RoPE was not scaled, and the tokenizer gave the vocabulary's size
-        args = args | {"rope_scaling_factor": 1.0}
-        note = "the vocabulary was that of the tokenizer; here it is rounded up to a multiple of 128, unless "
-        note = note + "model.args.vocab_size is set" if flavor == "debug" else ""
-    elif shape:  # the flavor gave the vocabulary's size, whatever the tokenizer
+    if shape:  # the flavor gave the vocabulary's size, whatever the tokenizer
         args = args | {"vocab_size": DEBUG_VOCABULARY if flavor == "debug" else VOCABULARIES[name]}
     writes = {"model.flavor": flavor, **{f"model.args.{field}": size for field, size in args.items()}}
-    return Outcome(writes | ({"data.document_mask": True} if base != value else {}), note)
+    return Outcome(writes | ({"data.document_mask": True} if base != value else {}))
 
 
 def _dataset(value: str, to: str, path: str | None) -> Outcome:

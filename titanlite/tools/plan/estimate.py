@@ -5,15 +5,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from titanlite.checks.preflight import select_model
+from titanlite.config.load import load
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.loss import Targets
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config, Degrees
-from titanlite.techniques import places, used
-from titanlite.tools.plan.depth import can_vary, period_of, trained_model
-from titanlite.tools.plan.frozen import planned_targets
+from titanlite.techniques import choose_trained, places, used
+from titanlite.techniques.technique import Options
+from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
 from titanlite.tools.plan.schedule import StepTime, step_time
 from titanlite.tools.plan.time import Kernel, Unit, host_time
@@ -119,6 +121,22 @@ def model_of(config: Config) -> ModelSpec:
     tokenizer = None if "vocab_size" in config.model.args else load_tokenizer(config.data.tokenizer)
     spec = select_model(config.model, tokenizer)
     return spec._replace(args=replace(spec.args, max_seq_len=config.training.seq_len))
+
+
+def with_options(config: Config, options: Options) -> Config:
+    """Return the config with these options.
+
+    Raises:
+        ValueError: the options conflict.
+    """
+    tree = config.model_dump()
+    for key, value in options.items():
+        *path, last = key.split(".")
+        section = tree
+        for name in path:
+            section = section[name]
+        section[last] = value
+    return Config.model_validate(tree)
 
 
 def with_vocab_size(config: Config) -> Config:
@@ -260,3 +278,51 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
 
 def _kernels(units: Iterable[Unit]) -> Iterable[Kernel]:
     return (kernel for unit in units for kernel in (*unit.forward, *unit.backward))
+
+
+# Targets
+
+
+def planned_targets(config: Config, *, vocab_size: int) -> Targets:
+    """Return the targets of a config. Weights need not be there if a config of theirs is.
+
+    Raises:
+        UserError: there are no such weights, or they do not describe their model.
+    """
+    found = (it.planned_targets(config, vocab_size=vocab_size, read_spec=_read_spec) for it in used(config))
+    return next(filter(None, found), None) or Targets()
+
+
+def _read_spec(path: str, config: str | None, section: str) -> ModelSpec:
+    return open_model(path, None, section).spec if config is None else select_model(load(config).model, None)
+
+
+# Models of few blocks in place of one of many
+
+
+def period_of(config: Config) -> int:
+    """Number of blocks after which activation checkpointing repeats."""
+    options = config.activation_checkpoint
+    every_nth = options.selective_ac_option
+    return every_nth if options.mode == "selective" and isinstance(every_nth, int) else 1
+
+
+def can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
+    """Return True if the number of blocks can be changed to a few, and all blocks train the same parameters."""
+    layers = trained_model(spec, config).layers
+    if getattr(spec.args, "n_layers", None) != len(layers):
+        return False
+    shapes = [[(name, p.shape, p.requires_grad) for name, p in block.named_parameters()] for block in layers]
+    args: Any = spec.args
+    try:
+        trained_model(spec._replace(args=replace(args, n_layers=few)), config)
+    except ConfigError:  # a pattern names a block beyond the few
+        return False
+    return all(shape == shapes[0] for shape in shapes)
+
+
+def trained_model(spec: ModelSpec, config: Config) -> Model:
+    """Return the model with its adapters, and its frozen parameters marked."""
+    model = spec.build()
+    choose_trained(model, config)
+    return model

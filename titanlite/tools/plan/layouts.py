@@ -13,8 +13,7 @@ from titanlite.schema import Config, Degrees, Parallelism
 from titanlite.techniques import used
 from titanlite.techniques.expert.exchange import check_experts
 from titanlite.techniques.technique import Options
-from titanlite.tools.plan.candidates import with_options
-from titanlite.tools.plan.estimate import model_of
+from titanlite.tools.plan.estimate import model_of, with_options
 from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, kernel_time, lasting
 
 MOST_CONTEXT = 64

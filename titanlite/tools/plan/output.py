@@ -6,9 +6,10 @@ from typing import Any
 
 from titanlite.config.keys import toml_text
 from titanlite.schema import Config
-from titanlite.tools.plan.candidates import Found, Options
+from titanlite.techniques.technique import Options
 from titanlite.tools.plan.estimate import OUTSIDE, Layout, Plan, on_host
 from titanlite.tools.plan.memory import Breakdown
+from titanlite.tools.plan.search import Found
 
 GIB = 2**30
 

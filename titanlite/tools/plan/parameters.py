@@ -28,9 +28,8 @@ from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.schema import Config
 from titanlite.techniques import every_technique, keeps_gradients
 from titanlite.tools.plan.estimate import model_of
-from titanlite.tools.plan.fake_ranks import fake_ranks
 from titanlite.tools.plan.gpu_kernels import GpuKernels
-from titanlite.tools.plan.trace import fake_optimizer, fill_states, parallelized
+from titanlite.tools.plan.trace import fake_optimizer, fake_ranks, fill_states, parallelized
 
 ROOT = "(root)"
 """Name of the FSDP unit of parameters that are in no other one."""

@@ -10,27 +10,21 @@ import multiprocessing
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
+from typing import Any
 
 import torch
 
 from titanlite.config.checks import find_conflicts
+from titanlite.models.frozen import FrozenModel
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Degrees
 from titanlite.techniques import every_technique, exclusions
 from titanlite.techniques.technique import Options
-from titanlite.tools.plan.candidates import (
-    MODES,
-    Candidate,
-    Found,
-    is_no_better,
-    with_options,
-)
-from titanlite.tools.plan.estimate import Layout, Plan, Trace, estimate, model_of, trace
-from titanlite.tools.plan.frozen import is_of, kept_bytes, planned_targets
+from titanlite.tools.plan.estimate import Layout, Plan, Trace, estimate, model_of, planned_targets, trace, with_options
 from titanlite.tools.plan.layouts import (
     CONTEXT,
     EXPERT,
@@ -43,11 +37,17 @@ from titanlite.tools.plan.layouts import (
     lay_out,
     reductions,
 )
+from titanlite.tools.plan.memory import Profile
 from titanlite.tools.plan.schedule import step_time
-from titanlite.tools.plan.time import host_time
+from titanlite.tools.plan.time import Unit, host_time
+from titanlite.tools.plan.trace import prefix_of
+from titanlite.tools.plan.workload import Workload
 
 RESHARD, FROZEN = ("default", "never"), ("always", "never")
 """Values of `fsdp_reshard_after_forward`, of the trained model and of a frozen one; the first needs least memory."""
+MODES = ("none", "selective", "full")
+WORTH = 1.005
+"""Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
 LARGEST_BATCH = 16
 """Most sequences in a forward pass that are tried."""
 GIB = 2**30
@@ -58,6 +58,54 @@ Sharding = tuple[Degrees, str, str | None]
 """Degrees, and when gathered parameters of the trained and of the frozen model are freed."""
 Traces = dict[tuple[str, str, int], Trace]
 """Traces of full sharding, by (recompute mode, variant, local batch size)."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A way to run the config, with its expected memory and time before it is planned in full."""
+
+    options: Options
+    mode: str
+    batch: int
+    variant: str
+    """Words for the options of techniques that the search sets: one of their `variants`."""
+    last_resort: str
+    """Words for the switch that is on because nothing fits without it. Empty: none is."""
+    degrees: Degrees
+    reshard: str
+    frozen: tuple[str, str] | None = None
+    """Word for a frozen model beside the one that is trained, and its `fsdp_reshard_after_forward`."""
+    tokens_per_second: float = 0.0
+    reserved: float = 0.0
+    """Bytes."""
+    host_of_node: float = 0.0
+    """Bytes of host memory in a node."""
+
+    @property
+    def kernels(self) -> tuple[Any, ...]:
+        """Options that determine the work of the device."""
+        return self.mode, self.batch, self.variant, self.last_resort
+
+    @property
+    def title(self) -> str:
+        words = [f"{self.degrees}", f"reshard {self.reshard}", f"recompute {self.mode}", f"local batch {self.batch}"]
+        words += [" ".join(self.frozen)] if self.frozen else []
+        return ", ".join([*words, *filter(None, (self.variant, self.last_resort))])
+
+
+@dataclass(frozen=True)
+class Found:
+    """Result of a search."""
+
+    best: list[tuple[Candidate, Plan]]
+    """Fastest first; all fit."""
+    tried: int
+
+
+def is_no_better(it: Candidate, other: Candidate) -> bool:
+    """Return True if a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
+    faster = it.tokens_per_second > other.tokens_per_second * WORTH
+    return it.kernels == other.kernels and not faster and it.reserved >= other.reserved
 
 
 def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
@@ -307,3 +355,31 @@ class _Search:
 
     def _submit(self, config: Config, *, whole: bool = False) -> Future[Trace]:
         return self.pool.submit(trace, config, self.layout, whole=whole)
+
+
+# A frozen model beside the one that is trained
+
+
+def is_of(frozen: FrozenModel | None, unit: Unit) -> bool:
+    """Return whether an FSDP unit is one of the frozen model."""
+    return frozen is not None and unit.name.startswith(prefix_of(frozen))
+
+
+def kept_bytes(
+    frozen: FrozenModel | None, profile: Profile, workload: Workload, reshard: str | None, *, shard: int, world: int
+) -> float:
+    """Return the bytes that another layout keeps of the frozen model, beyond those of full sharding.
+
+    Args:
+        profile: of full sharding over `world` ranks; the model frees what it gathers.
+        reshard: its `fsdp_reshard_after_forward` in the other layout.
+        shard: shard degree of that layout.
+    """
+    if frozen is None:
+        return 0.0
+    more = profile.most(frozen.section) * (world / shard - 1)
+    if reshard != "never" or shard == 1:
+        return more
+    return more + sum(
+        max((it.bytes for it in unit.gather), default=0) for unit in workload.units if is_of(frozen, unit)
+    )

@@ -28,7 +28,7 @@ from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, Validation
 from titanlite.techniques import used
-from titanlite.tools.plan.depth import can_vary, period_of
+from titanlite.tools.plan.estimate import can_vary, period_of
 from titanlite.tools.plan.trace import trace_step
 
 MOST_CHARACTERS = 300

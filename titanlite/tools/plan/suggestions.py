@@ -12,9 +12,8 @@ from titanlite.optim.checks import check_optimizer
 from titanlite.schema import Config
 from titanlite.techniques import every_technique
 from titanlite.techniques.technique import Options
-from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan, with_options
 from titanlite.tools.plan.output import format_size
-from titanlite.tools.plan.search import with_options
 
 logger = logging.getLogger(__name__)
 

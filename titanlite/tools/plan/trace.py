@@ -1,9 +1,12 @@
 """A step trace: one real step on fake tensors. The model, the techniques, the optimizer and the step are those of
 training; ranks, memory and values do not exist."""
 
+import traceback
+import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from titanlite.batch import Batch
 from titanlite.loss import Targets, build_loss
 from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
+from titanlite.models.frozen import FrozenModel
 from titanlite.observer import StepObserver
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
@@ -28,15 +32,19 @@ from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.tensors import fused_adamw_, local_tensor
-from titanlite.runtime.private_torch.tracing import FakeTensorMode, without_fake_tensors
+from titanlite.runtime.private_torch.tracing import (
+    FakeTensorMode,
+    ValueNeeded,
+    fake_process_group,
+    propagate_shardings_without_modes,
+    without_fake_tensors,
+)
 from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.techniques import after_updates, build_gradients, keeps_gradients, places
 from titanlite.techniques.context.sequences import split_batch
 from titanlite.techniques.reproducible.sums import partial_sums
 from titanlite.techniques.tensor.layers import tensor_ranks
-from titanlite.tools.plan.fake_ranks import fake_ranks
-from titanlite.tools.plan.frozen import prefix_of
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
 
@@ -292,3 +300,39 @@ def _forward_phases(model: Model, recorder: Recorder, *, prefix: str) -> Iterato
         for unit in fsdp_units(model):
             stack.callback(unit[0].register_forward_pre_hook(hook, prepend=True).remove)
         yield
+
+
+@contextmanager
+def fake_ranks(world_size: int, *, rank: int = 0) -> Iterator[None]:
+    """Make this process one of many ranks, whose tensors may be fake, within the context.
+
+    Raises:
+        UserError: code within the context asks a fake tensor for values.
+    """
+    with (
+        fake_process_group(world_size, rank=rank),
+        propagate_shardings_without_modes(),
+        warnings.catch_warnings(),
+        _explained_need_of_values(),
+    ):
+        warnings.simplefilter("ignore")
+        yield
+
+
+@contextmanager
+def _explained_need_of_values() -> Iterator[None]:
+    try:
+        yield
+    except ValueNeeded as error:
+        places = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+        ours = f"{Path(torch.__file__).parent}/", f"{Path(__file__).parent}/"
+        file, line = [place for place in places if not place[0].startswith(ours)][-1]
+        raise UserError(
+            f"the step cannot be traced: {Path(file).name}:{line} asks for values ({error.func}), and a plan's "
+            "tensors have none"
+        ) from error
+
+
+def prefix_of(frozen: FrozenModel) -> str:
+    """Return the prefix of the FSDP units of a frozen model."""
+    return f"{frozen.section}."

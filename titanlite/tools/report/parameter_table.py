@@ -3,17 +3,60 @@
 import json
 import math
 import os
+import re
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
+import torch
 from rich.console import Console
 from rich.table import Column, Table
 
+from titanlite.config.load import load
+from titanlite.runtime.errors import UserError
 from titanlite.techniques import every_technique
+from titanlite.tools.arguments import Count, Index
 from titanlite.tools.plan.output import format_size
-from titanlite.tools.plan.parameters import ParameterLayout, RankLayout
-from titanlite.tools.report.blocks import join_blocks, split_block
+from titanlite.tools.plan.parameters import ParameterLayout, RankLayout, inspect_ranks
+
+
+def inspect(
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: Count | None = None,
+    rank: Index = 0,
+    all_: bool = False,
+    json_: bool = False,
+) -> None:
+    """Show what each rank holds of a config: what the techniques do with each parameter.
+
+    The table has shapes, placement, dtypes, FSDP unit, recompute policy, compile, float8, adapters, optimizer and bytes
+    of one rank. The ranks are not real, and no GPU is needed.
+
+    Args:
+        world_size: processes; default: as many as the config's degrees ask for
+        rank (R): rank to show
+        all_: show every block, also those that are alike
+        json_: print JSON, with every parameter
+
+    Example:
+        llama3_8b --world-size 64
+        my.toml --world-size 8 --rank 7 --json
+    """
+    if not config:
+        raise UserError("titanlite inspect: name a config; see titanlite inspect --help")
+    if world_size is None:
+        parallelism = load(config, overrides).parallelism
+        world_size = parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
+    if rank >= world_size:
+        raise UserError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; set --world-size")
+    resolved = load(config, overrides, world_size=world_size)
+    torch.set_num_threads(1)
+    layout = inspect_ranks(resolved, world_size=world_size, rank=rank)
+    show(layout_record(layout) if json_ else layout_lines(layout, whole=all_))
+
 
 SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 
@@ -158,3 +201,43 @@ def show(output: dict[str, Any] | Iterable[str | Table]) -> None:
     console = Console(width=None if os.isatty(1) else 1000, markup=False, emoji=False, highlight=False)
     for part in output:
         console.print(part, soft_wrap=isinstance(part, str))  # in a pipe, lines are not wrapped
+
+
+# Blocks that are alike, as one name: layers.0-31
+
+
+BLOCK = re.compile(r"((?:.*\.)?layers)\.(\d+)(\..+)?")
+
+
+def split_block(name: str) -> tuple[str, int, str] | None:
+    """Return (layers, 3, .attention.wq.weight) of layers.3.attention.wq.weight; None for a name outside of blocks."""
+    match = BLOCK.fullmatch(name)
+    return (match[1], int(match[2]), match[3] or "") if match else None
+
+
+def join_blocks(name: str, numbers: Sequence[int]) -> str:
+    """Return the name of one block, or of a parameter in it, as that of several blocks.
+
+    Args:
+        numbers: of the blocks, ascending.
+    """
+    parts = split_block(name)
+    return f"{parts[0]}.{format_numbers(numbers)}{parts[2]}" if parts else name
+
+
+def format_numbers(numbers: Sequence[int]) -> str:
+    """Return ascending numbers as 0-31, as 0,2,..,30 or as 0-2,7."""
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
+        return f"{numbers[0]},{numbers[1]},..,{numbers[-1]}"
+    return ",".join(str(run[0]) if run[0] == run[-1] else f"{run[0]}-{run[-1]}" for run in _runs(numbers))
+
+
+def _runs(numbers: Iterable[int]) -> list[list[int]]:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and runs[-1][-1] == number - 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return runs

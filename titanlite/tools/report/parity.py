@@ -5,22 +5,27 @@ the same bits. A variant that sums in another order may differ by rounding.
 """
 
 import json
+import math
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, RunError, UserError
-from titanlite.tools.report.further_layouts import ONE_OF_EACH, FurtherLayout, further_layouts
 from titanlite.tools.report.run_records import first_difference, hashed_steps
 
 ONE = "1 process"
 RESHARD = "parallelism.fsdp_reshard_after_forward=default"
+AXES = ("context", "expert", "tensor")
+ONE_OF_EACH = tuple(f"parallelism.{axis}_parallel_degree=1" for axis in AXES)
+"""Overrides without further axes."""
+FurtherLayout = tuple[str, tuple[str, ...]]
+"""Name, and the degrees of the further axes as overrides. All other processes shard parameters."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +107,30 @@ def variants(
             *_accumulated(f"{hsdp}, 2 micro-batches", global_batch_size, processes, _degrees(2)),
         ]
     return [*found, *(Variant(name, processes, (*_degrees(1), *options)) for name, options in further)]
+
+
+def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iterator[FurtherLayout]:
+    """Yield the layouts with one or two further axes that the config, its model and the processes allow."""
+    from titanlite.techniques import used
+    from titanlite.tools.plan.estimate import model_of  # imports torch
+
+    alone = [{"context": 2}, {"context": processes}, {"expert": 2}, {"expert": processes}, {"tensor": 2}]
+    tried = [*alone, {"context": 2, "tensor": 2}, {"context": 2, "expert": 2}, {"expert": 2, "tensor": 2}]
+    for degrees in [it for number, it in enumerate(tried) if it not in tried[:number]]:
+        axes = {f"parallelism.{axis}_parallel_degree": degrees.get(axis, 1) for axis in AXES}
+        options = tuple(f"{key}={degree}" for key, degree in axes.items())
+        try:
+            config = load(
+                path, [*overrides, *(f"--{it}" for it in (*_degrees(1), RESHARD, *options))], world_size=processes
+            )
+            spec = model_of(config)
+            model = spec.build()
+            for technique in used(config):
+                technique.check_model(config, spec, model, processes)
+        except UserError:
+            continue
+        rest = processes // math.prod(degree for axis, degree in degrees.items() if axis != "expert")
+        yield " x ".join([*(f"{axis} {it}" for axis, it in degrees.items()), f"FSDP {rest}"]), options
 
 
 def with_equal_bits(found: Iterable[Variant]) -> list[Variant]:

@@ -1,8 +1,9 @@
 """The `titanlite profile` command: how much of the time of collectives is hidden, and when nothing runs.
 
-It reads a trace that `[profiling]` wrote. On a GPU its kernels count: those of NCCL are collectives, all others are
-compute. Without a GPU the operators of the host are compute, and gloo's threads run the collectives. A collective is
-hidden while compute runs beside it. Operators are in torch.profiler's table, which stands beside the trace.
+It reads a trace that `[profiling]` wrote. On a GPU its kernels count: those of NCCL are collectives, all others and
+copies are compute. Without a GPU the operators of the host are compute, and gloo's threads run the collectives. A
+collective is hidden while compute runs beside it. Operators are in torch.profiler's table, which stands beside the
+trace.
 """
 
 import gzip
@@ -10,14 +11,13 @@ import json
 import math
 import re
 import zlib
-from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.manifest import step_of
-from titanlite.observer import Phase
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.profiling.profiler import PROFILE
 
@@ -36,7 +36,8 @@ WAITS = re.compile(r"c10d::|record_param_comms|autograd::engine::|RegisterPostBa
 STEP = re.compile(r"step (\d+)")
 DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 """Categories of work on a GPU."""
-WINDOW, COMPUTE, TRANSFER = "window", "compute", "transfer"
+Interval = tuple[float, float]
+"""Begin and end, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Collective:
 
 @dataclass(frozen=True)
 class Profile:
-    """Times of a window on one rank in seconds. total = compute + exposed + transfers + idle."""
+    """Times of a window on one rank in seconds. total = compute + exposed + idle."""
 
     rank: int
     world_size: int
@@ -65,13 +66,8 @@ class Profile:
     """Time in which collectives run, hidden or not."""
     exposed: float
     """Time in which collectives run and compute does not."""
-    transfers: float
-    """Time in which the device copies or fills memory, and does nothing else."""
     idle: float
     """Time in which the device does nothing; without a GPU, in which the host runs no operator and no collective."""
-    phases: dict[str, float]
-    """Time of the host by phase."""
-    idle_in_phases: dict[str, float]
     collectives: dict[str, Collective]
 
     @property
@@ -102,14 +98,9 @@ def profile(path: Path, *, json_: bool = False) -> None:
         print(json.dumps({"trace": str(trace), **asdict(found)}, indent=1))
         return
     print("\n".join(profile_lines(trace, found)))
-    operators = operators_beside(trace)
+    operators = trace.with_name(trace.name.removesuffix(".json.gz") + ".txt")
     if operators.is_file():
         print(f"\noperators: {operators}\n{operators.read_text(encoding='utf-8', errors='replace')}", end="")
-
-
-def operators_beside(trace: Path) -> Path:
-    """Return the path of the table of operators that belongs to a trace."""
-    return trace.with_name(trace.name.removesuffix(".json.gz") + ".txt")
 
 
 def find_trace(path: Path) -> Path:
@@ -159,27 +150,29 @@ def read_profile(path: Path) -> Profile:
 
 
 def _analyse(path: Path, events: list[dict[str, Any]], *, rank: int, world_size: int, device: str) -> Profile:
-    ranges = [event for event in events if event.get("cat") == "user_annotation"]
-    steps = [event for event in ranges if STEP.fullmatch(event["name"])]
     times = [_time(event) for event in events]
+    of_device = [event for event in events if event.get("cat") in DEVICE]
+    steps = [event for event in events if event.get("cat") == "user_annotation" and STEP.fullmatch(event["name"])]
     if not steps:
         raise UserError(f"{path} has no ranges of steps: it is not a trace of titanlite")
     numbers = [int(event["name"].removeprefix("step ")) for event in steps]
     begin = min(_time(event)[0] for event in steps)
-    end = max(_time(event)[1] for event in (*steps, *(event for event in events if event.get("cat") in DEVICE)))
-    labels = [*_labels(events, thread=steps[0]["tid"])]
-    calls = Counter(name for name in labels if name not in (COMPUTE, TRANSFER, "", *Phase))
-    active = [(name, *time) for name, time in zip(labels, times, strict=True) if name]
-    by_labels = _times([(WINDOW, begin, end), *active])
-
-    def time(labels: Iterable[str], without: Iterable[str] = ()) -> float:
-        """Return the time of the window in which one of the labels is active, and none of the others."""
-        one_of, none_of = {*labels}, {*without}
-        return math.fsum(
-            seconds for at, seconds in by_labels.items() if WINDOW in at and at & one_of and not at & none_of
-        )
-
-    phases = [phase for phase in Phase if time([phase])]
+    end = max(_time(event)[1] for event in (*steps, *of_device))
+    of_gloo = {event["tid"] for event in events if event["name"].startswith("gloo:")}
+    compute: list[Interval] = []
+    collectives: dict[str, list[Interval]] = defaultdict(list)
+    for event, (first, last) in zip(events, times, strict=True):
+        interval = max(first, begin), min(last, end)
+        if name := _collective_of(event):
+            collectives[name].append(interval)
+        elif event.get("cat") in DEVICE if of_device else _is_compute(event, of_gloo):
+            compute.append(interval)
+    communication = [interval for intervals in collectives.values() for interval in intervals]
+    computed, active = covered(compute), covered(compute + communication)
+    found = {
+        name: Collective(len(of), covered(of), covered(of) + computed - covered(of + compute))
+        for name, of in sorted(collectives.items(), key=lambda item: -covered(item[1]))
+    }
     return Profile(
         rank=rank,
         world_size=world_size,
@@ -187,78 +180,42 @@ def _analyse(path: Path, events: list[dict[str, Any]], *, rank: int, world_size:
         first=min(numbers),
         last=max(numbers),
         total=end - begin,
-        compute=time([COMPUTE]),
-        communication=time(calls),
-        exposed=time(calls, [COMPUTE]),
-        transfers=time([TRANSFER], [COMPUTE, *calls]),
-        idle=time([WINDOW], [COMPUTE, TRANSFER, *calls]),
-        phases={phase: time([phase]) for phase in phases},
-        idle_in_phases={phase: time([phase], [COMPUTE, TRANSFER, *calls]) for phase in phases},
-        collectives={
-            name: Collective(calls[name], time([name]), time([name]) - time([name], [COMPUTE]))
-            for name in sorted(calls, key=lambda name: -time([name]))
-        },
+        compute=computed,
+        communication=covered(communication),
+        exposed=active - computed,
+        idle=end - begin - active,
+        collectives=found,
     )
 
 
-def _time(event: dict[str, Any]) -> tuple[float, float]:
+def covered(intervals: list[Interval]) -> float:
+    """Return the time in which at least one interval lasts."""
+    total, until = 0.0, -math.inf
+    for begin, end in sorted(intervals):
+        total += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    return total
+
+
+def _time(event: dict[str, Any]) -> Interval:
     begin, duration = float(event["ts"]) / 1e6, float(event["dur"]) / 1e6
     if not (math.isfinite(begin) and duration >= 0):
         raise ValueError(f"event {event['name']!r} lasts from {begin} for {duration}")
     return begin, begin + duration
 
 
-def _labels(events: list[dict[str, Any]], *, thread: int) -> Iterator[str]:
-    """Yield what each event counts as: the name of a collective, compute, transfer or a phase; "" for nothing.
-
-    Args:
-        thread: the one of the host that the phases are of.
-    """
-    of_gloo = {event["tid"] for event in events if event["name"].startswith("gloo:")}
-    is_of_gpu = any(event.get("cat") == "kernel" for event in events)
-    for event in events:
-        name, category = event["name"], event.get("cat")
-        if collective := collective_name(event):
-            yield collective
-        elif category == "kernel":
-            yield COMPUTE
-        elif category in DEVICE:
-            yield TRANSFER
-        elif category == "user_annotation" and event["tid"] == thread and name in [*Phase]:
-            yield name
-        elif category == "cpu_op" and not is_of_gpu and event["tid"] not in of_gloo and not WAITS.search(name):
-            yield COMPUTE
-        else:
-            yield ""
+def _is_compute(event: dict[str, Any], of_gloo: set[int]) -> bool:
+    """Return whether an operator of the host is none of gloo's threads, and does not wait."""
+    return event.get("cat") == "cpu_op" and event["tid"] not in of_gloo and not WAITS.search(event["name"])
 
 
-def collective_name(event: dict[str, Any]) -> str:
+def _collective_of(event: dict[str, Any]) -> str:
     """Return the name of the collective that an event is the work of; "" for other events."""
     is_kernel = event.get("cat") == "kernel" and re.search("nccl|rccl", event["name"], re.IGNORECASE)
     if not is_kernel and not event["name"].startswith("gloo:"):
         return ""
     text = f"{(event.get('args') or {}).get('Collective name', '')} {event['name']}"
     return next((name for name, pattern in COLLECTIVES if re.search(pattern, text, re.IGNORECASE)), "other")
-
-
-def _times(intervals: Iterable[tuple[str, float, float]]) -> dict[frozenset[str], float]:
-    """Return for how long each set of labels is active at once.
-
-    Args:
-        intervals: (label, begin, end).
-    """
-    changes = sorted(
-        (time, change, label) for label, begin, end in intervals for time, change in ((begin, 1), (end, -1))
-    )
-    open_intervals: Counter[str] = Counter()
-    found: dict[frozenset[str], float] = defaultdict(float)
-    now = 0.0
-    for time, change, label in changes:
-        if time > now:
-            found[frozenset(name for name, count in open_intervals.items() if count)] += time - now
-            now = time
-        open_intervals[label] += change
-    return found
 
 
 def profile_lines(path: Path, found: Profile) -> Iterator[str]:
@@ -272,7 +229,6 @@ def profile_lines(path: Path, found: Profile) -> Iterator[str]:
         ("compute", found.compute),
         ("collectives", found.communication),
         ("  not hidden", found.exposed),
-        *([("memory transfers only", found.transfers)] if found.transfers else []),
         ("idle", found.idle),
     ]
     for name, seconds in rows:
@@ -285,10 +241,6 @@ def profile_lines(path: Path, found: Profile) -> Iterator[str]:
         share = it.hidden / it.total if it.total else 0.0
         exposed = _ms((it.total - it.hidden) / found.steps)
         yield f"  {name:22}{it.calls / found.steps:8.0f}{_ms(it.total / found.steps)}{share:9.1%}{exposed:>12}"
-    yield ""
-    yield f"{'phases of the host':24}{'time':>10}{'idle':>11}"
-    for name, seconds in found.phases.items():
-        yield f"  {name:22}{_ms(seconds / found.steps)}{_ms(found.idle_in_phases[name] / found.steps):>11}"
 
 
 def _ms(seconds: float) -> str:

@@ -5,6 +5,10 @@ rank 0 writes whole parameters. Reading a dump joins the ranks in the order of s
 """
 
 import json
+import os
+import shutil
+from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
@@ -16,16 +20,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from titanlite.checks.preflight import preflight
+from titanlite.config.load import load
 from titanlite.mesh import context_rank, data_parallel_rank
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import Phase, StepObserver
+from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
+from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.techniques.context.sequences import join_parts
+from titanlite.tools.assemble import assemble
 from titanlite.tools.convert.module_values import watch
+from titanlite.tools.convert.source import open_model
+from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.plan.output import format_size
+from titanlite.train import Run, train
 
-SCHEMA = 3
+SCHEMA = 4
 MOST_BYTES = 4 * 2**30
 """Largest dump of a rank, in memory."""
 INDEX = "dump.json"
@@ -55,8 +67,6 @@ class Index:
     """Dtypes in which values were computed, by key. The dump itself is in float32."""
     context: int = 1
     """Number of ranks in a row that split sequences."""
-    compiled: list[str] = field(default_factory=list)
-    """Modules whose inner values are not seen."""
 
 
 class ValueDump(StepObserver):
@@ -101,7 +111,6 @@ class ValueDump(StepObserver):
         self._is_on = True
         self._before = {name: _whole(parameter) for name, parameter in unique_parameters(self._model)}
         compiled = [name for name, module in self._model.named_modules() if is_compiled(module)]
-        self._index.compiled.extend(compiled)
         seen = (
             (name, module)
             for name, module in self._model.named_modules()
@@ -292,3 +301,38 @@ def _whole(tensor: Tensor) -> Tensor:
     """Return the whole of a sharded tensor in float32, as a copy."""
     tensor = tensor.detach().float()  # collectives know few dtypes
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+# A training run that ends with the dump of one step
+
+
+def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -> None:
+    """Train on the processes of the environment until a step, and write its values.
+
+    Raises:
+        UserError: the parts do not fit together, or the step has too many values.
+    """
+    ranks = read_ranks(os.environ)
+    config = load(path, overrides, world_size=ranks.world_size)
+    if config.parallelism.tensor_parallel_degree > 1:
+        raise UserError("parallelism.tensor_parallel_degree: values of parts of layers cannot be compared yet: set 1")
+    start_logging(ranks.rank)
+    device = pick_device(ranks)
+    resolved = preflight(config, ranks, device, find_text=find_files, open_model=open_model)
+    if ranks.rank == 0:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+    with process_group(ranks, device, deterministic=config.debug.deterministic):
+        run = assemble(config, resolved, ranks=ranks, device=device)
+        record(run, folder=folder, step=step)
+
+
+def record(run: Run, *, folder: Path, step: int) -> None:
+    """Train until a step, write its values, and close the run."""
+    dtype = run.config.training.mixed_precision_param
+    run.observers.append(ValueDump(run.model, run.mesh, folder=folder, step=step, dtype=dtype))
+    try:
+        with suppress(StepDumped):
+            train(run)
+    finally:
+        run.batches.close()
+        run.metrics.close()

@@ -10,7 +10,7 @@ from typing import Literal
 from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.module_values import Difference, difference
-from titanlite.tools.report.blocks import split_block
+from titanlite.tools.report.parameter_table import split_block
 from titanlite.tools.report.value_dump import TOKENS, Dump
 
 Direction = Literal["forward", "gradient", "update"]

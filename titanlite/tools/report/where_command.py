@@ -191,6 +191,6 @@ def write_dump(path: str, overrides: Sequence[str], *, folder: Path, step: int) 
     options = [*parity_options(), *overrides]
     own = [f"--job.dump_folder={folder}", "--job.name=run", f"--data.cache_folder={cache}"]
     _check_step(load(path, [*options, *own], world_size=world_size).training, step)
-    from titanlite.tools.report.dump_step import dump_step  # not before: mistakes of the config are reported at once
+    from titanlite.tools.report.value_dump import dump_step  # not before: mistakes of the config are reported at once
 
     dump_step(path, [*options, *own], folder=folder, step=step)
