@@ -10,7 +10,6 @@ from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import built, degrees, one_step, trained
 from titanlite.models.base import Model
 from titanlite.parallelize.compile import compile_blocks
-from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 
 
@@ -73,8 +72,3 @@ def test_float8_trains(tiny: TinyRun, recipe: str) -> None:
     run_in_turn(trained, 2, [tiny.config(*words, world_size=2) for words in runs])
     assert tiny.losses("float8") != tiny.losses("plain")
     assert tiny.losses("float8") == pytest.approx(tiny.losses("plain"), rel=0.03)
-
-
-def test_float8_without_compile_is_refused(tiny: TinyRun) -> None:
-    with pytest.raises(UserError, match=r"is slower than bfloat16 without compile\.enable = true"):
-        tiny.config("--quantize.linear.float8.enable")

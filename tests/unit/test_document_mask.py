@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers import TinyRun, train_on_this_rank
-from tests.models import SMALL, built, documents, oracle
+from tests.models import SMALL, built, documents
 from titanlite.batch import IGNORE
 from titanlite.checks.preflight import preflight
 from titanlite.loss import token_loss
@@ -135,26 +135,7 @@ def test_packed_sequences_are_their_documents_alone(args: Llama3Args) -> None:
         assert close(found[name], gradient), name
 
 
-def test_logits_are_those_of_transformers() -> None:
-    model = built(GROUPED)
-    tokens, where = tokens_for(ROWS), documents(ROWS)
-    same = where.ids_BS[:, None, :, None] == where.ids_BS[:, None, None, :]
-    later = torch.ones(16, 16, dtype=torch.bool).triu(1)
-    bias = torch.zeros(2, 1, 16, 16).masked_fill(~same | later, torch.finfo(torch.float32).min)
-    theirs = oracle(model)(tokens, attention_mask=bias, position_ids=where.positions_BL).logits
-    assert close(model(tokens, documents=where), theirs)
-
-
 # Positions
-
-
-def test_positions_restart_with_each_document() -> None:
-    model, where = built(GROUPED), documents(ROWS)
-    for table in (model.rope_cos, model.rope_sin):
-        picked = rope_at(table, 16, where)
-        assert picked.shape == (2, 1, 16, 16)
-        assert torch.equal(picked[0, 0], torch.cat((table[:5], table[:1], table[:10])))
-        assert torch.equal(picked[1, 0], table[:16])
 
 
 # Without documents
@@ -184,18 +165,6 @@ MODES = {
     "op": ActivationCheckpoint(mode="selective"),
     "each second": ActivationCheckpoint(mode="selective", selective_ac_option=2),
 }
-
-
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_checkpointing_changes_no_bit(mode: ActivationCheckpoint) -> None:
-    inputs = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
-    loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
-    model = built(GROUPED)
-    apply_activation_checkpoint(model, recompute_policies(mode, len(model.layers)))
-    other_loss, others = loss_and_gradients(model, *inputs)
-    assert torch.equal(other_loss, loss)
-    for name, gradient in gradients.items():
-        assert torch.equal(others[name], gradient), name
 
 
 def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tuple[Llama3, Any]:

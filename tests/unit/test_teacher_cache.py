@@ -15,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, one_process, train_on_this_rank
 from tests.layouts import built
 from titanlite.checks.preflight import preflight
-from titanlite.config.load import read
 from titanlite.data.loader import MicroBatches
 from titanlite.data.samples import Samples, as_batch
 from titanlite.data.sources import store_of
@@ -29,7 +28,7 @@ from titanlite.techniques.distill.entries import Entries, entry_type
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_model, open_source
-from titanlite.tools.convert.teacher_cache import rounds, write_cache
+from titanlite.tools.convert.teacher_cache import write_cache
 from titanlite.train import Run
 
 VOCABULARY, SEQ_LEN, TOP_K = 259, 32, 20
@@ -37,17 +36,8 @@ MASK = "--data.document_mask=true"
 STEPS = "--training.steps=3"
 
 
-@contextmanager
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def train(tiny: TinyRun, *options: str) -> Run:
-    with group():
+    with one_process():
         return train_on_this_rank(tiny.config(*options), 0, 1)
 
 
@@ -99,7 +89,7 @@ class Cached:
 
     def samples(self, *options: str, name: str = "read") -> Samples:
         """Samples of a run with the cache."""
-        with group():
+        with one_process():
             run = built(0, 1, self.tiny.config(*self.options, *options, f"--job.name={name}"))
             run.batches.close()
             return run.samples
@@ -172,14 +162,6 @@ def test_an_interrupted_cache_resumes_and_has_the_same_bits(cached: Cached, tmp_
     assert found.pop(".lock")
     assert found == {name: data for name, data in whole.items() if name != ".lock"}
     assert (moved / entries[0]).stat().st_mtime_ns == kept, "what was whole is not made again"
-
-
-def test_each_file_is_written_by_one_rank() -> None:
-    blocks = [0, 2, 3, 5, 8, 9, 11]
-    of_ranks = [list(rounds(blocks, rank=rank, ranks=3)) for rank in range(3)]
-    assert {len(some) for some in of_ranks} == {3}, "all ranks compute as often"
-    assert sorted(block for some in of_ranks for _, block, is_own in some if is_own) == blocks
-    assert [some[2] for some in of_ranks] == [([11], 11, True), ([11], 11, False), ([11], 11, False)]
 
 
 @pytest.mark.slow
@@ -344,32 +326,6 @@ def test_mistakes_of_the_command(
     [line] = capfd.readouterr().err.splitlines()
     assert message in line
     assert files(cached.folder).keys() == before
-
-
-@pytest.mark.long
-def test_the_command_reports_what_it_has_written(cached: Cached, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command(str(cached.tiny.toml), *cached.options, "--top-k", str(TOP_K), "--dtype", "float32") == 0
-    [line] = capfd.readouterr().out.splitlines()
-    tokens = len(cached.samples().sources[0].sequences) * SEQ_LEN
-    assert line == (
-        f"{cached.folder}: {tokens:,} tokens, the 20 most probable of 259 for each, 124 bytes a token, "
-        f"{(tokens * 124 + tokens // SEQ_LEN * 4) / 2**20:,.1f} MiB in 8 files; 0 of them were made now"
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--teacher.cache=x"], "distill.ratio: is 0, so the teacher has no effect"),
-        (
-            ["--teacher.cache=x", "--distill.ratio=1", "--teacher.dtype=float32"],
-            "teacher.path: is not set, and other options of [teacher] are of its weights: set it, or leave them out",
-        ),
-    ],
-)
-def test_sections_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str], message: str) -> None:
-    [problem] = read(tiny.toml, options, world_size=1).problems
-    assert f"{problem.key}: {problem.message}".startswith(message)
 
 
 @pytest.mark.parametrize("option", ["cache", "path"])
