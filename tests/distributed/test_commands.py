@@ -16,24 +16,16 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert cli.run([*command]) == 0
     text, err = capfd.readouterr()
     assert err == ""
-    run, out = tiny.folder / "outputs" / "tiny", text.splitlines()
-    assert "unigram entropy" in text
-    assert "step     3  loss" in text
-    assert f"checkpoints  {run / 'checkpoints'} (3)" in text
+    run = tiny.folder / "outputs" / "tiny"
     resume = f"{shell_command('titanlite')} train {run}/config.toml"
-    assert f"continue       the same command with --training.steps=6, or {resume} --training.steps=6" in text
-    assert "applied  FSDP of 1 blocks, reshard_after_forward default\n" in text
-    assert f"saves    every 100 steps and the last, in the background, to {run}/checkpoints; the newest 10" in text
-    [times] = [line for line in out if line.startswith("  time         ")]
-    assert "compute " in times
+    assert f"{resume} --training.steps=6" in text, "the last lines say how to continue"
+    assert f"{shell_command('titanlite')} report {run}" in text, "and where to look"
     assert sorted(path.name for path in run.iterdir()) == [
         ".lock", "checkpoints", "checkpoints.jsonl", "config.toml", "logs", "metrics.jsonl", "run.json",
         "tensorboard",
     ]  # fmt: skip
     assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()
     assert list((run / "tensorboard").glob("events*"))
-
-    assert any(line.startswith(f"  look           {shell_command('titanlite')} report {run}") for line in out)
     assert cli.run([*resume.split()[1:], "--training.steps=5"]) == 0
     assert "resuming after step 3, 24 sequences into the data\n" in capfd.readouterr().out
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]

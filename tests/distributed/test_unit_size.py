@@ -78,6 +78,15 @@ def test_losses_have_the_same_bits(tiny: TinyRun, chosen: set[str]) -> None:
     assert found == {name: others.get(name, (2 + 2 * 8, 2 + 2 * 6)) for name in names}
 
 
+@pytest.mark.nightly
+def test_compiled_blocks_have_the_same_bits(tiny: TinyRun) -> None:
+    options = [*FEW_STEPS, "--compile.enable", "--activation_checkpoint.mode=full", *degrees(1, 2)]
+    runs = {"apart": [], "together": [TOGETHER]}
+    configs = [tiny.config(*options, *words, f"--job.name={name}", world_size=2) for name, words in runs.items()]
+    run_in_turn(trained, 2, configs, timeout=600)
+    assert tiny.losses("together") == tiny.losses("apart")
+
+
 def test_the_plan_gathers_units() -> None:
     """Of three blocks, two are gathered together: in forward, and again in backward."""
     block = sum(parameter.numel() for parameter in model_of(read()).build().layers[0].parameters())

@@ -217,15 +217,6 @@ def test_other_modes_save_the_same(tiny: TinyRun, caplog: pytest.LogCaptureFixtu
 # When
 
 
-def test_retention(tiny: TinyRun) -> None:
-    keep = ["--checkpoint.keep_latest_k=2", "--checkpoint.keep_every=3", "--checkpoint.interval=1"]
-    trained(tiny.config("--training.steps=8", *keep))
-    assert steps(tiny) == [3, 6, 7, 8]
-    trained(tiny.config("--training.steps=10", *keep, "--checkpoint.keep_latest_k=1"))
-    assert steps(tiny) == [3, 6, 9, 10]
-    assert sorted(os.listdir(folder(tiny))) == [folder_name(step) for step in (3, 6, 9, 10)]
-
-
 @pytest.mark.long
 def test_nothing_is_deleted_while_the_newest_is_damaged(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]

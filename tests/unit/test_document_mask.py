@@ -5,7 +5,7 @@ torch's kernel of variable length runs on GPUs only. Here a reference in its pla
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -181,19 +181,6 @@ def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tupl
     return model, counter
 
 
-@pytest.mark.long
-def test_compiled_blocks_are_the_same() -> None:
-    model, counter = compiled(GROUPED)
-    for rows in (ROWS, [[16], [3, 13]]):
-        inputs = tokens_for(rows), labels_for(rows), documents(rows)
-        loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
-        found_loss, found = loss_and_gradients(model, *inputs)
-        assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
-        for name, gradient in gradients.items():
-            assert close(found[name], gradient), name
-    assert counter.frame_count == 1
-
-
 def sharded(compute: Any = "float32") -> Llama3:
     model = built(GROUPED)
     parallelism = Parallelism()
@@ -212,35 +199,6 @@ def step(model: Llama3, batches: list[dict[str, Tensor]]) -> Tensor:
     assert group is not None
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return train_step(model, batches, optimizer=optimizer, group=group, max_norm=0.0).loss
-
-
-def change(model: Llama3, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the change of each parameter by a step."""
-    now = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
-    return {name: before[name] - parameter for name, parameter in now.items()}
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
-def test_a_sharded_step_follows_the_masked_mean() -> None:
-    rows = [[5, 1, 10], [16], [8, 8]]
-    batch, start = batch_of(rows), dict(built(GROUPED).named_parameters())
-    by_hand, count = 0.0, 0
-    logits, gradients = alone(built(GROUPED), batch["tokens"], batch["labels"], rows)
-    for row, label in zip(logits.detach().log_softmax(dim=-1), batch["labels"].flatten(), strict=True):
-        if label != IGNORE:
-            by_hand, count = by_hand - float(row[label]), count + 1
-    model = sharded()
-    assert float(step(model, [batch])) == pytest.approx(by_hand / count, rel=1e-5)
-    for name, difference in change(model, start).items():
-        assert close(difference, gradients[name] / count), name
-    parts = [
-        batch_of([row]) | {key: batch[key][i : i + 1] for key in ("tokens", "labels")} for i, row in enumerate(rows)
-    ]
-    accumulated = sharded()
-    assert float(step(accumulated, parts)) == pytest.approx(by_hand / count, rel=1e-5)
-    for name, difference in change(accumulated, start).items():
-        assert close(difference, gradients[name] / count), name
 
 
 @pytest.mark.usefixtures("single_process_group")

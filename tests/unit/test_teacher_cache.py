@@ -1,7 +1,6 @@
 """A cache of a teacher: its entries, its files after an interruption, runs that read it, and mistakes."""
 
 import json
-import pickle
 import resource
 import shutil
 from collections.abc import Iterator
@@ -18,9 +17,7 @@ import torch.distributed as dist
 from tests.helpers import TinyRun, one_process, train_on_this_rank
 from tests.layouts import built
 from titanlite.checks.preflight import preflight
-from titanlite.data.loader import MicroBatches
-from titanlite.data.samples import Samples, as_batch
-from titanlite.data.sources import store_of
+from titanlite.data.samples import Samples
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
@@ -119,26 +116,6 @@ def test_rows_are_the_teachers_probabilities(cached: Cached) -> None:
     torch.testing.assert_close(found, expected.topk(TOP_K, dim=-1).values, rtol=0, atol=1e-5)
     torch.testing.assert_close(found, expected.gather(-1, ids.long()), rtol=0, atol=1e-5)
     torch.testing.assert_close(log_tail.exp(), 1 - found.exp().sum(-1), rtol=0, atol=1e-5)
-
-
-@pytest.mark.long
-def test_any_number_of_ranks_and_workers_reads_the_same(cached: Cached) -> None:
-    """Batches of two ranks are the halves of those of one, also in the second epoch and in another process."""
-    samples = cached.samples()
-    copied: Samples = pickle.loads(pickle.dumps(samples))
-    epoch = len(samples.sources[0].sequences)
-    sizes = {"global_batch_size": 8, "micro_batch_size": 2}
-    parts = []
-    for of_ranks, reader in ((1, samples), (2, copied)):
-        streams = [iter(MicroBatches(epoch - 4, **sizes, rank=rank, ranks=of_ranks)) for rank in range(of_ranks)]
-        step = [next(stream) for stream in streams for _ in range(4 // of_ranks)]
-        parts.append([reader.__getitems__(numbers) for numbers in step])
-    for one, two in zip(*parts, strict=True):
-        assert one.keys() == two.keys() >= {"teacher_ids", "teacher_log_probs", "teacher_log_tail"}
-        assert all(torch.equal(one[name], two[name]) for name in one)
-    plain = as_batch([samples.sources[0].sequences.read(0)], mark_documents=False)
-    assert store_of(samples.sources[0]) is not None, "its checksums are verified beside training"
-    assert plain.keys() == {"tokens", "labels"}, "batches without a cache are as before"
 
 
 @pytest.mark.long

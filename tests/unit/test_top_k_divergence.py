@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distillation import KINDS, VOCABULARY, Given, inputs, kl, plain
+from tests.distillation import KINDS, VOCABULARY, Given, divergence, inputs, plain
 from tests.operators import LargestTensor
 from titanlite.batch import IGNORE
 from titanlite.ops.cpu import CpuKernels
@@ -32,13 +32,7 @@ def of_outcomes(logits: Tensor, stored: TopK, distill: Distill) -> Tensor:
     """T^2 D of the K + 1 outcomes of each token, by the formulas in float64, from the student's logits."""
     log_p = outcomes(logits.double() / distill.temperature, stored.ids_BLK)
     log_q = torch.cat([stored.log_probs_BLK, stored.log_tail_BL[..., None]], dim=-1).double()
-    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=torch.float64))
-    values = {
-        "forward_kl": lambda: kl(log_q, log_p),
-        "reverse_kl": lambda: kl(log_p, log_q),
-        "js": lambda: (kl(log_p, log_m) + kl(log_q, log_m)) / 2,
-    }[distill.kind]()
-    return distill.temperature**2 * values
+    return distill.temperature**2 * divergence(log_p, log_q, distill.kind)
 
 
 @pytest.mark.parametrize("kind", KINDS)
