@@ -5,14 +5,14 @@ import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, one_process
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -41,6 +41,26 @@ def _logger_as_it_was() -> Iterator[None]:
     reset_logger()
     yield
     reset_logger()
+
+
+Lines = Callable[[], list[str]]
+
+
+@pytest.fixture
+def warnings(caplog: pytest.LogCaptureFixture) -> Lines:
+    """List the warnings and errors that titanlite has logged so far."""
+    return lambda: [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and record.name.startswith("titanlite")
+    ]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture) -> Lines:
+    """List all that titanlite has logged so far, from the level of information on."""
+    caplog.set_level(logging.INFO, "titanlite")
+    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
 
 
 @pytest.fixture(autouse=True)
@@ -74,9 +94,8 @@ def s3() -> Iterator[str]:
 @pytest.fixture
 def single_process_group() -> Iterator[None]:
     """A process group of one rank, like that of training on one process."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
+    with one_process():
+        yield
 
 
 @pytest.fixture

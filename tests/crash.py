@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.helpers import TinyRun, _free_port
+from tests.helpers import TinyRun, free_port
 from titanlite.checkpoint import manifest as manifests
 from titanlite.storage.storage import LocalStorage
 from titanlite.tools import cli
@@ -100,7 +100,7 @@ class CrashRun:
         """Start the ranks; yield them and the file of rank 0's output. No process is left when the context ends."""
         self.starts += 1
         outputs = [self.tiny.folder / f"start-{self.starts}-rank-{rank}.txt" for rank in range(2)]
-        args = _free_port(), [*self.command, f"--job.name={name}", f"--training.steps={steps}"]
+        args = free_port(), [*self.command, f"--job.name={name}", f"--training.steps={steps}"]
         ranks = [self.context.Process(target=_train, args=(rank, outputs[rank], *args)) for rank in range(2)]
         outputs[0].touch()
         try:

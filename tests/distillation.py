@@ -48,6 +48,16 @@ def kl(a: Tensor, b: Tensor) -> Tensor:
     return F.kl_div(b, a, reduction="none", log_target=True).sum(-1)
 
 
+def divergence(log_p: Tensor, log_q: Tensor, kind: str) -> Tensor:
+    """The divergence of each token, by its formula; p is the student's, q the teacher's."""
+    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=torch.float64))
+    return {
+        "forward_kl": lambda: kl(log_q, log_p),
+        "reverse_kl": lambda: kl(log_p, log_q),
+        "js": lambda: (kl(log_p, log_m) + kl(log_q, log_m)) / 2,
+    }[kind]()
+
+
 def plain(
     hidden: Tensor, weight: Tensor, labels: Tensor, teacher: Given, distill: Distill, z_loss: float
 ) -> tuple[Tensor, Tensor]:
@@ -58,11 +68,6 @@ def plain(
     own = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     own = own + z_loss * (logits.logsumexp(1).square() * valid).sum()
     log_p, log_q = ((x / distill.temperature).log_softmax(1) for x in (logits, theirs))
-    log_m = torch.logaddexp(log_p, log_q) - torch.log(torch.tensor(2.0, dtype=torch.float64))
-    values = {
-        "forward_kl": lambda: kl(log_q, log_p),
-        "reverse_kl": lambda: kl(log_p, log_q),
-        "js": lambda: (kl(log_p, log_m) + kl(log_q, log_m)) / 2,
-    }[distill.kind]()
+    values = divergence(log_p, log_q, distill.kind)
     distilled = distill.temperature**2 * (values * valid).sum()
     return (1 - distill.ratio) * own + distill.ratio * distilled, distilled

@@ -116,21 +116,10 @@ def reason_for(command: str, notes: list[str]) -> str:
     return ""
 
 
-PAGES_TEST = "tests/distributed/test_pages.py::test_commands_of_a_page"
-EXECUTED = {
-    "docs/add_a_model.md": (
-        "tests/distributed/test_docs.py::test_a_model_outside_the_package_trains_by_the_commands_of_its_guide"
-    ),
-    "docs/tutorial.md": "tests/distributed/test_docs.py::test_the_tutorial",
-} | dict.fromkeys(
-    (
-        "README.md", "CONTRIBUTING.md", "docs/checkpoints.md", "docs/cluster.md", "docs/convert.md", "docs/data.md",
-        "docs/distill.md", "docs/finetune.md", "docs/generate.md", "docs/index.md", "docs/memory.md",
-        "docs/migrate.md", "docs/numerics.md", "docs/plan.md", "docs/see_the_run.md",
-    ),
-    PAGES_TEST,
-)  # fmt: skip
-"""The test that runs each command of a page, but those marked as not run."""
+def pages_with_commands() -> list[str]:
+    """Return the pages with a command that a test runs: tests/distributed/test_pages.py."""
+    names = [page.relative_to(ROOT).as_posix() for page in PAGES]
+    return [name for name in names if commands_to_run(name)]
 
 
 def commands_to_run(page: str) -> list[str]:

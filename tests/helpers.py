@@ -23,6 +23,8 @@ from titanlite.schema import Config
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
+    from titanlite.train import Run
+
 TINY_TOML = """
 [model.args]
 dim = 42
@@ -88,20 +90,19 @@ class TinyRun:
         return [record["loss"] for record in self.records(name, outputs)]
 
 
-def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any = None) -> Any:
-    """Train in the process group that is there already; returns the run."""
+def built(rank: int, world_size: int, config: Config, observer: Any = None) -> "Run":
+    """Build a run in the process group that is there already."""
     import torch
 
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import Ranks
-    from titanlite.tools.checkpoints.last_export import export_last
     from titanlite.tools.convert.source import open_model
     from titanlite.tools.convert.weights import open_weights
     from titanlite.tools.ingest.prepare import prepare_text
-    from titanlite.train import build, finish, train
+    from titanlite.train import build
 
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    run = build(
+    return build(
         config,
         preflight(config, ranks, device, open_model=open_model),
         ranks=ranks,
@@ -110,10 +111,31 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
         open_weights=open_weights,
         phase=observer,
     )
+
+
+def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any = None) -> Any:
+    """Train in the process group that is there already; returns the run."""
+    from titanlite.tools.checkpoints.last_export import export_last
+    from titanlite.train import finish, train
+
+    run = built(rank, world_size, config, observer)
     train(run)
     finish(run)
     export_last(run)
     return run
+
+
+@contextmanager
+def one_process() -> Iterator[None]:
+    """A process group of this process alone, like that of training on one process."""
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
 
 
 def run_ranks(
@@ -126,7 +148,7 @@ def run_ranks(
     """
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        port = _free_port()
+        port = free_port()
         processes = [
             context.Process(target=_rank_main, args=(function, rank, world_size, args, backend, port, folder))
             for rank in range(world_size if backend != "fake" else 1)
@@ -215,7 +237,7 @@ def _result(path: Path, process: Any, deadline: float) -> tuple[str | None, Any]
     return pickle.loads(path.read_bytes())
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return listener.getsockname()[1]

@@ -13,17 +13,12 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.helpers import TinyRun, built, run_in_turn, train_on_this_rank
 from titanlite.batch import IGNORE
-from titanlite.checks.preflight import preflight
 from titanlite.loss import TokenLoss
-from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
 from titanlite.step import StepResult, train_step
-from titanlite.tools.convert.source import open_model
-from titanlite.tools.convert.weights import open_weights
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import Run, build
+from titanlite.train import Run
 
 # (replicate, shard)
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
@@ -104,18 +99,6 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach().clone()
 
 
-def built(rank: int, world_size: int, config: Config) -> Run:
-    ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    return build(
-        config,
-        preflight(config, ranks, device, open_model=open_model),
-        ranks=ranks,
-        device=device,
-        prepare_text=prepare_text,
-        open_weights=open_weights,
-    )
-
-
 def one_step(run: Run) -> StepResult:
     batches = list(islice(run.batches, run.accumulation))
     return train_step(
@@ -177,6 +160,30 @@ def assert_same_curve(
     if files[1].exists():
         ends, wanted = ([json.loads(line)["loss"] for line in file.read_text().splitlines()] for file in files)
         assert ends == pytest.approx(wanted, rel=loss), found
+
+
+def compare_with_one(
+    tiny: TinyRun, techniques: dict[str, list[str]], layouts: Sequence[tuple[int, ...]], *, steps: int = 20
+) -> None:
+    """Train on one process and on each layout, and compare losses, gradient norms and validation losses."""
+    common = [f"--training.steps={steps}", "--validation.enable", f"--validation.freq={steps}"]
+    common += [f"--validation.path={tiny.text}", "--checkpoint.enable=false"]
+    trained_on(tiny, {name: [*words, *common] for name, words in techniques.items()}, (1, 1), *layouts)
+    for name in techniques:
+        for layout in layouts:
+            assert_same_curve(tiny, job(name, *layout), job(name, 1, 1), steps=steps)
+
+
+def compare_rounded(
+    tiny: TinyRun, techniques: dict[str, list[str]], pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
+) -> None:
+    """Train 20 steps, and compare the two layouts of each pair as near as rounding to fewer bits allows."""
+    steps = "--training.steps=20"
+    layouts = dict.fromkeys(layout for pair in pairs for layout in pair)
+    trained_on(tiny, {name: [*words, steps] for name, words in techniques.items()}, *layouts)
+    for name in techniques:
+        for mine, theirs in pairs:
+            assert_same_curve(tiny, job(name, *mine), job(name, *theirs), loss=ROUNDED, grad_norm=0.1)
 
 
 def assert_same_health(tiny: TinyRun, found: str, expected: str) -> None:

@@ -1,8 +1,15 @@
 """A small Llama 3, the same model in transformers, and documents in packed sequences."""
 
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
 import torch
 import transformers
+from torch import Tensor
 
+from titanlite.loss import token_loss
+from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Documents
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.ops.cpu import CpuKernels
@@ -30,6 +37,23 @@ def built(args: Llama3Args, scale: float = 5) -> Llama3:
     return model
 
 
+NAMES = {
+    "tok_embeddings": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
+    "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
+    "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
+    "w3": "up_proj", "output": "lm_head", "router": "gate.weight",
+}  # fmt: skip
+
+
+def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Rename tensors like transformers."""
+    found = {}
+    for name, value in tensors.items():
+        their = ".".join(NAMES.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
+        found[their.replace("head.lm_head", "lm_head")] = value
+    return found
+
+
 def oracle(model: Llama3) -> transformers.LlamaForCausalLM:
     args = model.args
     rope = {"rope_type": "default", "rope_theta": args.rope_theta}
@@ -48,17 +72,7 @@ def oracle(model: Llama3) -> transformers.LlamaForCausalLM:
         rope_parameters=rope,
     )  # fmt: skip
     other = transformers.LlamaForCausalLM(config)
-    names = {
-        "tok_embeddings": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
-        "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
-        "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
-        "w3": "up_proj", "output": "lm_head",
-    }  # fmt: skip
-    state = {}
-    for name, value in model.state_dict().items():
-        renamed = ".".join(names.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
-        state[renamed.replace("head.lm_head", "lm_head")] = value
-    missing = other.load_state_dict(state, strict=False)
+    missing = other.load_state_dict(renamed(model.state_dict()), strict=False)
     assert not missing.unexpected_keys
     assert not missing.missing_keys
     return other.float().eval()
@@ -70,3 +84,25 @@ def documents(rows: list[list[int]]) -> Documents:
     ids = [torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in rows]
     boundaries = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int()
     return Documents(torch.stack(positions), torch.stack(ids), boundaries)
+
+
+def assert_gradients_equal(
+    model: Decoder, theirs: Any, theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    """Compare logits and gradients of a batch with those of transformers' model.
+
+    Args:
+        theirs_of: renames and lays out tensors of ours by name like transformers.
+    """
+    tokens = torch.randint(0, model.args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(1))
+    ours, other = model(tokens[:, :-1]), theirs(tokens[:, :-1]).logits
+    assert ours.std() > 0.1
+    assert (ours - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1)
+    model(tokens[:, :-1], loss=partial(token_loss, labels_BL=tokens[:, 1:])).total.div(128).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len([*model.parameters()])
+    for name, gradient in theirs_of(gradients).items():
+        expected = theirs.get_parameter(name).grad
+        limit = 1e-4 * expected.abs().max() + 1e-8  # 0 of a router to one expert
+        assert (gradient - expected).abs().max() < limit, name

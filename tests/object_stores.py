@@ -17,6 +17,8 @@ import fsspec
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
+from tests.helpers import free_port
+
 
 class Flaky(MemoryFileSystem):
     """memory:// of which each call fails with some chance."""
@@ -89,9 +91,7 @@ def moto_server() -> Iterator[str]:
     """s3://bucket on a server of its own process; the environment has its address."""
     import s3fs
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    port = free_port()
     endpoint = f"http://127.0.0.1:{port}"
     for name, value in {
         "AWS_ACCESS_KEY_ID": "test",

@@ -9,6 +9,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
+class Operators(TorchDispatchMode):
+    """Operators with their arguments, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls.append((func, args))
+        return func(*args, **(kwargs or {}))
+
+
 class OperatorNames(TorchDispatchMode):
     """Names of the operators, in order."""
 

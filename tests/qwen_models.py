@@ -6,6 +6,7 @@ import torch
 import transformers
 from torch import Tensor
 
+from tests import models
 from titanlite.models.decoder import Decoder
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
@@ -30,20 +31,9 @@ def built(args: Qwen3Args) -> Decoder:
     return model
 
 
-NAMES = {
-    "tok_embeddings": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
-    "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
-    "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
-    "w3": "up_proj", "output": "lm_head", "router": "gate.weight",
-}  # fmt: skip
-
-
 def renamed(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """Rename and lay out values like transformers."""
-    found = {}
-    for name, value in tensors.items():
-        their = ".".join(NAMES.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
-        found[their.replace("head.lm_head", "lm_head")] = value
+    found = models.renamed(tensors)
     for name in [name for name in found if name.endswith(("mlp.gate_proj", "mlp.down_proj"))]:
         prefix, _, which = name.rpartition(".")
         if which == "gate_proj":

@@ -1,15 +1,13 @@
 """Checkpoints of small models with random weights, saved as training saves them, without training."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from tests.helpers import one_process
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.manifest import folder_name
@@ -76,16 +74,6 @@ def random_model(config_file: Path, *, scale: float = 6) -> Model:
             else:  # norms, which begin as ones: a swap would go unseen
                 parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
     return model
-
-
-@contextmanager
-def one_process() -> Iterator[None]:
-    """A process group of this process alone, which saving needs."""
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
 
 
 def save_random(folder: Path, family: str, *, dtype: str = "float32", **args: Any) -> tuple[Path, Model]:

@@ -16,43 +16,21 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert cli.run([*command]) == 0
     text, err = capfd.readouterr()
     assert err == ""
-    run, out = tiny.folder / "outputs" / "tiny", text.splitlines()
-    assert "unigram entropy" in text
-    assert "step     3  loss" in text
-    assert f"checkpoints  {run / 'checkpoints'} (3)" in text
+    run = tiny.folder / "outputs" / "tiny"
     resume = f"{shell_command('titanlite')} train {run}/config.toml"
-    assert f"continue       the same command with --training.steps=6, or {resume} --training.steps=6" in text
-    assert "applied  FSDP of 1 blocks, reshard_after_forward default\n" in text
-    assert f"saves    every 100 steps and the last, in the background, to {run}/checkpoints; the newest 10" in text
-    [times] = [line for line in out if line.startswith("  time         ")]
-    assert "compute " in times
+    assert f"{resume} --training.steps=6" in text, "the last lines say how to continue"
+    assert f"{shell_command('titanlite')} report {run}" in text, "and where to look"
     assert sorted(path.name for path in run.iterdir()) == [
         ".lock", "checkpoints", "checkpoints.jsonl", "config.toml", "logs", "metrics.jsonl", "run.json",
         "tensorboard",
     ]  # fmt: skip
     assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()
     assert list((run / "tensorboard").glob("events*"))
-
-    assert any(line.startswith(f"  look           {shell_command('titanlite')} report {run}") for line in out)
     assert cli.run([*resume.split()[1:], "--training.steps=5"]) == 0
     assert "resuming after step 3, 24 sequences into the data\n" in capfd.readouterr().out
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]
     assert cli.run([*command, "--training.steps=5"]) == 0
     assert "this run is complete at step 5; to continue it, raise training.steps\n" in capfd.readouterr().out
-
-
-@pytest.mark.usefixtures("own_process_group")
-def test_checkpoint_of_another_model(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    command = ("train", "--config", str(tiny.toml), "--training.steps=2")
-    assert cli.run([*command]) == 0
-    assert cli.run([*command, "--model.args.hidden_dim=64"]) == 2
-    checkpoint = tiny.folder / "outputs" / "tiny" / "checkpoints" / "step-00000002"
-    assert capfd.readouterr().err.splitlines() == [
-        f"error: {checkpoint} was trained with other settings, and a resumed run would be another experiment:",
-        "error:   model.args.hidden_dim was 70, is 64",
-        "error: Restore them, or give the new run another job.name, or accept: "
-        'checkpoint.allow_changes = ["model.args.hidden_dim"]',
-    ]
 
 
 @pytest.mark.usefixtures("own_process_group")
@@ -80,18 +58,6 @@ def test_umlauts_in_paths_where_the_locale_is_ascii(tmp_path: Path, monkeypatch:
     assert cli.run(["report", str(run), "--out", "Prüfung/Bericht.html"]) == 0
     assert "läuft" in (tmp_path / "Prüfung" / "Bericht.html").read_text(encoding="utf-8")
     assert cli.run(["generate", str(run), "--prompt", "ü", "--max-new-tokens", "1"]) == 0
-
-
-@pytest.mark.nightly
-def test_run_train_on_four_processes(tiny: TinyRun) -> None:
-    options = ["--parallelism.data_parallel_replicate_degree=2", "--training.steps=4"]
-    assert cli.run(["train", "--config", str(tiny.toml), "--job.name=one", "--training.steps=4"]) == 0
-    four = run_train("--config", str(tiny.toml), *options, "--job.name=four", cwd=tiny.folder, NPROC="4")
-    assert four.returncode == 0, four.stderr
-    assert "mesh     replicate 2 x shard 2 on cpu; global batch 8 = 4 processes x 1 micro-batches x 2" in four.stdout
-    assert tiny.losses("four") == pytest.approx(tiny.losses("one"), rel=1e-5)
-    logs = tiny.folder / "outputs" / "four" / "logs"
-    assert sorted(path.name for path in logs.iterdir()) == [f"rank-{rank}.log" for rank in range(4)]
 
 
 def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
@@ -129,10 +95,3 @@ def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun, cap
     [record] = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert (record["step"], record["samples"]) == (2, [*range(8, 16)])
     assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000001"]
-
-
-def test_run_train_finds_bare_names(tmp_path: Path) -> None:
-    result = run_train("--config", "debgu.toml", cwd=tmp_path)
-    assert result.returncode == 2
-    assert result.stderr == "error: no config file debgu.toml, did you mean debug?\n"
-    assert "Train:" in run_train("--help", cwd=tmp_path).stdout

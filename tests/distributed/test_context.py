@@ -10,16 +10,14 @@ from tests.layouts import (
     FLOAT8,
     ON_FURTHER_AXES,
     OWN_LOSS,
-    ROUNDED,
     CountOperators,
-    assert_same_curve,
     assert_same_health,
     built,
+    compare_rounded,
+    compare_with_one,
     degrees,
-    job,
     one_step,
     trained,
-    trained_on,
 )
 from titanlite.schema import Config
 
@@ -48,9 +46,12 @@ FURTHER = {
 SHARED = {
     name: [*MASK, "--model.args.n_layers=2", *words] for name, words in (ON_FURTHER_AXES | ADAPTERS | OWN_LOSS).items()
 }
-COMMON = ["--training.steps=20", "--optimizer.lr=3e-3"]
-EVEN = [*COMMON, *MASK, "--model.args={dim=48, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=64, vocab_size=260}"]
-ONE = 1, 1, 1
+RATE = "--optimizer.lr=3e-3"
+EVEN = [RATE, *MASK, "--model.args={dim=48, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=64, vocab_size=260}"]
+
+
+def with_rate(techniques: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {name: [RATE, *words] for name, words in techniques.items()}
 
 
 @pytest.fixture
@@ -64,27 +65,15 @@ def short_documents(tiny: TinyRun) -> TinyRun:
     return tiny
 
 
-def compared(
-    tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tuple[int, int, int]], steps: int = 20
-) -> None:
-    """Train on one process and on each layout, and compare losses, gradient norms and validation losses."""
-    common = ["--validation.enable", f"--validation.freq={steps}", f"--validation.path={tiny.text}"]
-    common += ["--checkpoint.enable=false"]
-    several = {name: [*COMMON, *common, f"--training.steps={steps}", *words] for name, words in techniques.items()}
-    trained_on(tiny, several, ONE, *layouts)
-    for name in techniques:
-        for layout in layouts:
-            assert_same_curve(tiny, job(name, *layout), job(name, *ONE), steps=steps)
-
-
 def test_two_ranks_that_split_sequences_train_as_one(short_documents: TinyRun) -> None:
-    compared(short_documents, {"mask, AC op": TECHNIQUES["mask, AC op"]}, [(1, 1, 2)], steps=6)
+    chosen = {"mask, AC op": TECHNIQUES["mask, AC op"]}
+    compare_with_one(short_documents, with_rate(chosen), [(1, 1, 2)], steps=6)
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("techniques", [TECHNIQUES | FURTHER, SHARED], ids=["further", "shared"])
 def test_further_techniques(short_documents: TinyRun, techniques: dict[str, list[str]]) -> None:
-    compared(short_documents, techniques, [(1, 1, 2), (1, 2, 2)])
+    compare_with_one(short_documents, with_rate(techniques), [(1, 1, 2), (1, 2, 2)])
 
 
 @pytest.mark.nightly
@@ -92,15 +81,12 @@ def test_low_precision_is_that_of_fsdp(short_documents: TinyRun) -> None:
     """Losses are as near to those of as many ranks that read whole sequences as rounding allows."""
     pytest.importorskip("torchao")
     rounded = {name: [*EVEN, *words] for name, words in (BFLOAT16 | FLOAT8).items()}
-    trained_on(short_documents, rounded, (1, 1, 2), (1, 2, 1), (1, 2, 2), (1, 4, 1))
-    for name in rounded:
-        for mine, theirs in (((1, 1, 2), (1, 2, 1)), ((1, 2, 2), (1, 4, 1))):
-            assert_same_curve(short_documents, job(name, *mine), job(name, *theirs), loss=ROUNDED, grad_norm=0.1)
+    compare_rounded(short_documents, rounded, [((1, 1, 2), (1, 2, 1)), ((1, 2, 2), (1, 4, 1))])
 
 
 @pytest.mark.nightly
 def test_four_ranks(short_documents: TinyRun) -> None:
-    compared(short_documents, TECHNIQUES, [(1, 1, 4), (1, 2, 2), (2, 1, 2)])
+    compare_with_one(short_documents, with_rate(TECHNIQUES), [(1, 1, 4), (1, 2, 2), (2, 1, 2)])
 
 
 def counts_of_a_step(rank: int, world_size: int, config: Config) -> tuple[int, int]:

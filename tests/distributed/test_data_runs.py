@@ -10,13 +10,11 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import pytest
-from torch import nn
 
-from tests.helpers import TinyRun, _free_port, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, free_port, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import built, trained
 from titanlite.batch import Batch
 from titanlite.checkpoint import manifest as manifests
@@ -25,7 +23,6 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage
 from titanlite.train import finish, train
-from titanlite.validation import Validator
 
 
 def validation_records(tiny: TinyRun, name: str) -> list[dict[str, Any]]:
@@ -55,7 +52,7 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
         "--training.local_batch_size=25", "--metrics.log_freq=100",
     ]  # fmt: skip
     found = {}
-    for ranks in (1, 4):
+    for ranks in (1, 2):
         config = tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)
         run_ranks(trained_and_logged, ranks, config)
         assert [record["step"] for record in tiny.records(f"on-{ranks}")] == [1, 5], "1003 // 200"
@@ -72,34 +69,6 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
             source = record["sources"]["other.txt"]
             assert (source["sequences"], source["tokens"]) == (37, 37 * 8)
             assert source["bits_per_byte"] == pytest.approx(record["loss"] / 0.6931472 * 296 / 295, rel=1e-6), "one eos"
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_validation_changes_nothing_in_training(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    options = [
-        "--validation.enable", "--validation.freq=1", f"--validation.path={tiny.text}", "--validation.sequences=9",
-        "--checkpoint.interval=2",
-    ]  # fmt: skip
-    run, slept = Validator.run, 0.4
-
-    def slow(self: Validator, model: nn.Module, **options: Any) -> dict[str, Any] | None:
-        time.sleep(slept)
-        return run(self, model, **options)
-
-    monkeypatch.setattr(Validator, "run", slow)
-    train_on_this_rank(tiny.config("--job.name=with", *options), 0, 1)
-    train_on_this_rank(tiny.config("--job.name=without"), 0, 1)
-    assert tiny.losses("with") == tiny.losses("without")
-    assert [record["step"] for record in validation_records(tiny, "with")] == [1, 2, 3, 4, 5, 6]
-    saves = (tiny.folder / "outputs/with/checkpoints.jsonl").read_text().splitlines()
-    saving = [json.loads(save)["blocking_seconds"] for save in saves]
-    steps = [record["step_seconds"] for record in tiny.records("with")[1:]]
-    assert (len(saving), len(steps)) == (3, 5)
-    # If it were counted, each would have it: a busy machine makes single ones longer.
-    assert median(saving) < slept, saving
-    assert median(steps) < slept, steps
-    losses = [record["loss"] for record in validation_records(tiny, "with")]
-    assert losses[-1] < losses[0]
 
 
 def consumed(config: Config, samples: int) -> list[int]:
@@ -150,7 +119,7 @@ def test_best_fit_packing_and_document_masks_train_alike_on_any_layout(tiny: Tin
         text_of(tiny.text / f"{number}.txt", 7 + 3 * number)
     options = ["--data.packing=best_fit", "--data.document_mask"]
     losses = []
-    for ranks in (1, 4):
+    for ranks in (1, 2):
         run_in_turn(trained, ranks, [tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)])
         losses.append(tiny.losses(f"on-{ranks}"))
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
@@ -199,7 +168,7 @@ def test_ten_kills_on_random_rank_counts_change_nothing_of_what_is_read(tiny: Ti
     def start(name: str, ranks: int, steps: int, *options: str, until: int | None = None) -> dict[int, list[str]]:
         """Returns what was read in each step. With `until`, all ranks are killed once that step is being read."""
         config = tiny.config(f"--job.name={name}", f"--training.steps={steps}", *options, world_size=ranks)
-        port = _free_port()
+        port = free_port()
         logs = [tiny.folder / f"{name}-{port}-{rank}" for rank in range(ranks)]
         processes = [context.Process(target=consume, args=(r, ranks, config, port, logs[r])) for r in range(ranks)]
         for process in processes:

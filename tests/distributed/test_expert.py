@@ -17,15 +17,14 @@ from tests.layouts import (
     FLOAT8,
     ON_FURTHER_AXES,
     OWN_LOSS,
-    ROUNDED,
     CountOperators,
     assert_same_curve,
     built,
+    compare_rounded,
+    compare_with_one,
     degrees,
-    job,
     one_step,
     optimizer_moments,
-    trained_on,
     whole,
 )
 from titanlite.ops.kernels import Kernels
@@ -50,8 +49,8 @@ FURTHER = {
     "Muon": MUON,
     "own model": [f"--model.file={own_models.__file__}", "--model.name=OwnExperts"],
 }
-ONE, TWO = (1, 1), (1, 2, 1, 1, 2)
-"""The second has degree 2 of expert parallelism."""
+TWO = 1, 2, 1, 1, 2
+"""With degree 2 of expert parallelism."""
 SHARED = {name: ["--optimizer.lr=3e-3", *words] for name, words in (ON_FURTHER_AXES | ADAPTERS | OWN_LOSS).items()}
 
 
@@ -147,12 +146,7 @@ def test_two_ranks_with_different_experts_train_as_one(tiny: TinyRun) -> None:
 
 
 def compared(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[int, ...]) -> None:
-    """Train on one process and on each layout, and compare losses, gradient norms and validation losses."""
-    common = [*MOE, "--validation.enable", "--validation.freq=20", f"--validation.path={tiny.text}"]
-    trained_on(tiny, {name: [*common, *words] for name, words in techniques.items()}, ONE, *layouts)
-    for name in techniques:
-        for layout in layouts:
-            assert_same_curve(tiny, job(name, *layout), job(name, *ONE))
+    compare_with_one(tiny, {name: [*MOE, *words] for name, words in techniques.items()}, layouts)
 
 
 @pytest.mark.nightly
@@ -172,9 +166,7 @@ def test_low_precision_is_that_of_fsdp(tiny: TinyRun) -> None:
     """Losses are as near to those of ranks that have all experts as rounding allows."""
     pytest.importorskip("torchao")
     rounded = {name: [*MOE, "--optimizer.lr=3e-3", *words] for name, words in (BFLOAT16 | FLOAT8).items()}
-    trained_on(tiny, rounded, TWO, (1, 2))
-    for name in rounded:
-        assert_same_curve(tiny, job(name, *TWO), job(name, 1, 2), loss=ROUNDED, grad_norm=0.1)
+    compare_rounded(tiny, rounded, [(TWO, (1, 2))])
 
 
 @pytest.mark.nightly

@@ -10,14 +10,10 @@ import torch
 from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks
 from tests.layouts import built, degrees, trained, whole
 from titanlite.checkpoint.state import state_of
-from titanlite.checks.memory import bytes_per_parameter
-from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.models.base import build_on_meta, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.registry import resolve_model
-from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Freeze
 from titanlite.step import train_step
 from titanlite.techniques.freeze.parameters import freeze
@@ -162,32 +158,3 @@ def test_frozen_weights_save_the_operations_of_their_gradients(name: str) -> Non
     ends_at_head = decoder(name, "layers.*", "tok_embeddings.*")  # forward alone in the blocks
     forward = weights / 3 + 4 * plain.args.n_layers * plain.args.n_heads * plain.args.head_size * seq_len
     assert ends_at_head.flops_per_token(seq_len) == pytest.approx(6 * plain.args.dim * plain.args.vocab_size + forward)
-
-
-@pytest.mark.parametrize(
-    ("patterns", "message"),
-    [
-        ('["layers.9.*"]', r"freeze.parameters: layers.9.\* matches no parameter; there are tok_embeddings.weight, "),
-        ('["*"]', "freeze.parameters: matches every parameter: nothing is left to train"),
-    ],
-)
-def test_patterns_that_match_nothing_or_everything_are_refused(tiny: TinyRun, patterns: str, message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        preflight(tiny.config(f"--freeze.parameters={patterns}"), Ranks(0, 1, 0, 1), torch.device("cpu"))
-
-
-def test_a_group_of_frozen_parameters_alone_is_refused(tiny: TinyRun) -> None:
-    options = THREE_BLOCKS, FREEZE, '--optimizer.groups=[{match=["tok_embeddings.*"]}, {match=["layers.*", "head.*"]}]'
-    with pytest.raises(ConfigError, match=r"optimizer\.groups\.0\.match: matches no parameter"):
-        preflight(tiny.config(*options), Ranks(0, 1, 0, 1), torch.device("cpu"))
-
-
-def test_frozen_parameters_need_no_memory_for_training(tiny: TinyRun) -> None:
-    model = decoder("llama3", "layers.*", "tok_embeddings.*")
-    trained_share = sum(p.numel() for p in trainable_parameters(model).values()) / sum(
-        p.numel() for p in model.parameters()
-    )
-    config = tiny.config('--freeze.parameters=["layers.*", "tok_embeddings.*"]', "--freeze.dtype=bfloat16")
-    in_memory, on_disk = bytes_per_parameter(model, config)
-    assert in_memory == pytest.approx(16 * trained_share + 2 * (1 - trained_share))
-    assert on_disk == 0

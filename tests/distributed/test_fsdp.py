@@ -105,23 +105,3 @@ def test_one_shard_is_gathered_in_place(tiny: TinyRun) -> None:
     of_two = [tiny.config(*it, f"--job.name=two-{number}", world_size=2) for number, it in enumerate(layouts)]
     found = run_in_turn(gathered_in_place, 2, of_two)
     assert [[set(rank) for rank in ranks] for ranks in found] == [[{True}] * 2, [{False}] * 2]
-
-
-def zeroed(rank: int, world_size: int, config: Config) -> tuple[float, float]:
-    """Logits' mean square, before and after all weights become zero."""
-    run = built(rank, world_size, config)
-    tokens = torch.arange(32).view(1, 32)
-    with torch.no_grad():
-        before = run.model(tokens).square().mean().item()
-        for group in run.optimizer.param_groups:
-            for parameter in group["params"]:
-                parameter.to_local().mul_(0)
-        after = run.model(tokens).square().mean().item()
-    return before, after
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_new_values_are_used_at_once(tiny: TinyRun) -> None:
-    before, after = zeroed(0, 1, tiny.config())
-    assert before > 0
-    assert after == 0

@@ -12,16 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn
+from tests.helpers import TinyRun, built, run_in_turn
 from tests.layouts import degrees, whole
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checks.preflight import preflight
 from titanlite.loss import TokenLoss
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import Run, build, finish, train
+from titanlite.train import Run, finish, train
 
 BAD_STEP, BAD_SAMPLE = 3, 21
 """Sample 21 is of rank 2 of 4, in its second micro-batch of one: 16 + 2 x 2 + 1."""
@@ -42,8 +39,7 @@ def snapshot(run: Run, part: Callable[[torch.Tensor], torch.Tensor]) -> Snapshot
 
 def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Train; the loss of one micro-batch of one rank is NaN in step 3, and later if the run's name asks for it."""
-    ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    run = built(rank, world_size, config)
     before: list[Snapshot] = []
     calls = [0]
     micro_batches = run.accumulation

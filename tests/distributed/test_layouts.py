@@ -206,28 +206,30 @@ COLLECTIVES = [
 ]
 
 
-@pytest.mark.slow
-def test_collectives_of_a_step(tiny: TinyRun) -> None:
+@pytest.mark.parametrize(
+    "world_size", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
+def test_collectives_of_a_step(tiny: TinyRun, world_size: int) -> None:
     """Each FSDP unit has one all-gather in forward and, except for the head, one in backward.
 
     It has one reduce-scatter in backward; the head too, though its chunked loss uses the weight many times.
     Replicas are reduced once a step. On gloo a reduce-scatter is an all-to-all.
     """
-    accumulation, results = 2, []
-    for world_size in (2, 4):
-        configs = [
-            tiny.config(
-                *degrees(replicate, shard),
-                "--model.args.tied_head" if option == "tied" else f"--parallelism.fsdp_reshard_after_forward={option}",
-                THREE_BLOCKS,
-                f"--training.local_batch_size={8 // world_size // accumulation}",
-                world_size=world_size,
-            )
-            for replicate, shard, option, *_ in COLLECTIVES
-            if replicate * shard == world_size
-        ]
-        results += run_in_turn(collectives_of_a_step, world_size, configs)
-    for (replicate, shard, option, units, forward, backward), ranks in zip(COLLECTIVES, results, strict=True):
+    accumulation = 2
+    cases = [case for case in COLLECTIVES if case[0] * case[1] == world_size]
+    configs = [
+        tiny.config(
+            *degrees(replicate, shard),
+            "--model.args.tied_head" if option == "tied" else f"--parallelism.fsdp_reshard_after_forward={option}",
+            THREE_BLOCKS,
+            f"--training.local_batch_size={8 // world_size // accumulation}",
+            "--checkpoint.enable=false",
+            world_size=world_size,
+        )
+        for replicate, shard, option, *_ in cases
+    ]
+    results = run_in_turn(collectives_of_a_step, world_size, configs)
+    for (replicate, shard, option, units, forward, backward), ranks in zip(cases, results, strict=True):
         for counts, in_forward, _ in ranks:
             assert in_forward["allgather_base"] == forward * accumulation, option
             assert counts["allgather_base"] == (forward + backward) * accumulation, option

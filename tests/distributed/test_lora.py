@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees, trained, whole
 from titanlite.checkpoint.state import state_of
 from titanlite.models.quantized import quantize
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize.materialize import materialize
+from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source
@@ -110,12 +111,13 @@ def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(tin
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("single_process_group")
 def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """The base is a checkpoint of ours or a Hugging Face folder; neither has adapters."""
     base = ["--training.steps=2", "--job.name=base", "--training.max_norm=0", "--optimizer.lr=0.03"]
-    [weights] = run_ranks(trained, 1, tiny.config(*base))
+    weights = trained(0, 1, tiny.config(*base))
     matrices = [name for name, value in weights.items() if name.startswith("layers.") and value.ndim == 2]
     ours, folder = tiny.folder / "outputs" / "base", tiny.folder / "hf"
     assert cli.run(["checkpoint", "export", str(ours), "--out", str(folder)]) == 0
@@ -127,14 +129,14 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
         tiny.config(*options, *INT8, f"--checkpoint.initial_load_path={ours}", "--job.name=int8-whole"),
         tiny.config(*options, *INT8, f"--checkpoint.initial_load_path={folder}", "--job.name=int8", steps),
     ]
-    [[whole_run], [of_folder], _, [int8_run], _] = run_in_turn(train, 1, runs)
+    whole_run, of_folder, _, int8_run, _ = (train(0, 1, run) for run in runs)
     assert tiny.losses("hf") == tiny.losses("whole")
     for result in (whole_run, of_folder):
         for name, value in weights.items():
             assert np.array_equal(result["weights"][name], value), name
 
     # Without initial_load_path: base and adapters are both in the checkpoint.
-    [resumed] = run_ranks(train, 1, tiny.config(*options, "--job.name=parts"))
+    resumed = train(0, 1, tiny.config(*options, "--job.name=parts"))
     assert tiny.losses("parts") == tiny.losses("whole")
     for name, value in whole_run["weights"].items():
         assert np.array_equal(resumed["weights"][name], value), name
@@ -142,7 +144,7 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
     two = [*longer, "--job.name=parts"], [*options, *INT8, "--job.name=int8", "--training.steps=3"]
     run_in_turn(train, 2, [tiny.config(*words, world_size=2) for words in two])
     one = [*longer, "--job.name=whole"], [*options, *INT8, "--job.name=int8"]
-    [_, [int8_parts]] = run_in_turn(train, 1, [tiny.config(*words) for words in one])
+    _, int8_parts = (train(0, 1, tiny.config(*words)) for words in one)
     for whole_name, parts in (("whole", "parts"), ("int8-whole", "int8")):
         assert tiny.losses(parts) == pytest.approx(tiny.losses(whole_name), abs=1e-5)
     for name, value in weights.items():  # quantized on one rank; two ranks and then one have resumed with the bits
@@ -161,13 +163,13 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
             assert (merged - weight).abs().max() > 1e-4
         else:
             assert np.array_equal(merged.detach().numpy(), weights[name])
-    with pytest.raises(Exception, match=r"lora.alpha was 6.0, is 7.0"):
-        run_ranks(train, 1, tiny.config(*options, "--job.name=parts", "--lora.alpha=7", "--training.steps=8"))
+    with pytest.raises(UserError, match=r"lora.alpha was 6.0, is 7.0"):
+        train(0, 1, tiny.config(*options, "--job.name=parts", "--lora.alpha=7", "--training.steps=8"))
 
     # Adapters of another run are taken, too, at the scale that they were trained with.
     other = [*LORA, "--training.steps=1", f"--checkpoint.initial_load_path={tiny.folder}/outputs/whole"]
-    with pytest.raises(Exception, match=r"lora.alpha: .*has adapters that were trained with 6.0, and this is 5.0"):
-        run_ranks(train, 1, tiny.config(*other, "--job.name=refused", "--lora.alpha=5"))
-    [taken] = run_ranks(train, 1, tiny.config(*other, "--job.name=taken", "--optimizer.lr=0"))
-    [kept] = run_ranks(train, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))
+    with pytest.raises(UserError, match=r"lora.alpha: .*has adapters that were trained with 6.0, and this is 5.0"):
+        train(0, 1, tiny.config(*other, "--job.name=refused", "--lora.alpha=5"))
+    taken = train(0, 1, tiny.config(*other, "--job.name=taken", "--optimizer.lr=0"))
+    kept = train(0, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))
     assert all(np.array_equal(taken["weights"][name], value) for name, value in kept["weights"].items())

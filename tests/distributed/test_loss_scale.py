@@ -12,7 +12,6 @@ import torch
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import LAYOUTS, built, degrees, job, trained, whole
 from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
-from titanlite.runtime.errors import ConfigError
 from titanlite.schema import Config, Guard
 from titanlite.step import StepResult, count_valid_tokens, train_step
 from titanlite.techniques.loss_scale.scale import INITIAL_SCALE, LossScale
@@ -166,17 +165,3 @@ def test_a_loss_that_is_not_finite_leaves_the_scale(nonfinite: str) -> None:
     scale = LossScale(device=CPU, state={})
     assert skip_reasons(scale, guard_of(nonfinite=nonfinite), [float("inf")], loss=float("nan")) == [NONFINITE]
     assert float(scale.value) == INITIAL_SCALE == 2.0**16
-
-
-@pytest.mark.parametrize(
-    ("options", "other"),
-    [
-        (["--optimizer.in_backward", "--training.max_norm=0"], "optimizer.in_backward"),
-        (["--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"], "quantize.linear.float8.enable"),
-    ],
-)
-def test_refused_together(tiny: TinyRun, options: list[str], other: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        tiny.config(FLOAT16, *options)
-    expected = f'training.mixed_precision_param: "float16" cannot be combined with {other} = true, which '
-    assert expected in str(error.value)

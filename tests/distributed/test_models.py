@@ -28,13 +28,8 @@ families = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param("qwen3_moe", marks=pytest.mark.slow),
-        *(pytest.param(name, marks=pytest.mark.nightly) for name in ("qwen3", "outside the package")),
-    ],
-)
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
 def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
     on_every_layout(trained, tiny, *FAMILIES[family])
     reference = tiny.losses("run-1-1")

@@ -6,6 +6,7 @@ is made first. A comment in the page gives the reason why a command is not run (
 
 import json
 import os
+import re
 import shlex
 import shutil
 import subprocess
@@ -16,7 +17,7 @@ import pytest
 import torch
 
 from tests.chat_tokenizer import write_chat_tokenizer
-from tests.documented import EXECUTED, PAGES_TEST, ROOT, VARIABLES, commands_to_run
+from tests.documented import ROOT, VARIABLES, commands_to_run, pages_with_commands
 from titanlite.tools import cli
 
 TEXT = "text.jsonl"
@@ -25,7 +26,7 @@ OWN_DATA = [f"--data.path={TEXT}", f"--validation.path={TEXT}", "--validation.se
 FEW_STEPS = ["--training.steps=2", "--lr_scheduler.warmup_steps=0"]
 FEW_LAYERS = ["--model.args.n_layers=2"]
 """Depth of large models in plans and tables."""
-AS_IN_PAGES = {"--training.steps=140", "--training.steps=280"}
+AS_IN_PAGES = {"--training.steps=140", "--training.steps=280", "--training.steps=4"}
 """Steps that pages count with: the first run, and what continues it."""
 LESS = {
     "plan": FEW_LAYERS,
@@ -37,7 +38,7 @@ LESS = {
     "distill cache": [*SHORT, *OWN_DATA],
 }
 """Options added to a command."""
-OWN_TEXT = ("sft_example", "gpt2.toml", "--data.path")
+OWN_TEXT = ("sft_example", "gpt2.toml", "tutorial.toml", "--data.path")
 """Words of commands that name their text."""
 
 
@@ -150,6 +151,14 @@ def name_the_teacher() -> None:
     Path("my.toml").write_text(f"base = '{ROOT}/train_configs/distill_example.toml'\n")
 
 
+def write_tutorial() -> None:
+    """Write the config that the page shows, with few steps, and what it names of the repository."""
+    for name in ("docs", "README.md", "CHANGELOG.md", "CONTRIBUTING.md"):
+        Path(name).symlink_to(ROOT / name)
+    [toml] = re.findall(r"```toml\n(.*?)```", (ROOT / "docs" / "tutorial.md").read_text(), re.DOTALL)
+    Path("tutorial.toml").write_text(toml.replace("warmup_steps = 10", "warmup_steps = 0"))
+
+
 FIRST = {
     "docs/checkpoints.md": [train_debug],
     "docs/convert.md": [train_debug, make_released_weights],
@@ -158,10 +167,12 @@ FIRST = {
     "docs/finetune.md": [train_debug, make_tuned],
     "docs/generate.md": [train_debug, make_prompts_and_tokens],
     "docs/see_the_run.md": [train_debug, make_runs_to_compare],
+    "docs/tutorial.md": [write_tutorial],
 }
 LEFT = {
     "CONTRIBUTING.md": ["outputs/try/checkpoints/step-00000002/manifest.json"],
     "README.md": ["outputs/debug/checkpoints/step-00000002/manifest.json"],
+    "docs/add_a_model.md": ["outputs/gpt2/run.json", "outputs/wider/run.json", "outputs/sharded/run.json"],
     "docs/checkpoints.md": ["full.pt"],
     "docs/convert.md": ["outputs/qwen3/step-00000000/manifest.json", "debug_hf/config.json"],
     "docs/data.md": ["tok/index.json", "tokens/chats/index.json", "tokenizer"],
@@ -176,15 +187,18 @@ LEFT = {
     "docs/migrate.md": ["NEW.toml"],
     "docs/plan.md": ["best.toml"],
     "docs/see_the_run.md": ["outputs/debug/report.html", "compare.html", "dumps/after", "dumps/before"],
+    "docs/tutorial.md": [
+        "outputs/tutorial/checkpoints/step-00000004/manifest.json", "tutorial.html", "tutorial_hf/config.json",
+    ],
 }  # fmt: skip
 """Files that the commands of a page leave behind."""
-REPLACED = {"/nvme/scratch": "scratch"}
-"""Folders of a page that no test may write to."""
+REPLACED = {"/nvme/scratch": "scratch", "--training.steps=150": "--training.steps=4"}
+"""A folder that no test may write to, and steps of the run that the tutorial continues."""
 
 
 @pytest.mark.nightly
 @pytest.mark.usefixtures("own_process_group")
-@pytest.mark.parametrize("page", [page for page, test in EXECUTED.items() if test == PAGES_TEST])
+@pytest.mark.parametrize("page", pages_with_commands())
 def test_commands_of_a_page(page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_texts()

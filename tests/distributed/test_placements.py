@@ -1,7 +1,6 @@
 """Optimizers on tensors that are sharded in ways FSDP alone does not: the weights are those of one process."""
 
 from collections.abc import Callable, Iterator
-from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -12,13 +11,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
 from tests.helpers import run_ranks
-from titanlite.optim import build_optimizer, update
+from titanlite.optim import update
 from titanlite.optim.muon import Muon
-from titanlite.optim.quantized import inner_tensors
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.dtensor import GlobalIndices, count_replicas, from_local_like, slice_like
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.schema import Optimizer
 
 SHAPES = [(16, 32), (32, 16), (8, 16, 32), (7, 10), (3, 8, 5)]
 EVEN = 3
@@ -75,35 +72,8 @@ def tensor_parallel(dim: int) -> list[nn.Parameter]:
     return [*model.parameters()]
 
 
-def quantized_moment(parameter: Tensor, gradient: Tensor, name: str) -> dict[str, Tensor]:
-    """Inner tensors of the first moment after one step."""
-    weight = nn.Parameter(parameter)
-    weight.grad = from_local_like(slice_like(gradient, weight), weight)
-    optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=name), seed=0)
-    with torch.compiler.set_stance("force_eager"):
-        optimizer.step()
-    return inner_tensors(optimizer.state[weight]["exp_avg"])
-
-
-def check_blocks_over_several_axes() -> None:
-    """Codes and scales of a part are that part of the whole's; blocks are shorter and longer than rows."""
-    mesh = init_device_mesh("cpu", (2, 2))
-    for name in ("torchao.optim.AdamW8bit", "torchao.optim.AdamW4bit", "torchao.optim.AdamWFp8"):
-        for shape in [(256, 64), (4, 64, 256), (260, 256)]:
-            ones, gradient = torch.ones(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))
-            expected = quantized_moment(ones.clone(), gradient, name)
-            placed = distribute_tensor(ones, mesh, [Shard(0), Shard(0)], src_data_rank=None)
-            found = quantized_moment(placed, gradient, name)
-            assert found.keys() == expected.keys() == {"codes", "scale"}
-            for key, tensor in found.items():
-                assert tensor.shape == expected[key].shape
-                assert torch.equal(local_tensor(tensor), slice_like(expected[key], tensor)), (name, shape, key)
-
-
 def on_four(rank: int, world_size: int) -> list[dict[str, list[np.ndarray]]]:
     found = []
-    if find_spec("torchao"):
-        check_blocks_over_several_axes()
     ways = [lambda it=it: placed(*it) for it in LAYOUTS] + [lambda dim=dim: tensor_parallel(dim) for dim in (0, 1)]
     for parameters in ways:
         for parameter, whole in zip(parameters(), draw(0), strict=False):

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, free_port
 from tests.processes import newest, started
 from titanlite.tools import cli
 
@@ -64,9 +64,7 @@ def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> N
 @pytest.mark.nightly
 def test_a_machine_is_lost_and_another_joins(tiny: TinyRun) -> None:
     """Each launcher stands for a machine. The run continues exactly with fewer ranks, then with more."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{listener.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     config, never_ends = f"--config={tiny.toml}", "--training.steps=1000000"
     options = config, never_ends, "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0"
     environ: dict[str, Any] = {

@@ -11,16 +11,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 import pytest
-import torch
 
-from tests.helpers import TinyRun, run_ranks
+from tests.helpers import TinyRun, built, run_ranks
 from tests.processes import newest, started
-from titanlite.checks.preflight import preflight
-from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.schema import Config
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import build, finish, train
+from titanlite.train import finish, train
 
 TRAIN = [sys.executable, "-m", "titanlite", "train"]
 LONG = ("--training.steps=1000000", "--checkpoint.interval=1000000")
@@ -40,8 +36,7 @@ class Asked(StopRequests):
 
 
 def stop_one_rank(rank: int, world_size: int, config: Config) -> int:
-    ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    run = built(rank, world_size, config)
     requests = Asked(rank == world_size - 1)
     stopped = train(run, requests)
     finish(run, stopped)

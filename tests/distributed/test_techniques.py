@@ -6,11 +6,10 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks
-from tests.layouts import built, degrees, one_step, trained
+from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.layouts import degrees, trained
 from titanlite.models.base import Model
 from titanlite.parallelize.compile import compile_blocks
-from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 
 
@@ -19,39 +18,28 @@ def trace_blocks(model: Model, **_: object) -> None:
     compile_blocks(model, backend="aot_eager")
 
 
-def compile_counts(rank: int, world_size: int, config: Config, plain: Config) -> tuple[int, list[str], list[str]]:
-    """Return the number of graphs after some steps, and the names of parameters with and without the compiler."""
+def graphs_and_names(rank: int, world_size: int, config: Config) -> tuple[int, list[str]]:
+    """Train, and return the number of compiled graphs, and the names of parameters."""
+    run = train_on_this_rank(config, rank, world_size)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], [name for name, _ in run.model.named_parameters()]
+
+
+def traced(rank: int, world_size: int, config: Config) -> tuple[int, list[str]]:
     with patch("titanlite.parallelize.compile_blocks", trace_blocks):
-        run = built(rank, world_size, config)
-    for _ in range(2):
-        one_step(run)
-    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
-    names, of_plain = (
-        [name for name, _ in it.model.named_parameters()] for it in (run, built(rank, world_size, plain))
-    )
-    return graphs, names, of_plain
+        return graphs_and_names(rank, world_size, config)
 
 
-def traced(rank: int, world_size: int, config: Config) -> None:
-    with patch("titanlite.parallelize.compile_blocks", trace_blocks):
-        trained(rank, world_size, config)
-
-
-@pytest.mark.parametrize("train", [pytest.param(traced, id="traced"), pytest.param(trained, marks=pytest.mark.nightly)])
-def test_compiled_blocks_give_the_same_losses(tiny: TinyRun, train: Any) -> None:
-    options = [*degrees(1, 2), "--training.steps=3", "--checkpoint.enable=false"]
+@pytest.mark.parametrize(
+    "train", [pytest.param(traced, id="traced"), pytest.param(graphs_and_names, marks=pytest.mark.nightly)]
+)
+def test_compiled_blocks_share_one_graph_and_give_the_same_losses(tiny: TinyRun, train: Any) -> None:
+    options = [*degrees(1, 2), "--training.steps=3", "--checkpoint.enable=false", "--model.args.n_layers=2"]
     compiled = ["--job.name=compiled", "--compile.enable", "--activation_checkpoint.mode=selective"]
     runs = [tiny.config(*words, *options, world_size=2) for words in (["--job.name=eager"], compiled)]
-    run_in_turn(train, 2, runs, timeout=300)
+    [(none, names), _], [(graphs, names_of_compiled), _] = run_in_turn(train, 2, runs, timeout=300)
+    assert (none, graphs) == (0, 1)
+    assert names_of_compiled == names
     assert tiny.losses("compiled") == pytest.approx(tiny.losses("eager"), rel=1e-5)
-
-
-def test_blocks_share_one_graph_and_names_stay(tiny: TinyRun) -> None:
-    config = tiny.config("--compile.enable", "--activation_checkpoint.mode=full", "--model.args.n_layers=2")
-    plain = tiny.config("--job.name=plain", "--model.args.n_layers=2")
-    [(graphs, names, of_plain)] = run_ranks(compile_counts, 1, config, plain, timeout=300)
-    assert graphs == 1
-    assert names == of_plain
 
 
 @pytest.mark.parametrize(
@@ -73,8 +61,3 @@ def test_float8_trains(tiny: TinyRun, recipe: str) -> None:
     run_in_turn(trained, 2, [tiny.config(*words, world_size=2) for words in runs])
     assert tiny.losses("float8") != tiny.losses("plain")
     assert tiny.losses("float8") == pytest.approx(tiny.losses("plain"), rel=0.03)
-
-
-def test_float8_without_compile_is_refused(tiny: TinyRun) -> None:
-    with pytest.raises(UserError, match=r"is slower than bfloat16 without compile\.enable = true"):
-        tiny.config("--quantize.linear.float8.enable")

@@ -8,7 +8,6 @@ from tests.layouts import LORA, ON_FURTHER_AXES, CountOperators, degrees, job, t
 from tests.plans import model_of, read, traced
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.fsdp import fsdp_units
-from titanlite.runtime.errors import ConfigError
 from titanlite.schema import Config
 
 MIN = 20_000
@@ -81,17 +80,9 @@ def test_losses_have_the_same_bits(tiny: TinyRun, chosen: set[str]) -> None:
 
 @pytest.mark.nightly
 def test_compiled_blocks_have_the_same_bits(tiny: TinyRun) -> None:
-    options = [
-        THREE_BLOCKS,
-        "--training.steps=3",
-        "--compile.enable",
-        "--activation_checkpoint.mode=full",
-        *degrees(1, 2),
-    ]
-    configs = [
-        tiny.config(*options, *words, f"--job.name={name}", world_size=2)
-        for name, words in {"apart": [], "together": [TOGETHER]}.items()
-    ]
+    options = [*FEW_STEPS, "--compile.enable", "--activation_checkpoint.mode=full", *degrees(1, 2)]
+    runs = {"apart": [], "together": [TOGETHER]}
+    configs = [tiny.config(*options, *words, f"--job.name={name}", world_size=2) for name, words in runs.items()]
     run_in_turn(trained, 2, configs, timeout=600)
     assert tiny.losses("together") == tiny.losses("apart")
 
@@ -103,9 +94,3 @@ def test_the_plan_gathers_units() -> None:
     sent = [it for it in traced(*options, world_size=2).recorder.sent if it.collective == "all_gather"]
     gathers = {name: [it.bytes for it in sent if it.unit == f"layers.{name}"] for name in range(3)}
     assert gathers == {0: 2 * [2 * 2 * block], 1: [], 2: 2 * [2 * block]}
-
-
-def test_experts_are_units_already(tiny: TinyRun) -> None:
-    with pytest.raises(ConfigError) as error:
-        tiny.config(TOGETHER, *degrees(1, 2, expert=2), world_size=2)
-    assert "parallelism.fsdp_min_unit_params: cannot be combined with parallelism.expert_parallel_degree" in str(error)

@@ -10,7 +10,6 @@ from tests.kept_matmuls import KeptMatmuls
 from tests.operators import OperatorNames
 from titanlite.models.base import ExpertLayer, Model, ModelArgs
 from titanlite.models.llama3 import Llama3, Llama3Args
-from titanlite.models.registry import resolve_model
 from titanlite.ops.functions import loop_over_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.schema import ActivationCheckpoint
@@ -76,12 +75,6 @@ def test_random_numbers_are_drawn_again_unless_the_class_itself_declares_none(
     assert all(map(torch.equal, gradients(model), expected)) == is_right
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3", "qwen3_moe"])
-def test_built_in_families_draw_none(name: str) -> None:
-    model_cls, _ = resolve_model(name, "debug", {})[:2]
-    assert vars(model_cls)["draws_random"] is False
-
-
 class Matmuls(nn.Module):
     """Block of some matmuls in a row, added to its input."""
 
@@ -94,16 +87,6 @@ class Matmuls(nn.Module):
         for linear in self.linears:
             y = linear(y.sin())
         return x + y
-
-
-def test_the_compiler_drops_the_last_matmul_itself() -> None:
-    """Test the policy that the compiler is given. Nothing is compiled."""
-    model = Own()
-    model.layers = nn.ModuleList([Matmuls(7)])
-    apply_activation_checkpoint(model, ["op"], is_compiled=True)
-    with KeptMatmuls() as mode:
-        _ = model(torch.randn(3, 4, requires_grad=True)).sum()
-    assert mode.places() == [1, 3, 5, 7]
 
 
 @pytest.mark.parametrize(("count", "kept"), [(4, [1, 3]), (7, [2, 4, 6]), (8, [1, 3, 5, 7])])

@@ -1,15 +1,12 @@
 """Files that benchmarks/record.py writes and table.py compares, made by hand."""
 
 import json
-import shlex
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from benchmarks.record import read, record
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RATIO: dict[str, Any] = {
@@ -73,30 +70,3 @@ def test_marks_of_a_release(tmp_path: Path) -> None:
     now = [{**old, **new, "name": name} for name, (old, new, _) in cases]
     found = dict(zip(BEFORE_AND_AFTER, marks(tmp_path, now, before), strict=True))
     assert found == {name: mark for name, (_, _, mark) in cases}
-
-
-def test_record_of_values_pairs_and_one_value(tmp_path: Path) -> None:
-    path = tmp_path / "measurements.jsonl"
-    record(path, name="values", values=[3.0, 1.0, 2.5], unit="s", better="lower", aim="< 4 s")
-    record(path, name="pairs", pairs=([2.0, 4.0, 9.0], [1.0, 8.0, 3.0]))
-    record(path, name="value", value=0.5, low=0.25)
-    found = read(path)
-    spreads = {name: (measurement.value, measurement.low, measurement.high) for name, measurement in found.items()}
-    assert spreads == {"values": (2.5, 1.0, 3.0), "pairs": (4 / 3, 0.5, 3.0), "value": (0.5, 0.25, 0.5)}
-    first = found["values"]
-    assert (first.unit, first.better, first.aim, first.half_spread) == ("s", "lower", "< 4 s", 1.0)
-    assert first.versions["python"] == ".".join(map(str, sys.version_info[:3]))
-    assert first.versions["titanlite"] == "0.1.0"
-    assert " core" in first.machine
-    assert first.machine.endswith("GiB")
-    assert first.date.endswith("+00:00")
-
-
-@pytest.mark.parametrize("page", sorted((BENCHMARKS / "releases").glob("*.md")), ids=lambda page: page.stem)
-def test_pages_of_releases_are_current(page: Path) -> None:
-    """A stale page is made anew by the command in it."""
-    command = page.read_text().splitlines()[3]
-    program, path, *words = shlex.split(command)
-    assert (program, path, words[0]) == ("python", "benchmarks/table.py", f"benchmarks/releases/{page.stem}.jsonl")
-    made = script("table.py", *(word if word.startswith("-") else BENCHMARKS.parent / word for word in words))
-    assert made.stdout == page.read_text(), f"{command} > {page.relative_to(BENCHMARKS.parent)}"

@@ -1,7 +1,6 @@
 """Checkpoints that count: commit protocol, manifest, damage and retention, on disk and in object stores."""
 
 import json
-import logging
 import os
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from tests.manifests import manifest_of
 from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
@@ -31,23 +31,6 @@ def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]
         Flaky.store.clear()
     else:
         yield open_storage(f"{request.getfixturevalue('s3')}/{tmp_path.name}/run", owner="me")
-
-
-def manifest_of(step: int, contents: dict[str, bytes]) -> Manifest:
-    records = {name: FileRecord(len(content), manifests._crc32(content)) for name, content in contents.items()}
-    return Manifest(
-        step=step,
-        samples=8 * step,
-        run_id="me",
-        settings={"training.seq_len": 32},
-        config_hash="c",
-        mesh={"replicate": 1, "shard": 1},
-        versions={},
-        saved_at=1.5,
-        elapsed_seconds=0.25,
-        load_step=None,
-        files=records,
-    )
 
 
 def stage(storage: Storage, step: int, contents: dict[str, bytes]) -> str:
@@ -118,9 +101,8 @@ def test_saving_a_step_again_replaces_it(storage: Storage) -> None:
 
 @pytest.mark.parametrize("kind", ["a link that leads to itself", "a link to a folder", "a file"])
 def test_what_is_no_folder_in_the_place_of_a_checkpoint_is_put_aside(
-    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     place, other = tmp_path / "run" / folder_name(1), tmp_path / "other"
     place.parent.mkdir()
     other.mkdir()

@@ -106,15 +106,3 @@ def test_the_manifest_starts_as_many_pods_as_it_names(tmp_path: Path) -> None:
     option, config, *overrides = train["args"]
     assert option == "--config"
     assert load(ROOT / "train_configs" / config, overrides).job.dump_folder == "/shared/outputs"
-
-
-def test_the_manifest_ends_only_what_would_end_the_same_way() -> None:
-    jobset, job, train = container()
-    spec = job["template"]["spec"]
-    [final] = spec["podFailurePolicy"]["rules"]
-    codes = {"containerName": train["name"], "operator": "In", "values": [2, 3]}
-    assert (final["action"], final["onExitCodes"]) == ("FailJob", codes)
-    assert spec["backoffLimit"] == 0
-    assert spec["template"]["spec"]["restartPolicy"] == "Never", "podFailurePolicy needs it"
-    [rule] = jobset["spec"]["failurePolicy"]["rules"]
-    assert rule == {"action": "FailJobSet", "onJobFailureReasons": ["PodFailurePolicy"]}

@@ -1,6 +1,5 @@
 """The compiler: the folder of compiled code, the time of compiling, and its end after the first steps."""
 
-import logging
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,14 +19,6 @@ PLACE = "TORCHINDUCTOR_CACHE_DIR"
 
 
 @pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Warnings and errors that titanlite has logged so far."""
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    caplog.set_level(logging.WARNING)
-    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
-
-
-@pytest.fixture
 def dynamo() -> Iterator[None]:
     """The compiler with nothing compiled yet."""
     torch._dynamo.reset()
@@ -36,7 +27,7 @@ def dynamo() -> Iterator[None]:
 
 
 def test_where_compiled_code_is_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
@@ -54,11 +45,11 @@ def test_where_compiled_code_is_kept(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
     assert chosen(on) == str(tmp_path / "xdg" / "titanlite" / "compile")
     assert chosen(on, before="/elsewhere") == "/elsewhere"
-    assert log() == []
+    assert warnings() == []
     (tmp_path / "file").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     assert chosen(on) is None
-    [warning] = log()
+    [warning] = warnings()
     assert warning.startswith("compile.enable: ")
     assert "compiled code is kept in a temporary folder. TORCHINDUCTOR_CACHE_DIR" in warning
 
@@ -91,7 +82,7 @@ def test_compiling_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
 
 @pytest.mark.long
 @pytest.mark.usefixtures("dynamo")
-def test_a_recompilation_is_warned_of_with_its_reason(log: Callable[[], list[str]]) -> None:
+def test_a_recompilation_is_warned_of_with_its_reason(warnings: Callable[[], list[str]]) -> None:
     compiled = torch.compile(lambda x: x * 2, backend="eager", dynamic=False)
     watch = CompileWatch()
 
@@ -108,18 +99,18 @@ def test_a_recompilation_is_warned_of_with_its_reason(log: Callable[[], list[str
     with watch.outside_steps():
         compiled(torch.ones(4))  # the first validation
     step(2)
-    assert log() == []
+    assert warnings() == []
     assert watch.take_seconds() == 0
     step(5)
-    [warning] = log()
+    [warning] = warnings()
     assert warning.startswith("compile: 1 recompiles since step 2 of this start: ")
     assert "size mismatch" in warning
     step(5)
     with watch.outside_steps():
         compiled(torch.ones(6))  # a later one should find all compiled
     step(5)
-    assert len(log()) == 2
-    assert log()[1].startswith("compile: 2 recompiles since step 2")
+    assert len(warnings()) == 2
+    assert warnings()[1].startswith("compile: 2 recompiles since step 2")
 
 
 @pytest.mark.usefixtures("single_process_group", "dynamo")
@@ -131,7 +122,7 @@ def test_a_recompilation_is_warned_of_with_its_reason(log: Callable[[], list[str
     ],
 )
 def test_nothing_is_compiled_after_the_first_step(
-    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, log: Callable[[], list[str]], mode: str
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]], mode: str
 ) -> None:
     """Documents of other lengths in each batch, several micro-batches, and validation, which compiles once for itself:
     it has no backward. The blocks are traced as always, and not turned into machine code."""
@@ -155,4 +146,4 @@ def test_nothing_is_compiled_after_the_first_step(
     train_on_this_rank(tiny.config(*options), 0, 1)
     assert [count - before for count in graphs] == [1, 1, 2, 2, 2, 2]
     assert ["compile_seconds" in record for record in tiny.records()] == [True, *[False] * 5]
-    assert not [line for line in log() if "recompiles" in line]
+    assert not [line for line in warnings() if "recompiles" in line]

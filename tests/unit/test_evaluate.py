@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, one_process, train_on_this_rank
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source
 
@@ -30,11 +29,8 @@ def tiny_run(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     tiny = TinyRun(tmp_path_factory.mktemp("evaluate"))
     tiny.toml.write_text(tiny.toml.read_text() + VALIDATION.replace("TEXT", str(tiny.text)))
     config = tiny.config("--training.mixed_precision_param=bfloat16", "--data.document_mask=true")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process():
         train_on_this_rank(config, 0, 1)
-    finally:
-        dist.destroy_process_group()
     return tiny
 
 

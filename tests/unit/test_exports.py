@@ -1,6 +1,5 @@
 """The export at the end of a run: what it calls, and what becomes of one that fails."""
 
-import logging
 import os
 import signal
 import subprocess
@@ -28,12 +27,6 @@ EXPORTS = (
 )
 """A program in place of the export: it leaves what counts as done."""
 FAILS = "import sys; print('error: the disk is full', file=sys.stderr); sys.exit(1)"
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """Float8: layers that are converted, reasons of those that are not, refusals, and training."""
 
-import logging
 import re
 from collections.abc import Callable
 from typing import Any
@@ -30,14 +29,6 @@ LARGE = Llama3Args(
 def on_meta(model_cls: type[Model], args: Any) -> Any:
     with torch.device("meta"):
         return model_cls(args)
-
-
-@pytest.fixture
-def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    """Lines that titanlite has logged so far, without those of torchao."""
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    caplog.set_level(logging.INFO, logger="titanlite")
-    return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
 
 
 def test_small_layers_stay_and_the_log_has_the_reason(log: Callable[[], list[str]]) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.chat_tokenizer import write_chat_tokenizer
+from tests.helpers import one_process
 from tests.weights import random_model, save_model, small_toml
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.runtime.console import install_hint
@@ -31,11 +31,8 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     toml = folder / "small.toml"
     toml.write_text(small_toml("llama3", max_seq_len=96))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
+    with one_process():
         save_model(folder, random_model(toml), toml)
-    finally:
-        dist.destroy_process_group()
     return folder
 
 

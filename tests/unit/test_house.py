@@ -1,6 +1,7 @@
 """Rules of the house, kept by tests: what imports what, what is replaced, and what is private."""
 
 import ast
+import re
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -198,38 +199,11 @@ def test_what_is_replaced_is_listed_with_its_reason() -> None:
     }
 
 
-DOCUMENTED = {"os._exit", "sys._current_frames", "_replace", "_asdict", "_fields", "_fields_"}
-"""Names with an underscore that Python documents."""
-
-
-def is_private(name: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in name.split("."))
-
-
-def private_uses(tree: ast.Module) -> Iterator[str]:
-    """Yield names with a leading underscore that another package has, as imports and as attributes."""
-    own = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
-    for node in ast.walk(tree):
-        targets = node.targets if isinstance(node, ast.Assign) else []
-        targets = [node.target] if isinstance(node, ast.AnnAssign | ast.AugAssign) else targets
-        own |= {name.attr for target in targets for name in ast.walk(target) if isinstance(name, ast.Attribute)
-                if root_of(name) == "self"}  # fmt: skip
-        own |= {name.id for target in targets for name in ast.walk(target) if isinstance(name, ast.Name)}
-    for name in imports(tree):
-        if is_private(name):
-            yield name
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in own:
-            name = ast.unparse(node)
-            if name not in DOCUMENTED and node.attr not in DOCUMENTED:
-                yield name
-
-
-@pytest.mark.long
-def test_private_names_of_pytorch_are_in_one_room() -> None:
+def test_private_modules_of_pytorch_are_imported_in_one_room() -> None:
+    """That private attributes are used there alone is ruff's rule SLF001."""
     room = PACKAGE / "runtime" / "private_torch"
-    found = {short(path): sorted(set(private_uses(tree))) for path, tree in trees().items() if path.parent != room}
-    assert {path: names for path, names in found.items() if names} == {}
+    names = {name for path, tree in trees().items() if path.parent != room for name in imports(tree)}
+    assert [name for name in names if re.search(r"(^|\.)_(?!_)", name)] == []
 
 
 def test_each_private_use_has_a_test() -> None:

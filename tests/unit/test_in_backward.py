@@ -15,7 +15,7 @@ from tests.helpers import TinyRun
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Guard, Optimizer
 from titanlite.step import StepResult
@@ -24,25 +24,6 @@ from titanlite.techniques.in_backward.updates import InBackward
 
 ON = ("--optimizer.in_backward=true", "--training.max_norm=0")
 NAN = math.nan
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--training.max_norm=1"], "set training.max_norm = 0"),
-        (["--guard.nonfinite=skip"], 'set guard.nonfinite = "stop"'),
-        (["--guard.spike_sigma=6"], "set guard.spike_sigma = 0"),
-        (["--optimizer.name=Muon"], "Muon updates matrices of all ranks together"),
-        (['--optimizer.groups=[{match=["*"], name="Muon"}]'], "Muon updates matrices of all ranks together"),
-        (["--training.local_batch_size=2"], "a step has 2 forward passes of 2 sequences on each of the 2 processes"),
-    ],
-)
-def test_options_that_exclude_it_are_refused(tiny: TinyRun, options: list[str], words: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        tiny.config(*ON, *options, world_size=2)
-    [problem] = error.value.problems
-    assert problem.key == "optimizer.in_backward"
-    assert words in problem.message
 
 
 OFFLOADED = (*ON, "--training.enable_cpu_offload")

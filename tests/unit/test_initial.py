@@ -83,21 +83,17 @@ def test_uniform_and_constant() -> None:
 
 
 @pytest.mark.parametrize(
-    ("values", "message"),
+    ("kind", "arguments"),
     [
-        (lambda: Normal(std=-0.1), "std must not be negative, got -0.1"),
-        (lambda: TruncatedNormal(std=0.0, low=0.0, high=1.0), "std must be positive, got 0.0"),
-        (
-            lambda: TruncatedNormal(std=1.0, low=90.0, high=91.0),
-            "[90.0, 91.0] is too far from the mean 0.0 for std 1.0",
-        ),
-        (lambda: Constant(math.inf), "value must be a finite number, got inf"),
+        (Normal, {"std": -0.1}),
+        (TruncatedNormal, {"std": 0.0, "low": 0.0, "high": 1.0}),
+        (TruncatedNormal, {"std": 1.0, "low": 90.0, "high": 91.0}),
+        (Constant, {"value": math.inf}),
     ],
 )
-def test_impossible_distributions_are_refused(values: Callable[[], Any], message: str) -> None:
-    with pytest.raises(ValueError) as error:
-        values()
-    assert str(error.value) == message
+def test_impossible_distributions_are_refused(kind: Any, arguments: dict[str, float]) -> None:
+    with pytest.raises(ValueError):
+        kind(**arguments)
 
 
 def test_values_are_pinned() -> None:

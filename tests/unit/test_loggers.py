@@ -1,7 +1,6 @@
 """Loggers of other programs get each step once, under the id of the run."""
 
 import json
-import logging
 import re
 import time
 from pathlib import Path
@@ -71,7 +70,6 @@ def test_a_logger_that_hangs_loses_records_and_nothing_else(
     (folder / "stuck.py").write_text(STUCK)
     monkeypatch.setattr("titanlite.metrics.loggers.MOST_WAITING", 10)
     monkeypatch.setattr("titanlite.metrics.loggers.CLOSE_SECONDS", 0.3)
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     name, began = f"{folder}/stuck.py:Stuck", time.monotonic()
     loggers = Loggers([name], folder, step=0)
     for step in range(1, 21):

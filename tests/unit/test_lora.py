@@ -14,7 +14,6 @@ from tests.helpers import TinyRun
 from tests.kept_matmuls import KeptMatmuls
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.memory import bytes_per_parameter
-from titanlite.config.load import load
 from titanlite.models.added import added_parameters
 from titanlite.models.base import Model, ModelArgs, trainable_parameters, unique_parameters
 from titanlite.models.initial import InitialValues, Normal
@@ -24,7 +23,6 @@ from titanlite.parallelize.activation_checkpoint import apply_activation_checkpo
 from titanlite.schema import Config, Freeze, Lora
 from titanlite.techniques import choose_trained
 from titanlite.techniques.lora.adapters import LoraLinear
-from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
 
@@ -196,36 +194,3 @@ def test_other_adapters_are_another_experiment(tiny: TinyRun) -> None:
     ]
     added = {"lora.rank": 4, "lora.alpha": 16.0, "lora.targets": []}
     assert (one, other) == (plain | added, plain | added | {"lora.alpha": 8.0})
-
-
-MOE = ["--model.name=qwen3_moe", "--model.flavor=debug", "--model.args={dim=32, n_layers=2, vocab_size=259}"]
-KNOWN = "there are layers.0.attention.wq, layers.0.attention.wk, "
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--lora.rank=15"], "lora.rank: 15 is more than layers.0.attention.wk has: its weight is 14 x 42; lower it, "),
-        (["--lora.alpha=2.0"], "lora.rank: is not set, and without it [lora] has no effect"),
-        (["--lora.rank=2", '--lora.targets=["layers.9.*"]'],
-         f"lora.targets: layers.9.* matches no linear layer; {KNOWN}"),
-        (["--lora.rank=2", '--lora.targets=["head.*"]'],
-         "lora.targets: head.* matches head.output, whose matmul the loss computes; "),
-        ([*MOE, "--lora.rank=2", '--lora.targets=["layers.*.feed_forward.w1"]'],
-         "lora.targets: layers.*.feed_forward.w1 matches layers.0.feed_forward.w1, a stack of experts' weights, "),
-        (["--lora.rank=2", '--freeze.parameters=["head.*"]'],
-         'freeze.parameters: ["head.*"] cannot be combined with lora.rank = 2, '),
-    ],
-)  # fmt: skip
-def test_bad_input_is_one_line(
-    options: list[str], message: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
-) -> None:
-    toml = tiny.toml
-    if options[0] == MOE[0]:
-        toml = Path(tiny.folder, "moe.toml")
-        toml.write_text(f'[data]\npath = "{tiny.text}"\n[training]\nseq_len=32\n')
-        assert load(toml, MOE).model.name == "qwen3_moe"
-    assert cli.run(["config", "check", "--config", str(toml), *options]) == 2
-    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert len(lines) == 1
-    assert lines[0].startswith(f"error: {message}")

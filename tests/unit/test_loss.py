@@ -1,14 +1,11 @@
 """The chunked loss against plain cross entropy, and what it holds in memory."""
 
-from typing import Any
-
 import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.operators import LargestTensor, OperatorNames
+from tests.operators import LargestTensor, OperatorNames, Operators
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.ops.cpu import CpuKernels
@@ -59,23 +56,13 @@ def test_it_is_cross_entropy(chunk: int, z_loss: float, dtype: torch.dtype, hard
         assert (gradient - other).norm() < (1e-6 if dtype == torch.float32 else 2**-8) * other.norm()
 
 
-class DtypesOfMatmuls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[torch.dtype] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in (torch.ops.aten.mm.default, torch.ops.aten.mm.out):
-            self.seen.append(args[0].dtype)
-        return func(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("hardware_bfloat16", [False, True])
 def test_logits_are_float32_and_their_gradients_use_hardware_bfloat16(hardware_bfloat16: bool) -> None:
     hidden, weight, labels = inputs(torch.bfloat16)
-    with DtypesOfMatmuls() as matmuls:
+    with Operators() as mode:
         token_loss(hidden, weight, labels_BL=labels, kernels=CpuKernels(hardware_bfloat16=hardware_bfloat16))
-    assert matmuls.seen == [torch.float32, *[torch.bfloat16 if hardware_bfloat16 else torch.float32] * 2]
+    matmuls = [args[0].dtype for func, args in mode.calls if func.overloadpacket is torch.ops.aten.mm]
+    assert matmuls == [torch.float32, *[torch.bfloat16 if hardware_bfloat16 else torch.float32] * 2]
 
 
 def test_without_gradients_none_are_computed() -> None:

@@ -6,7 +6,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,20 +13,20 @@ import pytest
 import torch
 from torch import nn
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, built, train_on_this_rank
 from tests.plans import layout_of, planned, read
 from tests.whole_runs import assert_equal, parameters_of, trained, values_of
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.config.load import load
 from titanlite.optim.rounding import SlicedAdamW
-from titanlite.runtime.errors import ConfigError, RunError, UserError
+from titanlite.runtime.errors import RunError, UserError
 from titanlite.techniques import places
 from titanlite.techniques.offload import disk as offload
 from titanlite.techniques.offload.disk import DiskMemory
 from titanlite.tools.cli import run as run_command
 from titanlite.tools.plan.estimate import _with_disk, estimate, trace
 from titanlite.tools.plan.output import plan_lines, plan_record
-from titanlite.train import build
+from titanlite.train import train
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="files are mapped, and dropped, as Linux does it")
 
@@ -221,40 +220,10 @@ def test_a_disk_that_fails_while_training(tiny: TinyRun, monkeypatch: pytest.Mon
     def fail(_: int) -> None:
         raise OSError(errno.EIO, "Input/output error")
 
-    run = build_run(tiny, monkeypatch)
+    run = built(0, 1, tiny.config(*MOMENTS))
     monkeypatch.setattr(os, "fdatasync", fail)
     with pytest.raises(RunError, match=r"^offload.path: .*/tiny/offload can no longer be written: Input/output error$"):
-        run()
-
-
-def build_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
-    from titanlite.checks.preflight import preflight
-    from titanlite.runtime.process_group import Ranks
-    from titanlite.tools.ingest.prepare import prepare_text
-    from titanlite.train import train
-
-    config, ranks, device = tiny.config(*MOMENTS), Ranks(0, 1, 0, 1), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
-    return lambda: (train(run), None)[1]
-
-
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        (["--offload.path=/tmp"], "offload.path: has no effect: set offload.optimizer or offload.parameters"),
-        ([*MOMENTS, "--optimizer.name=SGD"], "offload.optimizer: disk works with AdamW only, not with SGD"),
-        ([*MOMENTS, "--optimizer.args.amsgrad=true"], "offload.optimizer: AdamW takes no optimizer.args on disk"),
-        ([*MOMENTS, f"--offload.path={__file__}/x"], f"offload.path: {__file__} is a file, not a folder"),
-        (
-            [*EVERYTHING, "--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"],
-            'offload.parameters: "disk" cannot be combined with quantize.linear.float8.enable_fsdp_float8_all_gather',
-        ),
-    ],
-)
-def test_what_does_not_go_together(tiny: TinyRun, options: list[str], expected: str) -> None:
-    with pytest.raises(ConfigError) as error:
-        tiny.config(*options)
-    assert any(str(problem).startswith(expected) for problem in error.value.problems), error.value
+        train(run)
 
 
 # What is planned

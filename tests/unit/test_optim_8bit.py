@@ -24,7 +24,9 @@ from titanlite.optim.checks import check_optimizer
 from titanlite.optim.quantized import MIN_ELEMENTS, block_size_of, check_shards, inner_tensors, is_quantized
 from titanlite.optim.registry import find_optimizer_cls
 from titanlite.optim.state_size import state_bytes
+from titanlite.runtime.dtensor import from_local_like, slice_like
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Optimizer, OptimizerGroup, Parallelism
 
@@ -73,6 +75,31 @@ def test_minimum_and_block_size_are_those_of_torchao(class_name: str) -> None:
         optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=named(class_name)), seed=0)
         optimizer.step()
         assert is_quantized(optimizer.state[weight]["exp_avg"]) == (size >= MIN_ELEMENTS and size % block == 0), size
+
+
+def first_moment(parameter: Tensor, gradient: Tensor, class_name: str) -> dict[str, Tensor]:
+    """Inner tensors of the first moment after one step."""
+    weight = nn.Parameter(parameter)
+    weight.grad = from_local_like(slice_like(gradient, weight), weight)
+    optimizer = build_optimizer(nn.ParameterList([weight]), Optimizer(name=named(class_name)), seed=0)
+    optimizer.step()
+    return inner_tensors(optimizer.state[weight]["exp_avg"])
+
+
+@pytest.mark.parametrize("class_name", CLASSES)
+@pytest.mark.parametrize("shape", [(256, 64), (4, 64, 256), (260, 256)], ids=str)
+def test_codes_and_scales_of_a_part_are_that_part_of_the_wholes(class_name: str, shape: tuple[int, ...]) -> None:
+    """Blocks are shorter and longer than rows, and two axes of the mesh shard the same dimension."""
+    ones, gradient = torch.ones(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    expected = first_moment(ones.clone(), gradient, class_name)
+    for rank in range(4):
+        with fake_mesh(rank, (2, 2)) as mesh:
+            placed = distribute_tensor(ones, mesh, [Shard(0), Shard(0)], src_data_rank=None)
+            found = first_moment(placed, gradient, class_name)
+            assert found.keys() == expected.keys() == {"codes", "scale"}
+            for key, tensor in found.items():
+                assert tensor.shape == expected[key].shape
+                assert torch.equal(local_tensor(tensor), slice_like(expected[key], tensor)), (rank, key)
 
 
 @pytest.mark.long

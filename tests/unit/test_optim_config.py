@@ -8,9 +8,8 @@ import tomli
 import torch
 from torch import nn
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, built, train_on_this_rank
 from tests.layouts import whole
-from titanlite.checks.preflight import preflight
 from titanlite.models.llama3 import Llama3
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
@@ -18,10 +17,8 @@ from titanlite.optim.combined import optimizers_in
 from titanlite.optim.groups import collapse_names, format_groups, parameter_groups
 from titanlite.optim.state_size import state_bytes
 from titanlite.runtime.errors import ConfigError
-from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Optimizer
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import build, finish, train
+from titanlite.train import finish, train
 
 
 def section(text: str) -> Optimizer:
@@ -99,8 +96,7 @@ def test_groups_and_their_table() -> None:
 def test_rates_of_groups_follow_the_schedule_in_proportion(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     groups = '[{match = ["layers.*"], lr = 0.004}, {match = ["tok*"], lr = 0.0, name = "SGD"}, {match = ["head*"]}]'
     config = tiny.config(f"--optimizer.groups={groups}", "--lr_scheduler.decay_ratio=0.5", "--checkpoint.enable=false")
-    ranks, device = Ranks(0, 1, 0, 1), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    run = built(0, 1, config)
     rates: list[list[float]] = []
     run.optimizer.register_step_pre_hook(lambda *_: rates.append([it["lr"] for it in run.optimizer.param_groups]))
     embedding = run.model.get_parameter("tok_embeddings.weight")

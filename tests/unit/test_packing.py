@@ -48,19 +48,6 @@ def as_lists(sequence: TokenSequence) -> tuple[list[int], list[int], list[int]]:
 # Stream
 
 
-def test_stream_cuts_wherever_a_sequence_is_full(tmp_path: Path) -> None:
-    sequences = Stream(write(tmp_path / "a", [3, 5, 1, 4]), seq_len=4, document_mask=False)
-    assert len(sequences) == 3
-    assert as_lists(sequences.read(0)) == ([1, 2, 3, 4], [2, 3, 4, 5], [0])
-    assert as_lists(sequences.read(2)) == ([9, 10, 11, 12], [10, 11, 12, 13], [0])
-    assert [len(Stream(write(tmp_path / "b", [n]), seq_len=4, document_mask=False)) for n in (1, 4, 5, 9)] == [
-        0,
-        0,
-        1,
-        2,
-    ]
-
-
 def test_stream_with_a_document_mask(tmp_path: Path) -> None:
     sequences = Stream(write(tmp_path / "a", [3, 5, 1, 4], masked={6}), seq_len=4, document_mask=True)
     assert as_lists(sequences.read(0)) == ([1, 2, 3, 4], [2, 3, IGNORE, 5], [0, 3])
@@ -107,15 +94,6 @@ def expected(tokens: list[int], document: list[int], masked: set[int]) -> tuple[
 
 
 # Best fit
-
-
-def test_best_fit_puts_whole_documents_together(tmp_path: Path) -> None:
-    sequences = BestFit(write(tmp_path / "a", [3, 10, 1, 2], masked={4}), seq_len=4, plan_folder=tmp_path / "plans")
-    assert (len(sequences), sequences.cut_documents, sequences.fill) == (4, 1, 1.0)
-    assert as_lists(sequences.read(0)) == ([1, 2, 3, 14], [2, 3, IGNORE, IGNORE], [0, 3])
-    assert as_lists(sequences.read(1)) == ([4, 5, 6, 7], [IGNORE, 6, 7, 8], [0])
-    assert as_lists(sequences.read(2)) == ([8, 9, 10, 11], [9, 10, 11, 12], [0])
-    assert as_lists(sequences.read(3)) == ([12, 13, 15, 16], [13, IGNORE, 16, IGNORE], [0, 2])
 
 
 def test_empty_room_is_padding_and_counts_as_a_document_of_its_own(tmp_path: Path) -> None:

@@ -1,14 +1,13 @@
 """Time of a start by phase, with a clock of the test; records of the form that is documented."""
 
 import json
-from pathlib import Path
 
 import pytest
 
 from tests.helpers import TinyRun, train_on_this_rank
 from tests.records import find_faults
 from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, phase_seconds
-from titanlite.metrics.records import METRICS, SAVES, VALIDATION, RecordFile
+from titanlite.metrics.records import METRICS, SAVES, VALIDATION
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.schema import Comm
@@ -66,19 +65,6 @@ def test_compiling_of_an_earlier_run_in_the_process_is_not_counted(monkeypatch: 
     compiled[0] += 2
     found = phase_seconds(phase)
     assert (found["compile"], found["compute"]) == (2.0, 48.0)
-
-
-def test_records_have_a_schema_and_a_time(tmp_path: Path) -> None:
-    clock = Clock()
-    file = RecordFile(tmp_path / "x.jsonl", None, clock=clock)
-    file.write({"step": 3, "loss": float("nan")})
-    clock.now += 1.23456
-    file.write({"step": 4, "loss": 1.5})
-    file.close()
-    assert [json.loads(line) for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [
-        {"schema": 2, "step": 3, "loss": None, "time": 100.0},
-        {"schema": 2, "step": 4, "loss": 1.5, "time": 101.235},
-    ]
 
 
 @pytest.mark.long

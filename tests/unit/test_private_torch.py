@@ -25,6 +25,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests.operators import Operators
 from titanlite.observer import StepObserver
 from titanlite.runtime.private_torch.checkpoint import (
     MemoryFormat,
@@ -91,7 +92,6 @@ from titanlite.runtime.private_torch.tensors import (
 from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
     FakeTensorMode,
-    TorchDispatchMode,
     ValueNeeded,
     fake_process_group,
     is_mutating,
@@ -213,13 +213,6 @@ def test_an_observer_of_fsdp_keeps_no_gradients_in_memory() -> None:
     model(torch.ones(1, 2)).sum().backward()
     assert len(labels.unreduced) == 4
     assert labels.alive == [0, 0]
-
-
-def test_fsdp_keeps_what_it_reduced_over_replicas() -> None:
-    """Names that `release_all_reduce_input` needs; tests/distributed/test_in_backward.py runs it."""
-    from torch.distributed.fsdp._fully_shard import _fsdp_param_group
-
-    assert "all_reduce_input" in _fsdp_param_group.AllReduceState._fields
 
 
 def test_without_autograd_cache() -> None:
@@ -362,18 +355,6 @@ def test_tree_leaves() -> None:
     assert tree_leaves(((1, [2, {"a": 3}]), {"b": None})) == [1, 2, 3, None]
 
 
-class Operators(TorchDispatchMode):
-    """Records operators with their arguments."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: list[tuple[Any, Any]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls.append((func, args))
-        return func(*args, **(kwargs or {}))
-
-
 class LocalOperators(Operators):
     """Records operators on plain fake tensors: for a DTensor, on its local part."""
 
@@ -440,17 +421,10 @@ def test_chosen_attention() -> None:
 
 
 def test_attention_on_a_cpu_is_one_of_the_attention_operators() -> None:
-    seen: set[Any] = set()
-
-    class Seen(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.add(func)
-            return func(*args, **(kwargs or {}))
-
     q = torch.randn(1, 2, 8, 16)
-    with Seen():
+    with Operators() as mode:
         nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
-    assert len(seen & ATTENTION_OPERATORS) == 1
+    assert len({func for func, _ in mode.calls} & ATTENTION_OPERATORS) == 1
 
 
 def test_hardware_bfloat16_is_what_the_kernel_reports() -> None:
@@ -560,43 +534,34 @@ def test_hooks_of_a_module() -> None:
     assert not has_hooks(linear)
 
 
-@pytest.mark.usefixtures("single_process_group")
-def test_an_observer_hears_of_every_unit() -> None:
-    heard: list[str] = []
+class Heard(StepObserver):
+    """Remembers units, and the labels and shapes of tensors."""
 
-    class Heard(StepObserver):
-        def unit(self, name: str) -> None:
-            heard.append(name)
+    def __init__(self) -> None:
+        self.heard: list[str] = []
 
-        def label(self, tensors: Iterable[Tensor], category: str) -> None:
-            heard.extend(f"{category} {tuple(tensor.shape)}" for tensor in tensors)
+    def unit(self, name: str) -> None:
+        self.heard.append(name)
 
-    model = small_model()
-    observe_fsdp(model, Heard())
-    model(torch.ones(2, 4)).sum().backward()
-    reduced = ["reduce-scatter (4, 4)", "gradients (4, 4)"]
-    units = [[f"backward {name}", f"reduce {name}", *reduced] for name in ("1", "0")]
-    assert [it for it in heard if not it.endswith(" ")] == [it for unit in units for it in unit]
+    def label(self, tensors: Iterable[Tensor], category: str) -> None:
+        self.heard.extend(f"{category} {tuple(tensor.shape)}" for tensor in tensors)
+
+
+REDUCED = ["reduce-scatter (4, 4)", "gradients (4, 4)"]
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_modules_of_one_unit_are_observed_once() -> None:
-    """A tied embedding and head are such modules."""
-
-    class Phases(StepObserver):
-        def __init__(self) -> None:
-            self.heard: list[str] = []
-
-        def unit(self, name: str) -> None:
-            self.heard.append(name)
-
-    model: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
-    model[1].weight = model[0].weight
-    fully_shard([model[0], model[1]])
-    fully_shard(model)
-    observe_fsdp(model, observer := Phases())
-    model(torch.ones(2, 4)).sum().backward()
-    assert observer.heard == ["backward 0", "reduce 0"]
+def test_an_observer_hears_of_every_unit_once() -> None:
+    """A tied embedding and head are two modules of one unit."""
+    tied: Any = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    tied[1].weight = tied[0].weight
+    fully_shard([tied[0], tied[1]])
+    fully_shard(tied)
+    for model, units in ((small_model(), "10"), (tied, "0")):
+        observe_fsdp(model, observer := Heard())
+        model(torch.ones(2, 4)).sum().backward()
+        expected = [it for name in units for it in (f"backward {name}", f"reduce {name}", *REDUCED)]
+        assert observer.heard == expected
 
 
 def test_call_after_backward() -> None:
@@ -626,21 +591,15 @@ def test_a_dynamic_dim_is_not_recompiled() -> None:
 def test_random_operators_are_seen_by_a_mode() -> None:
     from torch._prims.rng_prims import run_and_save_rng_state, run_with_rng_state
 
-    class Seen(TorchDispatchMode):
-        def __init__(self) -> None:
-            super().__init__()
-            self.names: list[str] = []
-
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            self.names.append(str(func))
-            return func(*args, **(kwargs or {}))
+    class Seen(Operators):
+        pass
 
     run_random_operators_plainly(Seen)
     add = torch.ops.aten.add.Tensor
     with Seen() as seen:
         state, result = run_and_save_rng_state(add, torch.ones(2), torch.ones(2))
         again = run_with_rng_state(state, add, torch.ones(2), torch.ones(2))
-    assert seen.names.count("aten.add.Tensor") == 2
+    assert [func for func, _ in seen.calls].count(add) == 2
     assert result.tolist() == again.tolist() == [2.0, 2.0]
     assert state.numel() == 0
 

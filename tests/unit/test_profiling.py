@@ -13,8 +13,6 @@ import torch
 from torch.profiler import record_function
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.checks.preflight import preflight
-from titanlite.config.load import ConfigError
 from titanlite.observer import Phase
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.process_group import Ranks
@@ -152,32 +150,6 @@ def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun, caplog: pytest.Lo
     units = ["tok_embeddings", "layers.0", "head"]
     ends = [name for name in names if name.startswith("FSDP::post_backward_reduce (")]
     assert ends == [f"FSDP::post_backward_reduce ({unit})" for unit in units[::-1]]
-
-
-@pytest.mark.parametrize(
-    ("options", "text"),
-    [
-        (["--profiling.profile_freq=3"], "profiling.profile_freq: 3 steps are too few for profiler_warmup + "),
-        (["--profiling.profile_freq=50"], "profiling.profile_freq: no window ends within the 6 steps of the run"),
-        (["--profiling.profiler_active=0"], "profiling.profiler_active: "),
-    ],
-)
-def test_mistakes(tiny: TinyRun, options: list[str], text: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        tiny.config(ON, *options)
-    assert len(caught.value.problems) == 1
-    assert str(caught.value).startswith(text)
-    if "active" not in options[0]:
-        tiny.config(*options)  # no mistake while profiling is off
-
-
-def test_memory_snapshots_need_a_gpu(tiny: TinyRun) -> None:
-    config = tiny.config("--profiling.enable_memory_snapshot=true", "--profiling.profile_freq=2")
-    with pytest.raises(ConfigError) as caught:
-        preflight(config, ONE, torch.device("cpu"))
-    assert str(caught.value) == (
-        "profiling.enable_memory_snapshot: records the allocator of GPUs, and this run is on the cpu: set it to false"
-    )
 
 
 def test_out_of_memory_leaves_a_snapshot_of_the_rank(tiny: TinyRun) -> None:

@@ -1,7 +1,6 @@
 """Qwen3, dense and with experts, against exact parameter counts and against transformers' models."""
 
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import pytest
@@ -9,8 +8,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.models import assert_gradients_equal
 from tests.qwen_models import DENSE, MOE, built, oracle, renamed
-from titanlite.loss import token_loss
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe
 from titanlite.models.registry import resolve_model
@@ -48,22 +47,7 @@ def test_parameter_counts(name: str, flavor: str) -> None:
 @pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
 def test_logits_and_gradients_equal_those_of_transformers(args: Qwen3Args) -> None:
     model = built(args)
-    theirs = oracle(model)
-    tokens = torch.randint(0, args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(1))
-    ours, other = model(tokens[:, :-1]), theirs(tokens[:, :-1]).logits
-    assert ours.std() > 0.1
-    assert (ours - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1)
-    model(tokens[:, :-1], loss=partial(token_loss, labels_BL=tokens[:, 1:])).total.div(128).backward()
-    theirs(tokens, labels=tokens).loss.backward()
-    gradients = {}
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None, name
-        gradients[name] = parameter.grad
-    for name, gradient in renamed(gradients).items():
-        expected = theirs.get_parameter(name).grad
-        assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max() + 1e-8, (
-            name
-        )  # 0 of a router to one expert
+    assert_gradients_equal(model, oracle(model), renamed)
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]])

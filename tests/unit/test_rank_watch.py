@@ -1,7 +1,5 @@
 """Ranks that lag, or have far more memory or gradient than the others, are named once; others never."""
 
-import cProfile
-import logging
 import math
 import random
 import time
@@ -32,9 +30,8 @@ def gathered(ranks: Sequence[RankMetrics[float]]) -> RankMetrics[torch.Tensor]:
 
 
 @pytest.fixture
-def watched(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Watched:
+def watched(caplog: pytest.LogCaptureFixture) -> Watched:
     """Pass a window to a watch over the ranks of HOSTS; return the new lines."""
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     watches: dict[tuple[str, ...], RankWatch] = {}
 
     def pass_window(*changed: int, step: int = 10, hosts: Sequence[str] = HOSTS, **values: float) -> list[str]:
@@ -86,9 +83,8 @@ def test_a_host_of_one_rank_and_a_job_of_one_host(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("usual", [0.005, 0.5])
-def test_noise_names_nobody(usual: float, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_names_nobody(usual: float, caplog: pytest.LogCaptureFixture) -> None:
     """Times differ by some percent, and some rank has a far longer step twice in a row."""
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     draw, watch = random.Random(0), RankWatch(HOSTS)
     for step in range(500):
         times = [usual * draw.uniform(0.93, 1.07) for _ in HOSTS]
@@ -137,19 +133,6 @@ def test_gradients_of_one_rank_that_are_not_finite(watched: Watched) -> None:
             "rank 1 of host a: its part of the gradients of step 9 is not finite, but that of other ranks is"
         ]
         assert watched() == []
-
-
-def test_the_watch_makes_as_many_calls_for_many_ranks_as_for_few() -> None:
-    def calls(count: int) -> int:
-        hosts = [f"host-{rank // 8}" for rank in range(count)]
-        ranks, watch = gathered([USUAL] * count), RankWatch(hosts)
-        with cProfile.Profile() as profile:
-            for step in range(20):
-                slowest_rank(ranks, hosts)
-                watch.warn(ranks, step=step, is_steady=True)
-        return sum(entry.callcount for entry in profile.getstats())
-
-    assert calls(4096) == calls(8)
 
 
 def test_own_time_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:

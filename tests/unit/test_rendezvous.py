@@ -23,6 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig
 
+from tests.helpers import free_port
 from titanlite.run.endings import ERROR_FILE, another_has_ended, leaving_mark, read_end
 from titanlite.tools import launch, rendezvous
 from titanlite.tools.rendezvous import FinalEnd, Rendezvous, connect, newest_end
@@ -182,12 +183,6 @@ def test_a_network_that_is_cut_holds_nothing_up(network: Network, monkeypatch: p
 def test_too_few_machines_is_an_error_that_names_the_place(network: Network) -> None:
     with pytest.raises(RendezvousTimeoutError, match="too few machines have joined at node0:29500: NNODES counts"):
         machine(network, join=0.1).next_rendezvous()
-
-
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return listener.getsockname()[1]
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """Retries of calls to object stores: what is repeated, for how long, and what is permanent."""
 
-import logging
 import time
 from typing import Any
 
@@ -79,7 +78,6 @@ def test_a_store_that_is_down_is_named_at_once_and_given_up_in_time(
 ) -> None:
     """A tenth of the usual time. With the retries of s3fs and botocore, one call would take a minute by itself."""
     monkeypatch.setattr("titanlite.storage.retry.QUIET", 0.5)
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
     with s3_server_that_fails(lambda method, _: status if method == "PUT" else 200) as url:
         storage = open_storage(url, owner="me")
         assert storage.list() == {}

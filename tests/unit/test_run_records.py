@@ -7,28 +7,23 @@ import multiprocessing
 import os
 import platform
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-import torch.distributed as dist
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, built, train_on_this_rank
 from titanlite.checkpoint.manifest import folder_name
-from titanlite.checks.preflight import preflight
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.records import RecordFile
 from titanlite.run.run_folder import open_run_folder
 from titanlite.runtime.console import LogFileHandler, hide_secrets
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name
-from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Metrics
 from titanlite.tools import cli
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import build, finish
+from titanlite.train import finish
 from titanlite.train import train as train_run
 
 VALIDATION = "--lr_scheduler.warmup_steps=0 --validation.enable=true --validation.freq=1 --validation.path={}"
@@ -42,20 +37,6 @@ DAMAGE: dict[str, Callable[[bytes], bytes]] = {
     "no list of starts": lambda text: json.dumps({**json.loads(text), "starts": 3}).encode(),
     "deep": lambda text: b"[" * 100_000,
 }
-
-
-@pytest.fixture
-def warnings(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    return lambda: [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-
-
-@pytest.fixture
-def _no_group_after() -> Iterator[None]:
-    """A run that fails leaves its process group, as the end of a process would."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def train(tiny: TinyRun, *options: str) -> Path:
@@ -129,14 +110,6 @@ def test_names_that_may_not_become_paths(name: object) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-def test_files_with_settings_are_for_the_user_alone(tiny: TinyRun) -> None:
-    folder = train(tiny, "--training.steps=1")
-    for name in ("config.toml", "run.json"):
-        assert (folder / name).stat().st_mode & 0o777 == 0o600, name
-
-
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
 def test_without_checkpoints_damaged_run_json_gives_a_new_id(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     folder = tiny.folder / "outputs" / "tiny"
     folder.mkdir(parents=True)
@@ -206,8 +179,7 @@ def test_a_full_disk_under_records_stops_neither_training_nor_checkpoints(
     (tiny.folder / "odd.py").write_text(NAN_AT_STEP_2)
     options = [f"--training.loss={tiny.folder / 'odd.py'}:loss", "--guard.nonfinite=skip", "--training.steps=3"]
     config = tiny.config("--checkpoint.interval=1", *options, *VALIDATION.format(tiny.text).split())
-    ranks, device = Ranks(0, 1, 0, 1), torch.device("cpu")
-    run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
+    run = built(0, 1, config)
     names = ("metrics.jsonl", "checkpoints.jsonl", "validation.jsonl", "skipped.jsonl")
     for name in names:
         (run.folder.path / name).symlink_to("/dev/full")
@@ -294,7 +266,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_found_by_the_check(
 # Folders that cannot be made
 
 
-@pytest.mark.usefixtures("_no_group_after")
+@pytest.mark.usefixtures("own_process_group")
 def test_a_name_too_long_is_one_line(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", f"--config={tiny.toml}", f"--job.name={'x' * 5000}"]) == 2
     [line] = capsys.readouterr().err.splitlines()
@@ -334,7 +306,7 @@ def loss(*args, **options):
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("_no_group_after")
+@pytest.mark.usefixtures("own_process_group")
 def test_an_exception_in_training_is_a_few_lines_and_a_traceback_in_the_log(
     tiny: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -363,10 +335,11 @@ def test_secrets_of_urls_are_hidden() -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-def test_no_file_of_a_run_keeps_a_key_of_a_url(tiny: TinyRun) -> None:
+def test_no_file_of_a_run_keeps_a_key_of_a_url_and_settings_are_for_the_user_alone(tiny: TinyRun) -> None:
     """The URL is one that a run with a checkpoint does not open."""
     train(tiny, "--training.steps=1")
     folder = train(tiny, "--training.steps=2", "--checkpoint.initial_load_path=s3://me:hunter2@bucket/x?token=hunter2")
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert "s3://***@bucket/x?token=***" in (folder / "config.toml").read_text()
     assert [path for path in files if b"hunter2" in path.read_bytes()] == []
+    assert [(folder / name).stat().st_mode & 0o777 for name in ("config.toml", "run.json")] == [0o600] * 2

@@ -106,6 +106,7 @@ def test_epochs_have_orders_of_their_own() -> None:
     samples = mixed((50, 1.0))
     epochs = [read(samples, 50 * epoch, 50 * (epoch + 1)) for epoch in range(20)]
     assert len({tuple(epoch) for epoch in epochs}) == 20
+    assert read(mixed((50, 1.0), seed=1), 0, 50) != epochs[0]
     follows = Counter((epoch[i], epoch[i + 1]) for epoch in epochs for i in range(49))
     assert max(follows.values()) <= 5, "which sequence follows which is not handed on from epoch to epoch"
 

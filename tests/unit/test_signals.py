@@ -9,18 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from tests.helpers import TinyRun
-from titanlite.checks.preflight import preflight
-from titanlite.runtime.process_group import Ranks
+from tests.helpers import TinyRun, built
 from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
 from titanlite.tools import cli
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import build, finish, train
+from titanlite.train import finish, train
 from titanlite.validation import Validator
-
-DEVICE = torch.device("cpu")
 
 
 class Ended(list[tuple[str, int]]):
@@ -136,9 +130,7 @@ class AfterCalls(StopRequests):
 
 def start(tiny: TinyRun, requests: StopRequests | None, *options: str) -> tuple[object, list[int]]:
     """Train, and return why the run stopped and the steps of its checkpoints."""
-    config = tiny.config(*options)
-    ranks = Ranks(0, 1, 0, 1)
-    run = build(config, preflight(config, ranks, DEVICE), ranks=ranks, device=DEVICE, prepare_text=prepare_text)
+    run = built(0, 1, tiny.config(*options))
     stopped = train(run, requests)
     finish(run, stopped)
     assert run.folder.lock is not None

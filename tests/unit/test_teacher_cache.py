@@ -1,7 +1,6 @@
 """A cache of a teacher: its entries, its files after an interruption, runs that read it, and mistakes."""
 
 import json
-import pickle
 import resource
 import shutil
 from collections.abc import Iterator
@@ -15,13 +14,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, one_process, train_on_this_rank
 from tests.layouts import built
 from titanlite.checks.preflight import preflight
-from titanlite.config.load import read
-from titanlite.data.loader import MicroBatches
-from titanlite.data.samples import Samples, as_batch
-from titanlite.data.sources import store_of
+from titanlite.data.samples import Samples
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.process_group import Ranks
@@ -29,7 +25,7 @@ from titanlite.techniques.distill.entries import Entries, entry_type
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_model, open_source
-from titanlite.tools.convert.teacher_cache import rounds, write_cache
+from titanlite.tools.convert.teacher_cache import write_cache
 from titanlite.train import Run
 
 VOCABULARY, SEQ_LEN, TOP_K = 259, 32, 20
@@ -37,17 +33,8 @@ MASK = "--data.document_mask=true"
 STEPS = "--training.steps=3"
 
 
-@contextmanager
-def group() -> Iterator[None]:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 def train(tiny: TinyRun, *options: str) -> Run:
-    with group():
+    with one_process():
         return train_on_this_rank(tiny.config(*options), 0, 1)
 
 
@@ -99,7 +86,7 @@ class Cached:
 
     def samples(self, *options: str, name: str = "read") -> Samples:
         """Samples of a run with the cache."""
-        with group():
+        with one_process():
             run = built(0, 1, self.tiny.config(*self.options, *options, f"--job.name={name}"))
             run.batches.close()
             return run.samples
@@ -132,26 +119,6 @@ def test_rows_are_the_teachers_probabilities(cached: Cached) -> None:
 
 
 @pytest.mark.long
-def test_any_number_of_ranks_and_workers_reads_the_same(cached: Cached) -> None:
-    """Batches of two ranks are the halves of those of one, also in the second epoch and in another process."""
-    samples = cached.samples()
-    copied: Samples = pickle.loads(pickle.dumps(samples))
-    epoch = len(samples.sources[0].sequences)
-    sizes = {"global_batch_size": 8, "micro_batch_size": 2}
-    parts = []
-    for of_ranks, reader in ((1, samples), (2, copied)):
-        streams = [iter(MicroBatches(epoch - 4, **sizes, rank=rank, ranks=of_ranks)) for rank in range(of_ranks)]
-        step = [next(stream) for stream in streams for _ in range(4 // of_ranks)]
-        parts.append([reader.__getitems__(numbers) for numbers in step])
-    for one, two in zip(*parts, strict=True):
-        assert one.keys() == two.keys() >= {"teacher_ids", "teacher_log_probs", "teacher_log_tail"}
-        assert all(torch.equal(one[name], two[name]) for name in one)
-    plain = as_batch([samples.sources[0].sequences.read(0)], mark_documents=False)
-    assert store_of(samples.sources[0]) is not None, "its checksums are verified beside training"
-    assert plain.keys() == {"tokens", "labels"}, "batches without a cache are as before"
-
-
-@pytest.mark.long
 def test_an_interrupted_cache_resumes_and_has_the_same_bits(cached: Cached, tmp_path: Path) -> None:
     whole = files(cached.folder)
     entries = sorted(name for name in whole if name.endswith(".topk"))
@@ -171,14 +138,6 @@ def test_an_interrupted_cache_resumes_and_has_the_same_bits(cached: Cached, tmp_
     assert found.pop(".lock")
     assert found == {name: data for name, data in whole.items() if name != ".lock"}
     assert (moved / entries[0]).stat().st_mtime_ns == kept, "what was whole is not made again"
-
-
-def test_each_file_is_written_by_one_rank() -> None:
-    blocks = [0, 2, 3, 5, 8, 9, 11]
-    of_ranks = [list(rounds(blocks, rank=rank, ranks=3)) for rank in range(3)]
-    assert {len(some) for some in of_ranks} == {3}, "all ranks compute as often"
-    assert sorted(block for some in of_ranks for _, block, is_own in some if is_own) == blocks
-    assert [some[2] for some in of_ranks] == [([11], 11, True), ([11], 11, False), ([11], 11, False)]
 
 
 @pytest.mark.slow
@@ -343,32 +302,6 @@ def test_mistakes_of_the_command(
     [line] = capfd.readouterr().err.splitlines()
     assert message in line
     assert files(cached.folder).keys() == before
-
-
-@pytest.mark.long
-def test_the_command_reports_what_it_has_written(cached: Cached, capfd: pytest.CaptureFixture[str]) -> None:
-    assert command(str(cached.tiny.toml), *cached.options, "--top-k", str(TOP_K), "--dtype", "float32") == 0
-    [line] = capfd.readouterr().out.splitlines()
-    tokens = len(cached.samples().sources[0].sequences) * SEQ_LEN
-    assert line == (
-        f"{cached.folder}: {tokens:,} tokens, the 20 most probable of 259 for each, 124 bytes a token, "
-        f"{(tokens * 124 + tokens // SEQ_LEN * 4) / 2**20:,.1f} MiB in 8 files; 0 of them were made now"
-    )
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--teacher.cache=x"], "distill.ratio: is 0, so the teacher has no effect"),
-        (
-            ["--teacher.cache=x", "--distill.ratio=1", "--teacher.dtype=float32"],
-            "teacher.path: is not set, and other options of [teacher] are of its weights: set it, or leave them out",
-        ),
-    ],
-)
-def test_sections_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str], message: str) -> None:
-    [problem] = read(tiny.toml, options, world_size=1).problems
-    assert f"{problem.key}: {problem.message}".startswith(message)
 
 
 @pytest.mark.parametrize("option", ["cache", "path"])

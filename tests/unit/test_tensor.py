@@ -8,13 +8,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from tests.helpers import TinyRun
 from tests.layouts import CountOperators
 from titanlite.models.base import DECODER, Model, TensorPlan, build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Qwen3Moe
-from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.errors import UserError
 from titanlite.techniques.tensor.layers import TensorRanks, check_tensor, roles_of, split_dims
 
 ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vocab_size=264, max_seq_len=64)
@@ -82,18 +81,6 @@ def test_models_and_tables_that_are_wrong() -> None:
     biased = llama()
     biased.layers[1].feed_forward.w2 = nn.Linear(72, 48, device="meta")  # pyright: ignore[reportAttributeAccessIssue]
     assert "layers.1.feed_forward.w2 has a bias, which each rank would add" in refusal(biased, 3)
-
-
-def test_options_that_do_not_compose_are_refused_by_name(tiny: TinyRun) -> None:
-    for options, expected in {
-        ("--lora.rank=2",): "2 cannot be combined with lora.rank = 2, which changes the linear layers too",
-        ("--training.loss=own.py:loss",): "cannot be combined with training.loss yet",
-        (f"--teacher.path={tiny.folder}", "--distill.ratio=0.5"): "cannot be combined with teacher.path yet",
-        ("--quantize.linear.float8.enable", "--quantize.linear.float8.emulate"): "with quantize.linear.float8.enable",
-    }.items():
-        with pytest.raises(ConfigError, match=r"parallelism\.tensor_parallel_degree") as caught:
-            tiny.config("--parallelism.tensor_parallel_degree=2", *options, world_size=4)
-        assert expected in str(caught.value)
 
 
 @pytest.mark.long

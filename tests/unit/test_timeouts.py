@@ -1,7 +1,6 @@
 """Timeouts of collectives follow the phases of training."""
 
 from datetime import timedelta
-from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +9,6 @@ import torch.distributed as dist
 from tests.helpers import TinyRun, train_on_this_rank
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
-from titanlite.run.watchdog import keep_traces
 from titanlite.schema import Comm
 
 COMM = Comm(
@@ -65,12 +63,6 @@ def test_training_sets_the_timeouts_of_its_groups_but_not_that_of_checkpoints(ti
     PhaseTimeouts(COMM).phase(Phase.MODEL)
     assert timeout_of(run.world) == timedelta(seconds=100)
     assert timeout_of(checkpoints) == timedelta(seconds=1000)
-
-
-def test_traces_of_a_timeout_are_kept_with_the_run(tmp_path: Path) -> None:
-    environ: dict[str, str] = {}
-    keep_traces(environ, tmp_path / "logs")
-    assert environ == {"TORCH_FR_DUMP_TEMP_FILE": f"{tmp_path}/logs/nccl-rank-"}
 
 
 class Phases(CurrentPhase):

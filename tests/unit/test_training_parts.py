@@ -1,6 +1,5 @@
 """Schedule, loss, step, optimizer groups, seeds, metrics and the commit protocol, each alone."""
 
-import json
 import math
 from itertools import pairwise
 from pathlib import Path
@@ -135,16 +134,6 @@ def test_times_measure_what_their_names_promise(tmp_path: Path) -> None:
         assert record["tflops_per_device"] == pytest.approx(500 * 5e6 / 1e12)
         assert (record["loss"], record["grad_norm"], record["lr"], record["mfu"]) == (3.5, 0.25, 0.1, None)
     assert third["samples"] == 32
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_records_after_the_resumed_step_are_forgotten(tmp_path: Path) -> None:
-    lines = [json.dumps({"step": step, "loss": 1.0}) for step in (1, 2, 3, 4)]
-    (tmp_path / "metrics.jsonl").write_text("\n".join(lines) + '\n{"step": 5, "lo')
-    metrics = recorder(tmp_path, step=2, log_freq=1)
-    metrics.end_step(3, result_of(9.0, 1.0), lr=0.1, samples=1, shares=dict, last=True)
-    metrics.close()
-    assert [(record["step"], record["loss"]) for record in records(tmp_path)] == [(1, 1.0), (2, 1.0), (3, 9.0)]
 
 
 def test_peak_flops_are_given_for_known_devices_only(monkeypatch: pytest.MonkeyPatch) -> None:

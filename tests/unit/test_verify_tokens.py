@@ -2,7 +2,6 @@
 
 import gc
 import json
-import logging
 import os
 import time
 from collections.abc import Callable
@@ -52,13 +51,6 @@ def check(store: TokenStore, cache: Path, **options: Any) -> None:
     token_check.raise_if_damaged()
 
 
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> Callable[[], list[str]]:
-    monkeypatch.setattr(logging.getLogger("titanlite"), "propagate", True)
-    caplog.set_level(logging.INFO, "titanlite")
-    return lambda: [record.getMessage() for record in caplog.records]
-
-
 @pytest.mark.parametrize("kind", ["tokens", "documents", "mask"])
 def test_a_changed_file_of_prepared_tokens_is_named(kind: str, tmp_path: Path) -> None:
     store = write(tmp_path / "tokens")
@@ -82,13 +74,13 @@ def test_a_damaged_cache_is_made_again_at_the_next_start(tmp_path: Path) -> None
     assert os.listdir(tmp_path / "cache") == ["key.damaged-1"]
 
 
-def test_a_large_folder_is_read_once_a_week(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_a_large_folder_is_read_once_a_week(tmp_path: Path, log: Callable[[], list[str]]) -> None:
     store = write(tmp_path / "tokens")
     check(store, tmp_path / "cache", large=0)
-    assert len(lines()) == 2
+    assert len(log()) == 2
     change(tmp_path / "tokens" / "00000.tokens", keep_time=True)
     check(store, tmp_path / "cache", large=0)  # verified just now
-    assert len(lines()) == 2
+    assert len(log()) == 2
     [note] = tmp_path.glob(".tokens-*.verified")
     found = json.loads(note.read_text())
     note.write_text(json.dumps(found | {"verified_at": time.time() - VALID_SECONDS}))
@@ -107,11 +99,11 @@ def test_other_times_or_a_damaged_note_count_as_not_verified(text: str, tmp_path
         check(store, tmp_path / "cache", large=0)
 
 
-def test_one_process_reads_for_all(tmp_path: Path, lines: Callable[[], list[str]]) -> None:
+def test_one_process_reads_for_all(tmp_path: Path, log: Callable[[], list[str]]) -> None:
     store = write(tmp_path / "tokens")
     with lock_file(tmp_path / f".tokens-{store.fingerprint}.verified.lock"):
         check(store, tmp_path / "cache", large=0)
-    assert lines() == []
+    assert log() == []
 
 
 @pytest.mark.long

@@ -1,6 +1,5 @@
 """The watchdog: what is suspicious, who did not arrive and why, and what is reported."""
 
-import logging
 import math
 import os
 import platform
@@ -182,29 +181,23 @@ def job(tmp_path: Path) -> Iterator[TwoRanks]:
     job.close()
 
 
-def hang(lines: pytest.LogCaptureFixture, count: int) -> list[str]:
+def hang(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     """Return the lines of the watchdogs, which other threads write."""
     deadline = time.monotonic() + 20
-    while len(lines.messages) < count and time.monotonic() < deadline:
+    while len(caplog.messages) < count and time.monotonic() < deadline:
         time.sleep(0.01)
-    return lines.messages
-
-
-@pytest.fixture
-def lines(caplog: pytest.LogCaptureFixture) -> pytest.LogCaptureFixture:
-    logging.getLogger("titanlite").propagate = True
-    return caplog
+    return caplog.messages
 
 
 @pytest.mark.long
-def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
+def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     job.ranks[0].phase.phase(Phase.BACKWARD)
     job.ranks[0].collectives += 1
     job.ranks[1].waits = ASLEEP
     job.run(12)
-    assert lines.messages == []
+    assert caplog.messages == []
     job.run(60)
-    [line] = hang(lines, 1)
+    [line] = hang(caplog, 1)
     assert f"rank 1 on {platform.node()} (process {os.getpid()}) is in its own code (mine.py:3, loss) since 2" in line
     assert line.startswith("hang: no step for 2")
     assert "; rank 0 waits for it. Stacks of all ranks: " in line
@@ -216,10 +209,10 @@ def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, lines: pytest.Log
     for rank in job.ranks:
         rank.phase.begin_step(8)
     job.run(2)
-    assert hang(lines, 2)[1].startswith("hang is over: training continues (step 8, data), 7")
+    assert hang(caplog, 2)[1].startswith("hang is over: training continues (step 8, data), 7")
     assert [rank.watchdog.report for rank in job.ranks] == ["", ""]
     job.run(60)  # the next hang is another one, and steps are expected to take as long as before
-    assert hang(lines, 3)[2].startswith("hang: ")
+    assert hang(caplog, 3)[2].startswith("hang: ")
 
 
 def wait_for_text(path: Path, text: str) -> None:
@@ -229,11 +222,11 @@ def wait_for_text(path: Path, text: str) -> None:
         time.sleep(0.01)
 
 
-def test_a_rank_that_stops_is_named(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
+def test_a_rank_that_stops_is_named(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     job.ranks[1].stopped = True
     job.ranks[0].collectives += 1
     job.run(40)
-    [line] = hang(lines, 1)
+    [line] = hang(caplog, 1)
     # This process has both ranks, and it runs.
     assert "rank 1 on " in line
     assert "sends no heartbeat, though the process runs" in line
@@ -243,18 +236,18 @@ def test_a_rank_that_stops_is_named(job: TwoRanks, lines: pytest.LogCaptureFixtu
     assert job.ranks[1].watchdog.report == ""
 
 
-def test_another_rank_reports_where_the_first_is_stopped(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
+def test_another_rank_reports_where_the_first_is_stopped(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     job.ranks[0].stopped = True
     job.ranks[1].collectives += 1
     job.run(30)
-    [line] = hang(lines, 1)
+    [line] = hang(caplog, 1)
     assert "rank 0 on " in line
     assert "; rank 1 waits for it" in line
 
 
 @pytest.mark.parametrize("steps", [0, 1, 2])
 def test_a_hang_in_the_first_steps_is_named_within_30_seconds(
-    tmp_path: Path, lines: pytest.LogCaptureFixture, steps: int
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int
 ) -> None:
     """Though they have `comm.init_timeout_seconds`, and a rank that compiles is left alone."""
     job = TwoRanks(tmp_path, steps)
@@ -263,12 +256,12 @@ def test_a_hang_in_the_first_steps_is_named_within_30_seconds(
         rank.collectives += 1
         rank.waits, rank.busy = ASLEEP, True
     job.run(600)
-    assert lines.messages == []
+    assert caplog.messages == []
     job.ranks[0].phase.phase(Phase.BACKWARD)
     job.ranks[0].waits, job.ranks[0].collectives = IN_COLLECTIVE, job.ranks[0].collectives + 1
     job.ranks[1].busy = False
     job.run(30)
-    [line] = hang(lines, 1)
+    [line] = hang(caplog, 1)
     assert f"rank 1 on {platform.node()} (process {os.getpid()}) is in its own code (mine.py:3, loss) since 6" in line
     assert [rank.ended for rank in job.ranks] == [[], []], "a line, and no end"
     job.close()
@@ -285,7 +278,7 @@ def test_stacks_are_written_while_python_may_not_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_training_is_quiet(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
+def test_training_is_quiet(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     for step in range(8, 40):  # each step takes 10 s
         for rank in job.ranks:
             rank.phase.begin_step(step)
@@ -299,22 +292,22 @@ def test_training_is_quiet(job: TwoRanks, lines: pytest.LogCaptureFixture) -> No
     for rank in job.ranks:
         rank.phase.phase(Phase.DATA_PREPARATION)
     job.run(5000)
-    assert lines.messages == []
+    assert caplog.messages == []
 
 
-def test_a_machine_that_sleeps_is_no_hang(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
+def test_a_machine_that_sleeps_is_no_hang(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     job.now += 10_000
     job.run(4)
-    assert lines.messages == []
+    assert caplog.messages == []
     assert [rank.ended for rank in job.ranks] == [[], []]
 
 
 @pytest.mark.long
-def test_a_debugger_is_quiet_and_is_not_ended(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
+def test_a_debugger_is_quiet_and_is_not_ended(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     job.ranks[0].collectives += 1
     job.ranks[1].waits = Waiting("debugger", "is in a debugger")
     job.run(500)
-    assert lines.messages == []
+    assert caplog.messages == []
     assert [rank.ended for rank in job.ranks] == [[], []]
 
 
@@ -341,7 +334,7 @@ def test_a_process_that_works_is_not_ended(job: TwoRanks) -> None:
     assert [rank.ended for rank in job.ranks] == [[], []]
 
 
-def test_a_rank_without_the_store_reports_that(job: TwoRanks, lines: pytest.LogCaptureFixture) -> None:
+def test_a_rank_without_the_store_reports_that(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     def unreachable() -> dist.Store:
         raise ConnectionError("no route to host")
 
@@ -349,7 +342,7 @@ def test_a_rank_without_the_store_reports_that(job: TwoRanks, lines: pytest.LogC
     for rank in job.ranks:
         rank.watchdog._store = None
     job.run(40)
-    [line] = hang(lines, 1)  # of the first rank of the machine
+    [line] = hang(caplog, 1)  # of the first rank of the machine
     assert line.startswith("hang: no step for ")
     assert "the store of torchrun does not answer since " in line
     assert "look at the network of " in line

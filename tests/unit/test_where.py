@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.dumps import PLANTED, compared, dumped, options
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, one_process
 from tests.layouts import built
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
@@ -22,11 +21,10 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Iterator[TinyRun]:
     """Dumps of steps 1 and 2 without an error, and a process group of one rank."""
     torch.set_num_threads(1)
     tiny = TinyRun(tmp_path_factory.mktemp("where"))
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    for step in (1, 2):
-        dump(tiny, f"right-{step}", step=step)
-    yield tiny
-    dist.destroy_process_group()
+    with one_process():
+        for step in (1, 2):
+            dump(tiny, f"right-{step}", step=step)
+        yield tiny
 
 
 def dump(tiny: TinyRun, name: str, *more: str, step: int = 1) -> Path:

@@ -119,7 +119,7 @@ def main_thread_waits_for() -> Waiting:
 
 def _frames(thread: threading.Thread) -> list[tuple[str, int, str]]:
     """Return the file, line and function of each frame of a thread, from the innermost to the outermost."""
-    frame = sys._current_frames().get(thread.ident or 0)
+    frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001, documented
     walk = traceback.walk_stack(frame) if frame else ()
     return [(it.f_code.co_filename, line, it.f_code.co_name) for it, line in walk]
 

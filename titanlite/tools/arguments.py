@@ -248,7 +248,7 @@ class Parser(ArgumentParser):
 
     def _names(self) -> dict[str, str]:
         """Return the full name of each command below this one, by its last word."""
-        below = {word: full for parser in self.commands.values() for word, full in parser._names().items()}
+        below = {word: full for parser in self.commands.values() for word, full in parser._names().items()}  # noqa: SLF001
         return below | {name: parser.prog.partition(" ")[2] for name, parser in self.commands.items()}
 
     def _refuse(self, word: str) -> NoReturn:

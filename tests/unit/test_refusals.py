@@ -1,0 +1,134 @@
+"""Options that exclude each other, or that the layout does not allow: each problem has the key of its option."""
+
+import shlex
+
+import pytest
+import torch
+
+from tests.helpers import TinyRun
+from titanlite.checks.preflight import preflight
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.process_group import Ranks
+
+MESH, TRAIN, OPTIM = "--parallelism.", "--training.", "--optimizer."
+FLOAT8 = "--quantize.linear.float8.enable --quantize.linear.float8.emulate"
+IN_BACKWARD = f"{OPTIM}in_backward {TRAIN}max_norm=0"
+DISK = "--offload.optimizer=disk"
+EXACT = f"--debug.reproducible_layouts {TRAIN}local_batch_size=1 {TRAIN}global_batch_size=8"
+TEACHER = "--teacher.path=. --distill.ratio=1"
+MOE = '--model=\'{name="qwen3_moe", flavor="debug", args={dim=32, n_layers=2, vocab_size=259}}\''
+THREE_BLOCKS = "--model.args.n_layers=3"
+OTHER_GROUPS = '[{match=["tok_embeddings.*"]}, {match=["layers.*", "head.*"]}]'
+
+REFUSED: dict[str, dict[int, list[str]]] = {
+    "optimizer.in_backward": {
+        2: [
+            f"{IN_BACKWARD} {it}"
+            for it in (
+                f"{TRAIN}max_norm=1", "--guard.nonfinite=skip", "--guard.spike_sigma=6", f"{OPTIM}name=Muon",
+                f"{OPTIM}groups='[{{match=[\"*\"], name=\"Muon\"}}]'", f"{TRAIN}local_batch_size=2",
+            )
+        ],
+    },
+    "training.mixed_precision_param": {
+        1: [f"{TRAIN}mixed_precision_param=float16 {it}" for it in (IN_BACKWARD, FLOAT8)],
+    },
+    "offload.path": {1: ["--offload.path=/tmp", f"{DISK} --offload.path={__file__}/x"]},
+    "offload.optimizer": {1: [f"{DISK} {OPTIM}name=SGD", f"{DISK} {OPTIM}args.amsgrad=true"]},
+    "offload.parameters": {1: [f"{DISK} --offload.parameters=disk {TRAIN}enable_cpu_offload {FLOAT8}"]},
+    "profiling.profile_freq": {
+        1: [f"--profiling.enable_profiling --profiling.profile_freq={steps}" for steps in (3, 50)],
+    },
+    "profiling.profiler_active": {1: ["--profiling.enable_profiling --profiling.profiler_active=0"]},
+    "profiling.enable_memory_snapshot": {
+        1: ["--profiling.enable_memory_snapshot --profiling.profile_freq=2"],  # on a CPU
+    },
+    "parallelism.context_parallel_degree": {
+        2: [f"{MESH}context_parallel_degree=2 {TRAIN}seq_len=30", f"{MESH}context_parallel_degree=4"],
+    },
+    "parallelism.data_parallel_shard_degree": {
+        2: [f"{MESH}context_parallel_degree=2 {MESH}data_parallel_shard_degree=2"],
+        4: [f"{MESH}data_parallel_replicate_degree=2 {MESH}data_parallel_shard_degree=4"],
+    },
+    "parallelism.tensor_parallel_degree": {
+        4: [
+            f"{MESH}tensor_parallel_degree=2 {it}"
+            for it in ("--lora.rank=2", f"{TRAIN}loss=own.py:loss", TEACHER, FLOAT8)
+        ],
+    },
+    "parallelism.expert_parallel_degree": {
+        4: [
+            f"{MESH}expert_parallel_degree=3",
+            f"{MESH}expert_parallel_degree=2 {MESH}data_parallel_replicate_degree=4",
+        ],
+    },
+    "parallelism.fsdp_reshard_after_forward": {
+        4: [
+            f"{MESH}fsdp_reshard_after_forward=2 {MESH}expert_parallel_degree=2", f"{MESH}fsdp_reshard_after_forward=3",
+            f"{MESH}fsdp_reshard_after_forward=2 --compile.enable --quantize.linear.float8.enable",
+        ],
+    },
+    "parallelism.fsdp_min_unit_params": {2: [f"{MESH}fsdp_min_unit_params=20000 {MESH}expert_parallel_degree=2"]},
+    "parallelism.data_parallel_replicate_degree": {4: [f"{MESH}data_parallel_replicate_degree=3"]},
+    "training.global_batch_size": {1: [f"{EXACT} {TRAIN}global_batch_size=6"], 4: [f"{TRAIN}global_batch_size=6"]},
+    "training.local_batch_size": {
+        1: [
+            f"{EXACT} {TRAIN}local_batch_size=3",
+            f"{EXACT} {TRAIN}local_batch_size=16",
+            "--debug.reproducible_layouts",
+        ],
+        4: [f"{TRAIN}global_batch_size=48 {TRAIN}local_batch_size=8"],
+    },
+    "debug.reproducible_layouts": {
+        1: [f"{EXACT} {OPTIM}args.fused=true", f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8"],
+        2: [f"{EXACT} {MESH}context_parallel_degree=2"],
+        4: [f"{EXACT} {TRAIN}local_batch_size=4"],
+    },
+    "debug.reproducible_layouts, training.global_batch_size": {3: [f"{EXACT} {TRAIN}global_batch_size=24"]},
+    "freeze.parameters": {
+        1: [
+            "--freeze.parameters='[\"layers.9.*\"]'", "--freeze.parameters='[\"*\"]'",
+            "--lora.rank=2 --freeze.parameters='[\"head.*\"]'",
+        ],
+    },
+    "optimizer.groups.0.match": {
+        1: [f"{THREE_BLOCKS} --freeze.parameters='[\"tok_embeddings.*\"]' {OPTIM}groups='{OTHER_GROUPS}'"],
+    },
+    "lora.rank": {1: ["--lora.rank=15", "--lora.alpha=2.0", "--lora.quantize_base=int8"]},
+    "lora.targets": {
+        1: [
+            "--lora.rank=2 --lora.targets='[\"layers.9.*\"]'", "--lora.rank=2 --lora.targets='[\"head.*\"]'",
+            f"{MOE} --lora.rank=2 --lora.targets='[\"layers.*.feed_forward.w1\"]'",
+        ],
+    },
+    "lora.quantize_base": {1: ["--lora.rank=4 --lora.quantize_base=float8"]},
+    "quantize.linear.float8.enable": {1: [f"--lora.rank=2 --lora.quantize_base=int8 {FLOAT8}"]},
+    "optimizer.name": {1: [f"--lora.rank=2 --lora.quantize_base=int8 {OPTIM}name=Muon"]},
+    "distill.ratio": {
+        1: [
+            "--distill.ratio=0.5",
+            "--teacher.path=.",
+            "--teacher.cache=x",
+            f"{TEACHER} {TRAIN}loss=a:b",
+        ],
+    },
+    "distill.kind": {1: ["--teacher.cache=cache --distill.ratio=0.5 --distill.kind=reverse_kl"]},
+    "teacher.fsdp_reshard_after_forward": {1: [f"{TEACHER} --teacher.fsdp_reshard_after_forward=2"]},
+    "teacher.path": {1: ["--teacher.cache=x --distill.ratio=1 --teacher.dtype=float32"]},
+}  # fmt: skip
+"""Options by the keys of the problems, and by the number of processes."""
+
+
+def checked(tiny: TinyRun, options: list[str], world_size: int) -> None:
+    """Check as a start does: first the config, then with the model."""
+    config = tiny.config(*options, world_size=world_size)
+    preflight(config, Ranks(0, world_size, 0, world_size), torch.device("cpu"))
+
+
+@pytest.mark.parametrize("key", REFUSED)
+def test_each_problem_has_the_key_of_its_option(tiny: TinyRun, key: str) -> None:
+    for world_size, several in REFUSED[key].items():
+        for options in several:
+            with pytest.raises(ConfigError) as error:
+                checked(tiny, shlex.split(options), world_size)
+            assert {problem.key for problem in error.value.problems} == {*key.split(", ")}, options
