@@ -52,7 +52,7 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
         "--training.local_batch_size=25", "--metrics.log_freq=100",
     ]  # fmt: skip
     found = {}
-    for ranks in (1, 2):
+    for ranks in (1, 4):
         config = tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)
         run_ranks(trained_and_logged, ranks, config)
         assert [record["step"] for record in tiny.records(f"on-{ranks}")] == [1, 5], "1003 // 200"
@@ -69,6 +69,17 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
             source = record["sources"]["other.txt"]
             assert (source["sequences"], source["tokens"]) == (37, 37 * 8)
             assert source["bits_per_byte"] == pytest.approx(record["loss"] / 0.6931472 * 296 / 295, rel=1e-6), "one eos"
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_validation_changes_nothing_in_training(tiny: TinyRun) -> None:
+    options = ["--validation.freq=1", f"--validation.path={tiny.text}", "--validation.sequences=9"]
+    train_on_this_rank(tiny.config("--job.name=with", "--validation.enable", *options), 0, 1)
+    train_on_this_rank(tiny.config("--job.name=without"), 0, 1)
+    assert tiny.losses("with") == tiny.losses("without")
+    records = validation_records(tiny, "with")
+    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
+    assert records[-1]["loss"] < records[0]["loss"]
 
 
 def consumed(config: Config, samples: int) -> list[int]:
