@@ -118,7 +118,7 @@ def run(tests: Mapping[str, Callable[[], Result]], report: Callable[[str], objec
             result = test()
         except Exception as error:
             where = f"rank {os.environ.get('RANK', 0)} on {platform.node()}"
-            raise UserError(f"{name}: {where}: {type(error).__name__}: {describe(error)}") from error
+            raise UserError(f"{name}: {where}: {describe(error)}") from error
         report(f"{result.status:<8} {name:<18} {result.value}".rstrip())
         for line in [*result.problems, *result.warnings]:
             report(f"           {line}")
