@@ -6,6 +6,7 @@
 import json
 
 import pytest
+import torch
 
 from tests.null_gpu.conftest import RunPython
 from tests.null_gpu.record import RECORDED, allowed_plan_error, plan_error
@@ -31,7 +32,8 @@ def test_a_step_costs_no_more_than_recorded(variant: Variant, run_python: RunPyt
     assert found["collectives"] == recorded["collectives"]
     assert found["launches"] <= recorded["launches"]
     assert found["allocated"] <= recorded["allocated"] + 0.01
-    assert found["reserved"] <= recorded["reserved"] * RESERVED_GROWTH
+    of_version = recorded.get(f"reserved, torch {torch.__version__[:4]}", recorded["reserved"])
+    assert found["reserved"] <= of_version * RESERVED_GROWTH
     assert abs(plan_error(found)) <= allowed_plan_error(variant, recorded), found["plan"]
     known = recorded.get("plan", {}).get("reserved", recorded["reserved"]) / recorded["reserved"]
     share = max(RESERVED_SHARE, abs(known - 1) + 0.005)  # a known deviation must not grow
