@@ -102,7 +102,7 @@ def write_configs() -> None:
     Path("my.toml").write_text(debug)
     Path("run.toml").write_text(debug)
     for name in ("old.toml", "OLD.toml"):
-        shutil.copy(ROOT / "tests" / "data" / "torchtitan" / "70b_0.2.toml", name)
+        shutil.copy(ROOT / "tests" / "data" / "torchtitan" / "70b.toml", name)
     Path("examples").mkdir()
     Path("examples/my_model").symlink_to(ROOT / "examples" / "my_model")
     Path("train_configs").symlink_to(ROOT / "train_configs")
