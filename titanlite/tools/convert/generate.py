@@ -74,21 +74,23 @@ def generate(
         problem = f"{useless[0]} does nothing at temperature 0: give --temperature too, such as --temperature 0.8"
     if problem:
         raise UserError(f"titanlite generate: {problem}")
-    prompts = read_prompts(prompt, prompt_file)
-    if prompt_file != "-":
-        prompts = [*prompts]
+    texts = read_prompts(prompt, prompt_file)
+    if prompt_file != "-":  # else each line is answered before the next one is read
+        texts = [*texts]
     source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
     known = tokenizer_of(source)
     encode = prompt_encoder(known, config=source.config, chat=Chat(known) if chat else None)
-    encoded = [encode(text) for text in prompts] if isinstance(prompts, list) else []
+    prompts = ((text, encode(text)) for text in texts)
+    if prompt_file != "-":
+        prompts = [*prompts]
     device = pick_device(Ranks(0, 1, 0, 1))
     generator = load_generator(source, vocab_size=known.vocab_size, device=device, dtype=dtype)
-    for ids in encoded:
-        generator.check(ids)  # before the first answer, which may take minutes
+    if isinstance(prompts, list):
+        for _, ids in prompts:
+            generator.check(ids)  # before the first answer, which may take minutes
     sampler = partial(Sampler, temperature=temperature, top_p=top_p or 1.0, seed=seed or 0)
     answers = Answers(generator, known, max_new_tokens=max_new_tokens, sampler=sampler)
-    for number, text in enumerate(prompts):
-        ids = encode(text)
+    for number, (text, ids) in enumerate(prompts):
         if json_:
             added = "".join(answers.stream(ids))
             print(json.dumps({"prompt": text, "text": added, **answers.about()}, ensure_ascii=False), flush=True)
