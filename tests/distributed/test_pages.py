@@ -185,7 +185,6 @@ LEFT = {
     ],
     "docs/memory.md": ["outputs/run/checkpoints/step-00000002/manifest.json"],
     "docs/migrate.md": ["NEW.toml"],
-    "docs/plan.md": ["best.toml"],
     "docs/see_the_run.md": ["outputs/debug/report.html", "compare.html", "dumps/after", "dumps/before"],
     "docs/tutorial.md": [
         "outputs/tutorial/checkpoints/step-00000004/manifest.json", "tutorial.html", "tutorial_hf/config.json",
