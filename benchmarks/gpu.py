@@ -1,11 +1,12 @@
-"""What one GPU reaches: tokens/s, MFU and peak memory of Llama 3 by technique, and the largest model that fits.
+"""What one GPU reaches: tokens/s, MFU and peak memory of Llama 3 and Qwen3-MoE by technique, beside a plain loop.
 
-    python benchmarks/gpu.py [--only 3B] [--steps 8] [--record FILE.jsonl]
+    python benchmarks/gpu.py [--only 8B] [--seconds 500] [--out FILE.json]
 
-Each case trains in a process of its own, through titanlite's own build and step, on tokens of Python's standard
-library. MFU is of 989 dense TFLOP/s (H100 and H200, bfloat16) or of the rate in the table of devices, and again of the
-rate that a large matmul reaches on this card in this call: the second shows how much of the loss is the card's.
-Ratios are of each case to the first of its model and sequence length.
+Each case is a run of `titanlite train` in a process of its own, on tokens of Python's standard library, and its figures
+are those of the run's own metrics.jsonl. The plain loop (plain_llama.py) trains the same model with autocast, whole
+logits and a fused AdamW. MFU is of the device's stated rate (989 dense TFLOP/s for H100 and H200 in bfloat16); a large
+matmul of random numbers says what this card reaches. A file that exists is continued: what it holds is not run again.
+`plan_accuracy.py gpu` compares such a file with the plan of each case.
 """
 
 import argparse
@@ -16,224 +17,292 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
-from itertools import islice
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from record import add_record_option, record
 
-from titanlite.checks.preflight import preflight
-from titanlite.config.load import load
-from titanlite.runtime.console import start_logging
 from titanlite.runtime.hardware import hardware_of
-from titanlite.runtime.process_group import pick_device, process_group, read_ranks
-from titanlite.step import train_step
-from titanlite.techniques.float8.layers import weight_scaler
-from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.train import build
 
 ROOT = Path(__file__).parents[1]
-WARM_UP = 4
+WINDOW, WINDOWS, WARM_UP = 5, 6, 3
+"""Steps of a log window, windows that are measured, and windows before them."""
 GIB = 2**30
-
-COMPILE = ["--compile.enable=true"]
-FLOAT8 = [*COMPILE, "--quantize.linear.float8.enable=true"]
-ROWWISE = [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"]
-WHOLE_LOGITS = [f"--training.loss={ROOT}/benchmarks/plan_accuracy.py:logits_in_full"]
+LLAMA_8B, QWEN3_MOE = "llama3_8b", "qwen3_30b_a3b"
 
 
 def ac(mode: str) -> list[str]:
     return [f"--activation_checkpoint.mode={mode}"]
 
 
-VARIANTS: dict[str, list[str]] = {
-    "eager": ac("selective"),
-    "compile": [*ac("selective"), *COMPILE],
-    "compile, float8 tensorwise": [*ac("selective"), *FLOAT8],
-    "compile, float8 rowwise": [*ac("selective"), *ROWWISE],
-    "compile, no AC": [*ac("none"), *COMPILE],
-    "compile, full AC": [*ac("full"), *COMPILE],
-    "compile, whole logits": [*ac("selective"), *COMPILE, *WHOLE_LOGITS],
-}
-"""The first is what the others are measured against."""
-
-LADDER: dict[str, list[str]] = {
-    "float32 states": [],
-    "bfloat16 moments": ["--optimizer.state_dtype=bfloat16"],
-    "in backward": ["--optimizer.in_backward=true", "--training.max_norm=0.0"],
-    "bfloat16 weights and moments": ["--optimizer.state_dtype=bfloat16", "--training.dtype=bfloat16"],
-    "moments on disk": ["--offload.optimizer=disk"],
-    "all offloaded": ["--training.enable_cpu_offload=true"],
-}
-"""8B on one card, each with full recomputation, compiled."""
+COMPILE = ["--compile.enable=true"]
+FLOAT8 = [*COMPILE, "--quantize.linear.float8.enable=true"]
+ROWWISE = [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"]
+LAYERS = "--model.args.n_layers="
+ONE = "--training.local_batch_size=1"
+HALF = ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
+LORA = ["--lora.rank=16", "--freeze.dtype=bfloat16"]
 
 
 @dataclass(frozen=True)
 class Case:
     flavor: str
-    seq_len: int
     batch: int
+    seq_len: int
     name: str
-    options: list[str]
+    options: list[str] = field(default_factory=list)
+    config: str = LLAMA_8B
+    layers: int | None = None
+    plain: bool = False
+    """The plain loop; `options` says whether it is compiled."""
+
+    @property
+    def model(self) -> str:
+        layers = f", {self.layers} layers" if self.layers else ""
+        return f"{self.flavor}{layers}, {self.batch} x {self.seq_len}"
 
     @property
     def title(self) -> str:
-        return f"{self.flavor}, {self.batch} x {self.seq_len}, {self.name}"
+        return f"{self.model}: {self.name}"
 
     @property
     def words(self) -> list[str]:
+        """Options of `titanlite train CONFIG`, and of `titanlite plan CONFIG`."""
+        layers = [f"{LAYERS}{self.layers}"] if self.layers else []
         return [
             f"--model.flavor={self.flavor}",
+            *layers,
             f"--training.seq_len={self.seq_len}",
             f"--training.global_batch_size={self.batch}",
             f"--training.local_batch_size={self.batch}",
-            "--model.args.vocab_size=128256",
-            "--checkpoint.enable=false",
-            "--metrics.loggers=[]",
             "--training.mixed_precision_param=bfloat16",
+            "--checkpoint.enable=false",
             *self.options,
         ]
 
 
 def cases() -> list[Case]:
+    one = ("1B", 4, 4096)
     found = [
-        Case(flavor, seq_len, batch, name, options)
-        for flavor, seq_len, batch in (("1B", 4096, 4), ("1B", 8192, 2), ("3B", 4096, 2), ("3B", 8192, 1))
-        for name, options in VARIANTS.items()
+        Case(*one, "plain loop", plain=True),
+        Case(*one, "plain loop, compiled", COMPILE, plain=True),
+        *(
+            Case(*one, name, options)
+            for name, options in {
+                "eager": ac("none"),
+                "compiled": [*ac("none"), *COMPILE],
+                "compiled, selective AC": [*ac("selective"), *COMPILE],
+                "compiled, full AC": [*ac("full"), *COMPILE],
+                "compiled, float8 tensorwise": [*ac("none"), *FLOAT8],
+                "compiled, float8 rowwise": [*ac("none"), *ROWWISE],
+                "compiled, document mask": [*ac("none"), *COMPILE, "--data.document_mask=true"],
+                "compiled, Muon": [*ac("none"), *COMPILE, "--optimizer.name=Muon"],
+                "compiled, micro-batches of one": [*ac("none"), *COMPILE, ONE],
+                "compiled, reproducible layouts": [*ac("none"), *COMPILE, ONE, "--debug.reproducible_layouts=true"],
+            }.items()
+        ),
     ]
-    ladder = [Case("8B", 4096, 1, name, [*ac("full"), *COMPILE, *options]) for name, options in LADDER.items()]
-    fp8 = ac("none")
-    layers = "--model.args.n_layers=6"
-    shaped = [
-        Case("8B", 8192, 1, f"6 layers, {name}", [*fp8, layers, *options])
-        for name, options in (("compile", COMPILE), ("float8 tensorwise", FLOAT8), ("float8 rowwise", ROWWISE))
+    eight = [
+        Case("8B", 1, 8192, "plain loop, compiled", COMPILE, layers=6, plain=True),
+        *(
+            Case("8B", 1, 8192, name, [*ac("none"), *options], layers=6)
+            for name, options in {
+                "eager": [],
+                "compiled": COMPILE,
+                "compiled, float8 tensorwise": FLOAT8,
+                "compiled, float8 rowwise": ROWWISE,
+            }.items()
+        ),
     ]
-    return found + shaped + ladder
+    whole = [
+        Case("8B", 1, 4096, name, [*ac("full"), *COMPILE, *options])
+        for name, options in {
+            "bfloat16 weights and moments": HALF,
+            "update in backward, bfloat16 moments": [
+                "--optimizer.in_backward=true",
+                "--training.max_norm=0.0",
+                "--optimizer.state_dtype=bfloat16",
+            ],
+            "LoRA on bfloat16": LORA,
+            "LoRA on 8 bits": [*LORA, "--lora.quantize_base=int8"],
+        }.items()
+    ]
+    experts = [
+        Case("30B-A3B", 2, 4096, name, [*ac("none"), *options], config=QWEN3_MOE, layers=4)
+        for name, options in {"eager": [], "compiled": COMPILE}.items()
+    ]
+    three = [Case("3B", 2, 4096, "compiled, selective AC", [*ac("selective"), *COMPILE])]
+    return found + eight + whole + experts + three
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="cases whose title contains this")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--case", help=argparse.SUPPRESS)
+    parser.add_argument("--seconds", type=float, default=3600, help="no case starts after these seconds")
+    parser.add_argument("--out", type=Path, help="file of results")
     parser.add_argument("--list", action="store_true", help="the cases, and nothing else")
-    add_record_option(parser)
     arguments = parser.parse_args()
     chosen = [case for case in cases() if arguments.only in case.title]
     if arguments.list:
         print("\n".join(case.title for case in chosen))
-    elif arguments.case:
-        [case] = [case for case in cases() if case.title == arguments.case]
-        print(json.dumps(measure(case.words, arguments.steps)), flush=True)
-        os._exit(0)
-    elif not torch.cuda.is_available():
+        return
+    if not torch.cuda.is_available():
         sys.exit("there is no GPU that torch can use")
-    else:
-        report(chosen, arguments.steps, arguments.record)
-
-
-def report(chosen: list[Case], steps: int, path: Path | None) -> None:
+    began = time.monotonic()
+    results: dict[str, Any] = {"cases": {}}
+    if arguments.out and arguments.out.exists():
+        results = json.loads(arguments.out.read_text())
     hardware = hardware_of(torch.device("cuda", 0))
-    reached = matmul_rate()
-    peak = hardware.bf16_flops if hardware else None
     name = torch.cuda.get_device_name()
-    stated = f"{peak / 1e12:.0f} dense TFLOP/s stated" if peak else "no rate known"
-    print(f"{name}, torch {torch.__version__}; bfloat16 {stated}, {reached / 1e12:.0f} reached by 8192^3")
-    record(path, name=f"bfloat16 matmul, {name}", value=reached / 1e12, unit="TFLOP/s", better="higher")
-    print("| case | tokens/s | TFLOP/s | MFU | of reached | peak GiB | to the first |")
-    print("|---|---|---|---|---|---|---|")
-    first: dict[tuple[str, int], float] = {}
+    assert hardware is not None, f"the table of devices has no {name}"
+    results |= {
+        "device": name,
+        "hardware": hardware.name,
+        "torch": torch.__version__,
+        "matmul_tflops": matmul_rate() / 1e12,
+        "copy_gigabytes_per_second": copy_rate() / 1e9,
+    }
+    print(
+        f"{name}, torch {torch.__version__}: {results['matmul_tflops']:.0f} TFLOP/s of {hardware.bf16_flops / 1e12:.0f}"
+        f" (bfloat16, 8192^3), {results['copy_gigabytes_per_second']:.0f} GB/s of"
+        f" {hardware.memory_bandwidth / 1e9:.0f}; before: {memory_in_use():.2f} GiB in use"
+    )
+    torch.cuda.empty_cache()
     for case in chosen:
-        found = run(case, steps)
-        if isinstance(found, str):
-            print(f"| {case.title} | {found} |||||||", flush=True)
+        if case.title in results["cases"] or time.monotonic() - began > arguments.seconds:
             continue
-        speed, flops = found["tokens"] / statistics.median(found["seconds"]), found["flops_per_token"]
-        reference = first.setdefault((case.flavor, case.seq_len), speed)
-        mfu = f"{100 * speed * flops / peak:.1f} %" if peak else "n/a"
-        print(
-            f"| {case.title} | {speed:,.0f} | {speed * flops / 1e12:.0f} | {mfu} "
-            f"| {100 * speed * flops / reached:.1f} % | {found['peak'] / GIB:.1f} | {speed / reference:.2f} |",
-            flush=True,
+        results["cases"][case.title] = measure(case)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
+        print(f"{case.title}: {results['cases'][case.title]}", flush=True)
+    print(table(results))
+
+
+def table(results: dict[str, Any]) -> str:
+    """Speeds of the cases, each to the first of its model."""
+    lines = ["| case | tokens/s | spread | MFU | peak GiB | to the first |", "|---|---|---|---|---|---|"]
+    first: dict[str, float] = {}
+    for case in cases():
+        found = results["cases"].get(case.title)
+        if found is None or "failed" in found:
+            if found:
+                lines.append(f"| {case.title} | {found['failed']} |||||")
+            continue
+        speeds = found["tokens_per_second"]
+        speed = statistics.median(speeds)
+        reference = first.setdefault(case.model, speed)
+        mfu = f"{100 * found['mfu']:.1f} %" if found.get("mfu") else ""
+        lines.append(
+            f"| {case.title} | {speed:,.0f} | {min(speeds):,.0f} to {max(speeds):,.0f} | {mfu} "
+            f"| {found['memory_gib']:.1f} | {speed / reference:.2f} |"
         )
-        speeds = [found["tokens"] / seconds for seconds in found["seconds"]]
-        ratio = [it / reference for it in speeds]
-        record(path, name=f"{case.title}: tokens/s", values=speeds, unit="tokens/s", better="higher")
-        record(path, name=f"{case.title}: speed to the first", values=ratio, better="higher")
-        record(path, name=f"{case.title}: peak memory", value=found["peak"] / GIB, unit="GiB", better="lower")
-        if peak:
-            shares = [100 * it * flops / peak for it in speeds]
-            record(path, name=f"{case.title}: MFU", values=shares, unit="%", better="higher")
+    return "\n".join(lines)
 
 
-def run(case: Case, steps: int) -> dict[str, Any] | str:
-    """What a process of its own measures, or in words why it cannot."""
-    command = [sys.executable, __file__, f"--case={case.title}", f"--steps={steps}"]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    if result.returncode == 0:
-        return json.loads(result.stdout.splitlines()[-1])
-    if "out of memory" in result.stderr.lower():
-        return "out of memory"
-    return f"failed: {result.stderr.strip().splitlines()[-1][:120] if result.stderr.strip() else result.returncode}"
-
-
-def measure(options: list[str], steps: int) -> dict[str, Any]:
-    """Seconds of each step after the warm-up, and the peak of allocated bytes in them."""
-    ranks = read_ranks({})
-    device = pick_device(ranks)
+def measure(case: Case) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
-        options = [f"--job.dump_folder={folder}", *options]
-        config = load(ROOT / "train_configs" / "llama3_8b.toml", options, world_size=1)
-        start_logging(1)
-        resolved = preflight(config, ranks, device)
-        with process_group(ranks, device):
-            made = build(config, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
-            scale_weights = weight_scaler(made.model, config.quantize.linear.float8)
-            scale_weights()
-            seconds = []
-            for number in range(WARM_UP + steps):
-                if number == WARM_UP:
-                    torch.cuda.reset_peak_memory_stats(device)
-                batches = list(islice(made.batches, made.accumulation))
-                torch.cuda.synchronize(device)
-                started = time.perf_counter()
-                train_step(
-                    made.model,
-                    batches,
-                    optimizer=made.optimizer,
-                    group=made.group,
-                    max_norm=config.training.max_norm,
-                    loss_function=made.loss_function,
-                    decide=made.guard.decide,
-                    gradients=made.gradients,
-                )
-                scale_weights()
-                torch.cuda.synchronize(device)
-                seconds.append(time.perf_counter() - started)
-            return {
-                "seconds": seconds[WARM_UP:],
-                "tokens": config.training.global_batch_size * config.training.seq_len,
-                "flops_per_token": made.model.flops_per_token(config.training.seq_len),
-                "peak": torch.cuda.max_memory_allocated(device),
+        began = time.monotonic()
+        command = plain_words(case, folder) if case.plain else train_words(case, folder)
+        turns = "\n" * (WARM_UP + WINDOWS)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=600, input=turns)
+        if result.returncode:
+            lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit code {result.returncode}"]
+            errors = [line for line in lines if "rror" in line]
+            return {"failed": (errors or lines)[-1][:300]}
+        tokens = case.batch * case.seq_len
+        if case.plain:
+            turn = [json.loads(line) for line in result.stdout.splitlines()][1 + WARM_UP :]
+            found = {
+                "tokens_per_second": [tokens / it["seconds"] for it in turn],
+                "memory_gib": max(it["mib"] for it in turn) / 1024,
             }
+        else:
+            lines = Path(folder, "bench", "metrics.jsonl").read_text().splitlines()
+            records = [json.loads(line) for line in lines][WARM_UP:]
+            found = {
+                "tokens_per_second": [it["tokens_per_second"] for it in records],
+                "memory_gib": max(it["memory_gib"] for it in records),
+                "mfu": statistics.median(it["mfu"] for it in records),
+                "loss": records[-1]["loss"],
+                "config": case.config,
+                "words": case.words,
+            }
+        return found | {"wall_seconds": round(time.monotonic() - began, 1)}
+
+
+def train_words(case: Case, folder: str) -> list[str]:
+    steps = WINDOW * (WARM_UP + WINDOWS)
+    return [
+        *(sys.executable, "-m", "titanlite", "train", case.config, *case.words),
+        f"--job.dump_folder={folder}",
+        "--job.name=bench",
+        f"--training.steps={steps}",
+        "--lr_scheduler.warmup_steps=20",
+        f"--metrics.log_freq={WINDOW}",
+        "--validation.enable=false",
+    ]
+
+
+def plain_words(case: Case, folder: str) -> list[str]:
+    """The same model, and as many random tokens as a step reads."""
+    from titanlite.models.llama3 import Llama3
+
+    args = Llama3.flavors[case.flavor]
+    fields = ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "tied_head")
+    shape = {key: getattr(args, key) for key in fields}
+    if case.layers:
+        shape["n_layers"] = case.layers
+    tokens = Path(folder, "tokens")
+    drawn = torch.randint(2048, (4 * case.batch * case.seq_len,), dtype=torch.int32)
+    tokens.write_bytes(drawn.to(torch.uint16).numpy().tobytes())
+    settings = {
+        "model": shape,
+        "seq_len": case.seq_len,
+        "batch": case.batch,
+        "tokens": str(tokens),
+        "dtype": "bfloat16",
+        "device": "cuda",
+        "compile": case.options == COMPILE,
+        "turn": WINDOW,
+        "turns": WARM_UP + WINDOWS,
+    }
+    return [sys.executable, str(ROOT / "benchmarks" / "plain_llama.py"), json.dumps(settings)]
+
+
+def memory_in_use() -> float:
+    """GiB of the device that others, or what is left of a process, hold."""
+    free, total = torch.cuda.mem_get_info()
+    return (total - free) / GIB
 
 
 def matmul_rate(size: int = 8192, repeats: int = 50) -> float:
-    """FLOP/s of a bfloat16 matmul, after as many to warm the card."""
+    """FLOP/s of a bfloat16 matmul of random numbers, after as many to warm the card."""
     a, b = (torch.randn(size, size, device="cuda", dtype=torch.bfloat16) for _ in range(2))
     out = torch.empty_like(a)
+    return 2 * size**3 / seconds_of(lambda: torch.mm(a, b, out=out), repeats)
+
+
+def copy_rate(repeats: int = 20) -> float:
+    """Bytes a second that a copy of 1 GiB reads and writes."""
+    source = torch.randn(2**28, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / seconds_of(lambda: target.copy_(source), repeats)
+
+
+def seconds_of(work: Any, repeats: int) -> float:
     for _ in range(repeats):
-        torch.mm(a, b, out=out)
+        work()
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     for _ in range(repeats):
-        torch.mm(a, b, out=out)
+        work()
     end.record()
     torch.cuda.synchronize()
-    return 2 * size**3 * repeats / (start.elapsed_time(end) / 1000)
+    return start.elapsed_time(end) / 1000 / repeats
 
 
 if __name__ == "__main__":
+    if os.environ.get("CUDA_VISIBLE_DEVICES") is None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = "0"
     main()

@@ -1,5 +1,5 @@
 """A Llama, and its training, as one writes them by hand in plain PyTorch: what titanlite is measured against. Nothing
-of titanlite is imported. bench_step.py and bench_startup.py run it.
+of titanlite is imported. bench_step.py, bench_startup.py and gpu.py run it.
 
 Shape suffixes: B batch, L sequence, D model dim, N heads, H head dim.
 """
@@ -60,13 +60,24 @@ class Block(nn.Module):
 
 class PlainLlama(nn.Module):
     def __init__(
-        self, *, dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, vocab_size: int, seq_len: int
+        self,
+        *,
+        dim: int,
+        n_layers: int,
+        n_heads: int,
+        n_kv_heads: int,
+        hidden_dim: int,
+        vocab_size: int,
+        seq_len: int,
+        tied_head: bool = False,
     ) -> None:
         super().__init__()
         self.tok_embeddings = nn.Embedding(vocab_size, dim)
         self.layers = nn.ModuleList(Block(dim, n_heads, n_kv_heads, hidden_dim) for _ in range(n_layers))
         self.norm = nn.RMSNorm(dim, eps=1e-5)
         self.output = nn.Linear(dim, vocab_size, bias=False)
+        if tied_head:
+            self.output.weight = self.tok_embeddings.weight
         head_dim = dim // n_heads
         inv_freq = 10000.0 ** (-torch.arange(0, head_dim, 2) / head_dim)
         angles = torch.outer(torch.arange(seq_len), inv_freq)
@@ -106,7 +117,7 @@ def main() -> None:
 
 def take_turns(turn: Callable[[], None], count: int, steps: int, rank: int, ranks: int) -> None:
     """Wait for a line before each turn of so many steps, so that contenders can alternate. Print the seconds of a step
-    and the peak memory in MiB. Ends the process."""
+    and the peak memory in MiB (on a GPU what PyTorch allocated there). Ends the process."""
     for _ in range(count):
         if rank == 0:
             sys.stdin.readline()
@@ -114,8 +125,12 @@ def take_turns(turn: Callable[[], None], count: int, steps: int, rank: int, rank
             dist.barrier()
         before = time.perf_counter()
         turn()
+        on_gpu = torch.cuda.is_initialized()
+        if on_gpu:
+            torch.cuda.synchronize()
         seconds = (time.perf_counter() - before) / steps
-        memory = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+        memory = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else resident
         if rank == 0:
             print(json.dumps({"seconds": seconds, "mib": memory}), flush=True)
     if ranks > 1:
@@ -124,9 +139,10 @@ def take_turns(turn: Callable[[], None], count: int, steps: int, rank: int, rank
 
 
 def stepper(settings: dict[str, Any], rank: int, ranks: int) -> Callable[[], None]:
-    dtype = getattr(torch, settings["dtype"])
+    dtype, device = getattr(torch, settings["dtype"]), settings.get("device", "cpu")
     torch.manual_seed(0)
-    model = PlainLlama(**settings["model"], seq_len=settings["seq_len"])
+    with torch.device(device):
+        model = PlainLlama(**settings["model"], seq_len=settings["seq_len"])
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.ndim == 2 else nn.init.ones_(parameter)
     if ranks > 1:
@@ -135,6 +151,8 @@ def stepper(settings: dict[str, Any], rank: int, ranks: int) -> Callable[[], Non
         for block in model.layers:
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
+    if settings.get("compile"):
+        model.compile()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     flat = np.memmap(settings["tokens"], dtype=np.uint16, mode="r")
@@ -144,8 +162,8 @@ def stepper(settings: dict[str, Any], rank: int, ranks: int) -> Callable[[], Non
     def step() -> None:
         nonlocal steps
         starts = random.integers(0, len(flat) - length - 1, count)
-        stretch = torch.from_numpy(np.stack([flat[s : s + length + 1] for s in starts]).astype(np.int64))
-        with torch.autocast("cpu", dtype, enabled=ranks == 1 and dtype != torch.float32):
+        stretch = torch.from_numpy(np.stack([flat[s : s + length + 1] for s in starts]).astype(np.int64)).to(device)
+        with torch.autocast(device, dtype, enabled=ranks == 1 and dtype != torch.float32):
             logits = model(stretch[:, :-1])
         loss = F.cross_entropy(logits.float().flatten(0, 1), stretch[:, 1:].flatten())
         loss.backward()

@@ -4,23 +4,21 @@
     python benchmarks/plan_accuracy.py axes         published measurements of further mesh axes, beside the plan
     python benchmarks/plan_accuracy.py published    measurements that torchtitan published, beside the plan
     python benchmarks/plan_accuracy.py null-gpu     memory that PyTorch's allocator gave on a null GPU (docs/plan.md)
-    python benchmarks/plan_accuracy.py gpu          peak memory and step time on this machine's GPU
+    python benchmarks/plan_accuracy.py gpu          peak memory and step time that gpu.py measured on GPUs (gpu/*.json)
 
 null-gpu: tests/null_gpu/recorded.json, which `./run_tests.sh null_gpu --record` measures. cpu: the allocator's own
-record of real runs of several processes (measured_memory.py). gpu: max_memory_allocated and the median of step times,
-in one process. --record FILE.jsonl appends ratios, and the largest error, to a file.
+record of real runs of several processes (measured_memory.py). --record FILE.jsonl appends ratios, and the largest
+error, to a file.
 """
 
 import argparse
 import json
 import statistics
 import sys
-import time
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,16 +26,10 @@ from torch.nn import functional as F
 
 from titanlite.batch import IGNORE
 from titanlite.config.load import load
-from titanlite.loss import TokenLoss, build_loss
-from titanlite.mesh import loss_group
-from titanlite.ops import pick_kernels
-from titanlite.optim import build_optimizer
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student
-from titanlite.runtime.hardware import Hardware, hardware_of
-from titanlite.runtime.process_group import process_group, read_ranks
+from titanlite.loss import TokenLoss
+from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config
-from titanlite.step import train_step
-from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
+from titanlite.tools.plan.estimate import Layout, Plan, plan
 from titanlite.tools.plan.hardware import find_hardware
 
 Ratios = dict[str, list[float]]
@@ -146,14 +138,6 @@ TORCHTITAN = {
 }  # fmt: skip
 """GiB of torchtitan 0.2.2 at the same shapes on a null GPU, with expandable segments unless marked "in blocks". Source:
 the calibration of docs/plan.md."""
-GPU_CASES: list[tuple[str, list[str]]] = [
-    (f"{flavor}, {seq_len} tokens x {batch}, {mode}{', compiled' if compiled else ''}",
-     [f"--model.flavor={flavor}", f"--training.seq_len={seq_len}", f"--training.global_batch_size={batch}",
-      f"{RECOMPUTE}{mode}", f"--compile.enable={'true' if compiled else 'false'}"])
-    for flavor, seq_len, batch in (("1B", 4096, 4), ("3B", 4096, 2), ("3B", 8192, 1))
-    for mode in ("none", "selective", "full")
-    for compiled in (False, True)
-]  # fmt: skip
 
 
 def main() -> None:
@@ -275,54 +259,23 @@ def logits_in_full(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) 
 
 
 def on_gpu(only: str, found: Ratios) -> Iterator[str]:
-    device = torch.device("cuda", 0)
-    hardware = hardware_of(device)
-    assert hardware is not None, torch.cuda.get_device_name(device)
-    yield f"{torch.cuda.get_device_name(device)}, torch {torch.__version__}"
-    yield row("case", "plan GiB", "measured GiB", "ratio", "plan s/step", "measured s/step", "ratio")
-    yield row(*["---"] * 7)
-    for name, overrides in GPU_CASES:
-        if only in name:
-            config = load(LLAMA_8B, [*overrides, "--data.tokenizer=bytes"], world_size=1)
-            predicted = planned(config, 1, hardware, 1)
-            try:
-                peak, seconds = trained(config, device)
-            except torch.OutOfMemoryError:
-                yield row(name, f"{predicted.peak / GIB:.1f}", "out of memory", "", "", "", "")
-                continue
-            found["measured peak memory"].append(predicted.peak / peak)
-            found["measured time of a step"].append(predicted.time.total / seconds)
-            values = (predicted.peak / GIB, peak / GIB, predicted.peak / peak, predicted.time.total, seconds)
-            yield row(name, *(f"{value:.3f}" for value in (*values, predicted.time.total / seconds)))
-
-
-def trained(config: Config, device: torch.device, *, steps: int = 8) -> tuple[int, float]:
-    """(peak of allocated bytes, median seconds of a step), without the first three steps."""
-    with process_group(read_ranks({}), device):
-        kind, args = model_of(config)
-        with torch.device("meta"):
-            model = kind(args)
-        mesh = build_mesh(config.parallelism, world_size=1, device_type=device.type)
-        kernels = pick_kernels(device)
-        parallelize_student(model, config, mesh=mesh, kernels=kernels, has_other_model=config.teacher.is_live)
-        materialize(model, device=device, dtype=DTYPES[config.training.dtype], seed=0)
-        optimizer = build_optimizer(model, config.optimizer, seed=0)
-        size, accumulation = config.training.batch_split(1)
-        tokens = torch.randint(0, args.vocab_size, (size, config.training.seq_len), device=device)
-        batches: list[Any] = [{"tokens": tokens, "labels": tokens.roll(-1, 1)}] * accumulation
-        times = []
-        for number in range(steps):
-            if number == 3:
-                torch.cuda.reset_peak_memory_stats(device)
-            torch.cuda.synchronize(device)
-            start = time.perf_counter()
-            train_step(
-                model, batches, optimizer=optimizer, group=loss_group(mesh),
-                max_norm=config.training.max_norm, loss_function=build_loss(config.training, kernels),
-            )  # fmt: skip
-            torch.cuda.synchronize(device)
-            times.append(time.perf_counter() - start)
-        return torch.cuda.max_memory_allocated(device), statistics.median(times[3:])
+    """The plan beside the runs of each file that gpu.py wrote."""
+    for path in sorted((ROOT / "benchmarks" / "gpu").glob("*.json")):
+        measured = json.loads(path.read_text())
+        yield f"{measured['device']}, torch {measured['torch']}"
+        yield row("case", "plan GiB", "measured GiB", "ratio", "plan s/step", "measured s/step", "ratio")
+        yield row(*["---"] * 7)
+        for name, case in measured["cases"].items():
+            if only in name and "words" in case:
+                config = load(f"train_configs/{case['config']}.toml", case["words"], world_size=1)
+                predicted = planned(config, 1, find_hardware(measured["hardware"]), 1)
+                tokens = config.training.global_batch_size * config.training.seq_len
+                seconds = tokens / statistics.median(case["tokens_per_second"])
+                memory = predicted.peak / GIB, case["memory_gib"], predicted.peak / GIB / case["memory_gib"]
+                found["measured peak memory"].append(memory[2])
+                found["measured time of a step"].append(predicted.time.total / seconds)
+                values = (*memory, predicted.time.total, seconds, predicted.time.total / seconds)
+                yield row(name, *(f"{value:.3f}" for value in values))
 
 
 if __name__ == "__main__":

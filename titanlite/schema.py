@@ -142,7 +142,7 @@ class Debug(Section):
     reproducible_layouts: bool = False
     """Train to the same bits on every layout of replicas, shards and micro-batches, if their numbers are powers of two,
     and after a resume on another one. Implies debug.deterministic. Needs training.local_batch_size, which is part of
-    what is computed: another one gives other bits."""
+    what is computed: another one gives other bits. On CPUs, each process computes with one thread."""
     hash_freq: Count = 0
     """Steps between hashes of weights and optimizer states in hashes.jsonl, which do not depend on the layout. 0: none,
     or with reproducible_layouts those of the steps with a checkpoint."""

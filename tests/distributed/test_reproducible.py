@@ -78,6 +78,17 @@ def hashes(tiny: TinyRun, name: str, steps: int = 4) -> list[str]:
     return [json.loads(line)["hash"] for line in lines]
 
 
+def threads_of_run(rank: int, world_size: int, config: Config) -> int:
+    torch.set_num_threads(2)
+    train_on_this_rank(config, rank, world_size)
+    return torch.get_num_threads()
+
+
+def test_threads_do_not_depend_on_the_number_of_processes(tiny: TinyRun) -> None:
+    config = tiny.config(*SETTINGS, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
+    assert run_ranks(threads_of_run, 1, config) == [1]
+
+
 def run_on(tiny: TinyRun, layouts: Mapping[str, tuple[int, ...]], *options: str) -> None:
     for world_size in sorted({layout[0] * layout[1] for layout in layouts.values()}):
         configs = [

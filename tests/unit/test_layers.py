@@ -118,24 +118,26 @@ def test_swiglu_is_the_formula_and_keeps_two_tensors(dtype: torch.dtype) -> None
 
 
 @pytest.mark.parametrize(
-    ("dtype", "attention", "repeats"),
+    ("dtype", "attention", "masked", "repeats"),
     [
-        (torch.float32, "auto", True),
-        (torch.float32, "efficient", True),
-        (torch.bfloat16, "efficient", True),
-        (torch.bfloat16, "auto", False),
-        (torch.bfloat16, "flash", False),
+        (torch.float32, "auto", False, True),
+        (torch.float32, "efficient", False, True),
+        (torch.bfloat16, "efficient", False, True),
+        (torch.bfloat16, "auto", True, True),
+        (torch.bfloat16, "auto", False, False),
+        (torch.bfloat16, "flash", False, False),
     ],
 )
 def test_keys_are_repeated_where_a_gpus_kernel_knows_no_groups(
-    dtype: torch.dtype, attention: AttentionBackend, repeats: bool
+    dtype: torch.dtype, attention: AttentionBackend, masked: bool, repeats: bool
 ) -> None:
     """PyTorch would hold the scores of plain formulas: 8 GiB a block in float32 at 8,192 tokens and 32 heads."""
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(B, n, L, H, generator=generator).to(dtype).requires_grad_() for n in (6, 2, 2))
+    mask = torch.full((L, L), -torch.inf, dtype=dtype).triu_(1).expand(B, 1, L, L) if masked else None
     with Operators() as mode:
-        found = GpuKernels(compiles=False, attention=attention).attend(q, k, v, None)
-        CpuKernels().attend(q, k, v, None)
+        found = GpuKernels(compiles=False, attention=attention).attend(q, k, v, mask)
+        CpuKernels().attend(q, k, v, mask)
     heads = [args[1].shape[1] for func, args in mode.calls if func in ATTENTION_OPERATORS]
     assert heads == [6 if repeats else 2, 2]
     expected = attend(q, k, v, None)

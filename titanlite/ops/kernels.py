@@ -124,8 +124,8 @@ class Kernels:
     ) -> Tensor:
         """Causal attention; see `ops/attention.py`.
 
-        On GPUs, the kernel for float32 knows no groups. PyTorch would take plain formulas, which hold scores [N, L, L].
-        So keys and values are repeated first.
+        On GPUs, the kernels for float32 and for masks know no groups. PyTorch would take plain formulas, which hold
+        scores [N, L, L]. So keys and values are repeated first.
 
         Args:
             key_source: adds keys and values of other tokens. None: these tokens are all.
@@ -133,7 +133,8 @@ class Kernels:
         if key_source is not None:
             return key_source.attend(self, q_BNLH, k_BKLH, v_BKLH, mask)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
-        if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype):
+        is_masked = isinstance(mask, Tensor)
+        if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype, masked=is_masked):
             k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
         with self.one_attention(q_BNLH.device):
             return attend(q_BNLH, k_BKLH, v_BKLH, mask)
@@ -147,9 +148,13 @@ class Kernels:
             return nullcontext()
         return sdpa_kernel(ATTENTION_BACKENDS[self.attention])
 
-    def has_grouped_attention(self, dtype: torch.dtype) -> bool:
-        """Return True if the fused attention of a GPU lets query heads share key heads, for a dtype."""
-        return dtype in (torch.bfloat16, torch.float16) and self.attention != "efficient"
+    def has_grouped_attention(self, dtype: torch.dtype, *, masked: bool) -> bool:
+        """Return True if the fused attention of a GPU lets query heads share key heads, for a dtype.
+
+        Args:
+            masked: whether it takes a tensor as mask.
+        """
+        return dtype in (torch.bfloat16, torch.float16) and self.attention != "efficient" and not masked
 
     def attention_name(
         self,
@@ -172,7 +177,8 @@ class Kernels:
         """
         if documents and self.has_packed_attention(device, dtype, head_dim):
             return "flash"
-        heads = 1 if self.is_gpu(device) and not self.has_grouped_attention(dtype) else n_heads // n_kv_heads
+        groups = not self.is_gpu(device) or self.has_grouped_attention(dtype, masked=documents)
+        heads = n_heads // n_kv_heads if groups else 1
         q_BNLH = torch.empty(1, heads, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
         k_BKLH = torch.empty(1, 1, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
         mask_B1LL = torch.empty(1, 1, 1, seq_len, dtype=dtype, device=device).expand(1, 1, seq_len, seq_len)

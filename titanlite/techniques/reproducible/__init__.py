@@ -75,9 +75,16 @@ class ReproducibleLayouts(Technique):
         return "same bits on any layout" if config.debug.reproducible_layouts else ""
 
     def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+        if not config.debug.reproducible_layouts:
+            return None
+        import torch
+
         from titanlite.techniques.reproducible.sums import ExactSums
 
-        return ExactSums(parts["mesh"]) if config.debug.reproducible_layouts else None
+        # CPU kernels divide sums among threads, and processes divide a machine's cores: by default the number of
+        # threads follows from the layout.
+        torch.set_num_threads(1)
+        return ExactSums(parts["mesh"])
 
     def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
         from titanlite.techniques.reproducible.hashes import StateHashes

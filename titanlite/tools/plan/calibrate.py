@@ -77,21 +77,24 @@ def measure_cpu(ranks: Ranks) -> Values:
 
 
 def measure_gpu(device: torch.device) -> Values:
-    """Return the shares of its peaks that a GPU reaches. A GPU that is not in the table has its own rates as peaks."""
+    """Return the shares of its peaks that a GPU reaches. A GPU that is not in the table has its own rates as peaks.
+
+    All operands are random, because a GPU draws less power for equal numbers, and then runs at a higher clock.
+    """
 
     def rate(work: Callable[[], object], size: float) -> float:
         return size / _seconds(work, device)
 
     size, heads, length, width = 8192, 32, 8192, 128
-    a, b = torch.ones(2, size, size, dtype=torch.bfloat16, device=device)
+    a, b = torch.randn(2, size, size, dtype=torch.bfloat16, device=device)
     matmul = rate(lambda: a @ b, 2 * size**3)
     whole = a.float()
     float32 = rate(lambda: whole @ whole, 2 * size**3)
     target = torch.empty_like(whole)
     copied = rate(lambda: target.copy_(whole), 2 * whole.nbytes)
     shape = (1, heads, length, width)
-    q, k, v = (torch.ones(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
-    gradient = torch.ones_like(q)
+    q, k, v = (torch.randn(shape, dtype=torch.bfloat16, device=device, requires_grad=True) for _ in range(3))
+    gradient = torch.randn_like(q)
 
     def attend() -> object:
         return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
