@@ -39,6 +39,7 @@ def ac(mode: str) -> list[str]:
 COMPILE = ["--compile.enable=true"]
 FLOAT8 = [*COMPILE, "--quantize.linear.float8.enable=true"]
 ROWWISE = [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"]
+CUDNN = "--training.attention_backend=cudnn"
 LAYERS = "--model.args.n_layers="
 ONE = "--training.local_batch_size=1"
 HALF = ["--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
@@ -96,6 +97,7 @@ def cases() -> list[Case]:
                 "compiled, full AC": [*ac("full"), *COMPILE],
                 "compiled, float8 tensorwise": [*ac("none"), *FLOAT8],
                 "compiled, float8 rowwise": [*ac("none"), *ROWWISE],
+                "compiled, cuDNN attention": [*ac("none"), *COMPILE, CUDNN],
                 "compiled, document mask": [*ac("none"), *COMPILE, "--data.document_mask=true"],
                 "compiled, Muon": [*ac("none"), *COMPILE, "--optimizer.name=Muon"],
                 "compiled, micro-batches of one": [*ac("none"), *COMPILE, ONE],
@@ -104,12 +106,14 @@ def cases() -> list[Case]:
         ),
     ]
     eight = [
+        Case("8B", 1, 8192, "plain loop", layers=6, plain=True),
         Case("8B", 1, 8192, "plain loop, compiled", COMPILE, layers=6, plain=True),
         *(
             Case("8B", 1, 8192, name, [*ac("none"), *options], layers=6)
             for name, options in {
                 "eager": [],
                 "compiled": COMPILE,
+                "compiled, cuDNN attention": [*COMPILE, CUDNN],
                 "compiled, float8 tensorwise": FLOAT8,
                 "compiled, float8 rowwise": ROWWISE,
             }.items()
@@ -119,11 +123,7 @@ def cases() -> list[Case]:
         Case("8B", 1, 4096, name, [*ac("full"), *COMPILE, *options])
         for name, options in {
             "bfloat16 weights and moments": HALF,
-            "update in backward, bfloat16 moments": [
-                "--optimizer.in_backward=true",
-                "--training.max_norm=0.0",
-                "--optimizer.state_dtype=bfloat16",
-            ],
+            "the same, updated in backward": [*HALF, "--optimizer.in_backward=true", "--training.max_norm=0.0"],
             "LoRA on bfloat16": LORA,
             "LoRA on 8 bits": [*LORA, "--lora.quantize_base=int8"],
         }.items()

@@ -117,7 +117,7 @@ def main() -> None:
 
 def take_turns(turn: Callable[[], None], count: int, steps: int, rank: int, ranks: int) -> None:
     """Wait for a line before each turn of so many steps, so that contenders can alternate. Print the seconds of a step
-    and the peak memory in MiB (on a GPU what PyTorch allocated there). Ends the process."""
+    and the peak memory in MiB (on a GPU what PyTorch reserved there). Ends the process."""
     for _ in range(count):
         if rank == 0:
             sys.stdin.readline()
@@ -130,7 +130,7 @@ def take_turns(turn: Callable[[], None], count: int, steps: int, rank: int, rank
             torch.cuda.synchronize()
         seconds = (time.perf_counter() - before) / steps
         resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
-        memory = torch.cuda.max_memory_allocated() / 2**20 if on_gpu else resident
+        memory = torch.cuda.max_memory_reserved() / 2**20 if on_gpu else resident
         if rank == 0:
             print(json.dumps({"seconds": seconds, "mib": memory}), flush=True)
     if ranks > 1:

@@ -271,7 +271,7 @@ def on_gpu(only: str, found: Ratios) -> Iterator[str]:
                 predicted = planned(config, 1, find_hardware(measured["hardware"]), 1)
                 tokens = config.training.global_batch_size * config.training.seq_len
                 seconds = tokens / statistics.median(case["tokens_per_second"])
-                memory = predicted.peak / GIB, case["memory_gib"], predicted.peak / GIB / case["memory_gib"]
+                memory = predicted.reserved / GIB, case["memory_gib"], predicted.reserved / GIB / case["memory_gib"]
                 found["measured peak memory"].append(memory[2])
                 found["measured time of a step"].append(predicted.time.total / seconds)
                 values = (*memory, predicted.time.total, seconds, predicted.time.total / seconds)

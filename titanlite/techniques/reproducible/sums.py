@@ -186,4 +186,4 @@ def _row_norms(gradient: Tensor) -> Tensor:
         return norm(rows)
     # Kernels of GPUs choose the order of a row's sum by the number of rows, so that they get as many each time.
     padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % ROWS))
-    return torch.cat([norm(some) for some in padded.split(ROWS)])
+    return torch.cat([norm(some) for some in padded.split(ROWS)])[: len(rows)]

@@ -117,12 +117,29 @@ def extend_workload(small: Workload, large: Workload, *, blocks: int, few: int, 
         units.append(replace(templates[like], name=f"layers.{block}"))
     units += large.units[place + few :]
     factor = (blocks - few) / period
-    totals = []
-    for name in ("flops", "bytes", "launches"):
-        less, more = (sum(getattr(kernel, name) for kernel in workload.update) for workload in (small, large))
-        totals.append(round(more + (more - less) * factor))
-    update = Kernel("memory", totals[0], totals[1], "float32", totals[2])
-    return Workload(tuple(units), (update,), large.whole)
+    less, more = _by_kind(small.update), _by_kind(large.update)
+
+    def extend(few: float, many: float) -> int:
+        return round(many + (many - few) * factor)
+
+    update = tuple(
+        Kernel(kernel.kind, extend(it.flops, kernel.flops), extend(it.bytes, kernel.bytes), kernel.dtype,
+               extend(it.launches, kernel.launches))
+        for it, kernel in ((less[key], more[key]) for key in more)
+    )  # fmt: skip
+    return Workload(tuple(units), update, large.whole)
+
+
+def _by_kind(kernels: Iterable[Kernel]) -> dict[tuple[str, str], Kernel]:
+    """Return one kernel with all the work of each kind and dtype."""
+    found: dict[tuple[str, str], Kernel] = {}
+    for it in kernels:
+        key = it.kind, it.dtype
+        sum_ = found.get(key, it._replace(flops=0, bytes=0, launches=0))
+        found[key] = it._replace(
+            flops=sum_.flops + it.flops, bytes=sum_.bytes + it.bytes, launches=sum_.launches + it.launches
+        )
+    return found
 
 
 def _first_of_each_name(recorder: Recorder) -> Iterator[int]:
