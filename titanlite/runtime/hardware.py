@@ -39,10 +39,10 @@ class Hardware:
     sources: str
     """Sources of the values, and which of them are assumptions."""
     matmul_efficiency: float = 0.62
-    """Share of the peak that large matmuls reach. An assumption: GPUs from Hopper on reach 0.55 to 0.75, since their
-    clock falls under load; A100s reach 0.75 to 0.85."""
+    """Share of the peak that large matmuls reach. An assumption except for `SXM5`: GPUs from Hopper on reach 0.55 to
+    0.75, since their clock falls under load; A100s reach 0.75 to 0.85."""
     attention_efficiency: float = 0.33
-    """The same for flash attention, forward and backward together. An assumption."""
+    """The same for flash attention, forward and backward together. An assumption except for `SXM5`."""
     node_memory: int = 2 * 2**40
     """Bytes of host memory of a node, for CPU offload. An assumption: DGX H100 and p5.48xlarge have 2 TiB."""
     measured: bool = False
@@ -83,6 +83,8 @@ def _gpu(
 
 A100 = 0.8, 0.55
 """Efficiencies of A100s, whose clock holds."""
+SXM5 = 0.7, 0.47
+"""Efficiencies measured in training steps on an H100 at 700 W (benchmarks/gpu/h100.json)."""
 
 # fmt: off
 HARDWARE = (
@@ -97,14 +99,14 @@ HARDWARE = (
          f"A100 data sheet, 2021. {PCIE.format(4, 100)}", A100),
     _gpu("H100", "NVIDIA H100 80GB HBM3",        79.1, (989, 1979, 67),          (3350, 450, 50),
          "H100 data sheet, 2022, SXM: bfloat16 1,979 and float8 3,958 TFLOPS with sparsity, NVLink 900 GB/s both ways. "
-         + SXM.format(400)),
+         + SXM.format(400), SXM5),
     _gpu("H100-PCIe", "NVIDIA H100 PCIe",        79.1, (756, 1513, 51),          (2000, 64, 25),
          "H100 data sheet, 2022, PCIe: bfloat16 1,513 and float8 3,026 TFLOPS with sparsity. " + PCIE.format(5, 200)),
     _gpu("H100-NVL", "NVIDIA H100 NVL",          93.0, (835, 1670, 60),          (3900, 64, 25),
          "H100 NVL data sheet, 2024: bfloat16 1,671 and float8 3,341 TFLOPS with sparsity. " + PCIE.format(5, 200)),
     _gpu("H200", "NVIDIA H200",                 139.7, (989, 1979, 67),          (4800, 450, 50),
          "H200 data sheet, 2024, SXM: bfloat16 1,979 and float8 3,958 TFLOPS with sparsity, NVLink 900 GB/s both ways. "
-         + SXM.format(400)),
+         + SXM.format(400), SXM5),
     _gpu("H200-NVL", "NVIDIA H200 NVL",         139.7, (835, 1670, 60),          (4800, 64, 25),
          "H200 data sheet, 2024, NVL: bfloat16 1,671 and float8 3,341 TFLOPS with sparsity. " + PCIE.format(5, 200)),
     _gpu("B200", "NVIDIA B200",                 178.3, (2250, 4500, 75),         (7700, 900, 50),

@@ -3,7 +3,7 @@
 Only tools import this file.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -58,6 +58,19 @@ def tree_leaves(tree: Any) -> list[Any]:
 def is_mutating(operator: Any) -> bool:
     """Return whether an operator changes one of its arguments in place."""
     return operator._schema.is_mutable
+
+
+def changed_arguments(operator: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Any]:
+    """Return the arguments that an operator changes in place: tensors, or lists of tensors.
+
+    Fused optimizers declare that they change gradients, which they do only if they get a `grad_scale`.
+    """
+    found = []
+    for number, argument in enumerate(operator._schema.arguments):
+        is_changed = argument.alias_info is not None and argument.alias_info.is_write
+        if is_changed and not (argument.name == "grads" and kwargs.get("grad_scale") is None):
+            found.append(args[number] if number < len(args) else kwargs.get(argument.name))
+    return found
 
 
 def unboxed_group(value: Any) -> dist.ProcessGroup | None:

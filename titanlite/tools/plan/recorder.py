@@ -22,6 +22,7 @@ from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
     FakeTensorMode,
     TorchDispatchMode,
+    changed_arguments,
     is_mutating,
     run_random_operators_plainly,
     tree_leaves,
@@ -177,6 +178,8 @@ class Recorder(TorchDispatchMode, StepObserver):
         if func.namespace in ("c10d", "_c10d_functional"):
             self._collective(func, args, inputs)
         elif inputs or outputs:
+            if not outputs:  # operators on lists of tensors return nothing
+                outputs = self._tensors(changed_arguments(func, args, kwargs or {}))
             self._operator(func, args, kwargs or {}, result, inputs, outputs, known)
         return result
 

@@ -15,8 +15,9 @@ from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config
 from titanlite.techniques.technique import Technique
 
-MEMORY_EFFICIENCY = 0.85
-"""Share of the memory bandwidth that kernels reach on long vectors."""
+MEMORY_EFFICIENCY = 0.8
+"""Share of the memory bandwidth that kernels reach on long vectors: in training steps on an H100
+(benchmarks/gpu/h100.json), where a copy reaches 0.9."""
 BUS_EFFICIENCY = 0.8
 """Share of the bandwidth of link and network that long collectives reach."""
 LAUNCH_SECONDS = 5e-6
