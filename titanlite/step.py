@@ -69,6 +69,13 @@ class Gradients:
             group: ranks that compute the loss of different tokens.
         """
 
+    def collect(self, *, is_last: bool) -> None:
+        """Do something with the gradients in the parameters after a backward pass.
+
+        Args:
+            is_last: whether it was that of the step's last micro-batch.
+        """
+
     def norms(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the `gradient_norms` of the step.
 
@@ -211,6 +218,7 @@ def accumulate(
         except BaseException:
             finish_reductions(model)
             raise
+        gradients.collect(is_last=index == len(batches) - 1)
     micro_losses, totals = torch.stack(losses, dim=1)
     return micro_losses, totals, {name: torch.stack(values) for name, values in metrics.items()}
 

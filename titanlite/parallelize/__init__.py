@@ -15,7 +15,7 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.mesh import build_mesh, context_group, data_parallel_rank, expert_meshes, shard_degree_of, tensor_mesh
+from titanlite.mesh import build_mesh, context_group, expert_meshes, shard_degree_of, tensor_mesh
 from titanlite.models.base import Model
 from titanlite.ops.kernels import Kernels, set_kernels
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
@@ -123,10 +123,9 @@ def parallelize(
         pin_memory=pin_memory,
     )  # fmt: skip
     if reproducible_layouts:
-        from titanlite.techniques.reproducible.sums import add_gradients_in_a_tree
+        from titanlite.techniques.reproducible.sums import add_shards_in_a_tree
 
-        _, micro_batches = training.batch_split(data_parallel_rank(mesh)[1])
-        add_gradients_in_a_tree(model, mesh, micro_batches=micro_batches, experts=experts)
+        add_shards_in_a_tree(model, mesh, experts=experts)
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import use_local_parts
 

@@ -45,6 +45,9 @@ class ReproducibleLayouts(Technique):
                 config.compile.enable and parallelism.expert_parallel_degree > 1
             ),
             'parallelism.fsdp_reduce_gradients = "last"': parallelism.fsdp_reduce_gradients == "last",
+            "a training.mixed_precision_reduce that is not training.dtype": (
+                training.mixed_precision_reduce != training.dtype
+            ),
             "optimizer.args.fused": any(it.get("fused") for it in args),
             "an optimizer of torchao": any(name.startswith("torchao.") for name in names),
         }
@@ -84,7 +87,7 @@ class ReproducibleLayouts(Technique):
         # CPU kernels divide sums among threads, and processes divide a machine's cores: by default the number of
         # threads follows from the layout.
         torch.set_num_threads(1)
-        return ExactSums(parts["mesh"])
+        return ExactSums(parts["mesh"], parts["model"].parameters())
 
     def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
         from titanlite.techniques.reproducible.hashes import StateHashes

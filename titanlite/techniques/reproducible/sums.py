@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.mesh import replica_group, world_group
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import Gradients
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ if TYPE_CHECKING:
 
 BITS = 34
 """Bits of a summand as an integer, of those that the largest summand has. 2^28 of them can be added in an int64."""
+
+BUCKET = 2**26
+"""Elements of gradients that are added over replicas together."""
 
 ROWS = 1024
 """Rows of a gradient whose norms are computed together on GPUs."""
@@ -41,45 +45,21 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
-def add_gradients_in_a_tree(
-    model: nn.Module, mesh: DeviceMesh, *, micro_batches: int, experts: "DistributedExperts | None" = None
-) -> None:
-    """Let every FSDP unit of a model add gradients in the tree, in place. FSDP knows nothing of replicas then.
-
-    The gradients of the global batch are added, not averaged over ranks.
+def add_shards_in_a_tree(model: nn.Module, mesh: DeviceMesh, *, experts: "DistributedExperts | None" = None) -> None:
+    """Let every FSDP unit of a model add gradients over its shards in the tree, in place, and not average them.
 
     Args:
-        micro_batches: in a step; a power of two.
         experts: those that are not on all ranks.
     """
-    replicas = replica_group(mesh)
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
-            tree = GradientTree(micro_batches, replicas)
-            unit.set_custom_reduce_scatter(tree)  # pyright: ignore[reportArgumentType]
             shards = experts.shard_degree if experts and unit in experts.layers else mesh["shard"].size()
-            if shards == 1:
-                unit.set_all_reduce_hook(tree.end_unsharded)
+            if shards > 1:  # FSDP does not call it for one rank
+                unit.set_custom_reduce_scatter(TreeReduceScatter())  # pyright: ignore[reportArgumentType]
 
 
-class GradientTree:
-    """Reduce-scatter and what follows it for one FSDP unit, through FSDP2's public hooks. All of it is on the stream of
-    reduce-scatters, on which FSDP then adds and frees the result.
-
-    FSDP adds what it gets for each micro-batch to the gradients that it has. It gets -0.0, which changes no sum, until
-    the last micro-batch of a step.
-
-    Args:
-        replicas: ranks that hold the same shard of the unit. None: there is one replica.
-    """
-
-    def __init__(self, micro_batches: int, replicas: dist.ProcessGroup | None) -> None:
-        self._micro_batches = micro_batches
-        self._replicas = replicas
-        self._added = 0
-        """Micro-batches of this step that have been added."""
-        self._partial: list[Tensor] = []
-        """Sums of 2^k micro-batches, for each bit k of `_added`, the largest first."""
+class TreeReduceScatter:
+    """Reduce-scatter that adds over ranks in the tree, through FSDP2's public hook."""
 
     def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(*size, dtype=dtype, device=device)
@@ -87,38 +67,31 @@ class GradientTree:
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
     ) -> None:
-        """Add over the ranks that shard the unit. FSDP does not call it for one rank."""
         parts = torch.empty_like(input_tensor)
         dist.all_to_all_single(parts, input_tensor, group=group)
         output_tensor.copy_(tree_sum(parts.view(group.size(), -1)))
-        self.end_micro_batch(output_tensor)
 
-    def end_unsharded(self, reduced: Tensor) -> None:
-        """Do what `__call__` does where there is nothing to scatter. FSDP calls this hook on a stream of its own, but
-        frees the gradients on that of reduce-scatters."""
-        if reduced.device.type == "cuda":
-            reduced.record_stream(torch.cuda.current_stream())
-        self.end_micro_batch(reduced)
 
-    def end_micro_batch(self, reduced: Tensor) -> None:
-        """Add the gradients of one micro-batch to those before, and replace them with what FSDP is to add.
+def _add_in_place(total: dict[nn.Parameter, Tensor], other: dict[nn.Parameter, Tensor]) -> None:
+    both = [it for it in total if it in other]
+    torch._foreach_add_([local_tensor(total[it]) for it in both], [local_tensor(other[it]) for it in both])
+    total |= {it: gradient for it, gradient in other.items() if it not in total}
 
-        Args:
-            reduced: this rank's shard of the unit's gradients.
-        """
-        total = reduced
-        bits = self._added
-        while bits & 1:
-            total = self._partial.pop() + total
-            bits >>= 1
-        self._added += 1
-        if self._added < self._micro_batches:
-            self._partial.append(total.clone() if total is reduced else total)
-            reduced.fill_(-0.0)
-            return
-        self._added = 0
-        assert not self._partial
-        reduced.copy_(total if self._replicas is None else _add_over(total, self._replicas))
+
+def _add_over_replicas(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
+    """Add gradients over ranks in the tree, in place, `BUCKET` elements or one gradient at a time."""
+    buckets: list[list[Tensor]] = []
+    size = 0
+    for gradient in gradients:
+        size += gradient.numel()
+        if not buckets or size > BUCKET or gradient.dtype != buckets[-1][-1].dtype:
+            buckets.append([])
+            size = gradient.numel()
+        buckets[-1].append(gradient)
+    for bucket in buckets:
+        total = _add_over(torch.cat([it.flatten() for it in bucket]), group)
+        for gradient, part in zip(bucket, total.split([it.numel() for it in bucket]), strict=True):
+            gradient.copy_(part.view_as(gradient))
 
 
 def _add_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
@@ -158,17 +131,40 @@ def exact_sums(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor
 
 
 class ExactSums(Gradients):
-    """Gradients that `add_gradients_in_a_tree` adds, with a loss and a norm that do not depend on the layout."""
+    """Gradients that are added in the tree, with a loss and a norm that do not depend on the layout.
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._replicas, self._world = mesh["replicate"].size(), world_group(mesh)
+    Args:
+        parameters: those that are trained, on shards that `add_shards_in_a_tree` adds.
+    """
+
+    def __init__(self, mesh: DeviceMesh, parameters: Iterable[nn.Parameter]) -> None:
+        self._replicas, self._world = replica_group(mesh), world_group(mesh)
+        self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
+        self._added = 0
+        """Micro-batches of this step that have been added."""
+        self._partial: list[dict[nn.Parameter, Tensor]] = []
+        """Sums of 2^k micro-batches, for each bit k of `_added`, the largest first."""
+
+    def collect(self, *, is_last: bool) -> None:
+        total = {it: it.grad for it in self._parameters if it.grad is not None}
+        bits = self._added
+        while bits & 1:
+            _add_in_place(total, self._partial.pop())
+            bits >>= 1
+        self._added = 0 if is_last else self._added + 1
+        if not is_last:
+            self._partial.append(total)
+        elif self._replicas is not None:
+            _add_over_replicas([local_tensor(it) for it in total.values()], self._replicas)
+        for parameter, gradient in total.items():
+            parameter.grad = gradient if is_last else None
 
     def scale(self, valid_tokens: Tensor, *, ranks: int, micro_batches: int) -> Tensor:
         return 1 / valid_tokens
 
     def exact_sums(self, of_tokens: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         *sums, square = exact_sums([*of_tokens, squares(gradients).to(of_tokens[0].device)], self._world)
-        return [it.float() for it in (*sums, square / self._replicas)]
+        return [it.float() for it in (*sums, square / (self._replicas.size() if self._replicas else 1))]
 
 
 def squares(gradients: Iterable[Tensor]) -> Tensor:
