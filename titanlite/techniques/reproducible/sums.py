@@ -181,5 +181,6 @@ def _row_norms(gradient: Tensor) -> Tensor:
     if gradient.device.type == "cpu":
         return norm(rows)
     # Kernels of GPUs choose the order of a row's sum by the number of rows, so that they get as many each time.
-    padded = nn.functional.pad(rows, (0, 0, 0, -len(rows) % ROWS))
-    return torch.cat([norm(some) for some in padded.split(ROWS)])[: len(rows)]
+    *full, last = rows.split(ROWS)
+    padded = nn.functional.pad(last, (0, 0, 0, ROWS - len(last)))
+    return torch.cat([*map(norm, full), norm(padded)[: len(last)]])
