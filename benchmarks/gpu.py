@@ -208,6 +208,8 @@ def measure(case: Case) -> dict[str, Any]:
         result = subprocess.run(command, capture_output=True, text=True, timeout=600, input=turns)
         if result.returncode:
             lines = (result.stderr or result.stdout).strip().splitlines() or [f"exit code {result.returncode}"]
+            if any("out of memory" in line for line in lines):
+                return {"failed": "out of memory"}
             errors = [line for line in lines if "rror" in line]
             return {"failed": (errors or lines)[-1][:300]}
         tokens = case.batch * case.seq_len

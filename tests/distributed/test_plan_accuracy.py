@@ -1,11 +1,13 @@
-"""Predicted memory against what PyTorch's allocator gave to real processes."""
+"""Predicted memory against what PyTorch's allocator gave to real processes, and plans against runs on GPUs."""
 
+import json
+import statistics
 from dataclasses import replace
 
 import pytest
 
 from benchmarks.measured_memory import measure
-from benchmarks.plan_accuracy import CPU_CASES, DEBUG, planned
+from benchmarks.plan_accuracy import CPU_CASES, DEBUG, ROOT, planned
 from titanlite.config.load import load
 from titanlite.tools.plan.hardware import find_hardware
 
@@ -31,3 +33,28 @@ def test_predicted_peak_is_the_measured_one(name: str) -> None:
         assert predicted.most("parameters") == rank.breakdown["parameters"]
         kept = processes if "never resharded" in name else 1  # what is gathered is not of this category
         assert rank.breakdown.get("teacher", 0) == kept * predicted.most("teacher")
+
+
+H100 = json.loads((ROOT / "benchmarks" / "gpu" / "h100.json").read_text())
+SLOWER = {"document mask": 0.74, "Muon": 0.88, "reproducible layouts": 0.78}
+"""Planned / measured time of techniques whose kernels the plan does not know, or not those of torch 2.11."""
+QUICK = ("8B, 6 layers, 1 x 8192: eager", "1B, 4 x 4096: compiled, Muon")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.long if name in QUICK else pytest.mark.nightly)
+        for name, case in H100["cases"].items()
+        if "words" in case
+    ],
+)
+def test_the_plan_is_near_a_run_on_a_gpu(name: str) -> None:
+    """`benchmarks/gpu.py` measured these runs."""
+    case = H100["cases"][name]
+    config = load(f"train_configs/{case['config']}.toml", case["words"], world_size=1)
+    predicted = planned(config, 1, find_hardware(H100["hardware"]), 1)
+    seconds = config.training.global_batch_size * config.training.seq_len / statistics.median(case["tokens_per_second"])
+    assert predicted.reserved / 2**30 == pytest.approx(case["memory_gib"], rel=0.05)
+    least = next((ratio for technique, ratio in SLOWER.items() if technique in name), 0.91)
+    assert least < predicted.time.total / seconds < 1.09

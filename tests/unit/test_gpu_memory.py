@@ -203,7 +203,7 @@ def test_where_backward_waits_and_gradients_share_memory(
 )
 def test_where_reduced_gradients_last_until_after_backward(keeps: bool, options: Any, updates: bool) -> None:
     training = Training(**{"global_batch_size": 8, "local_batch_size": 1, **options})
-    last = {"lasting_gradients": not updates, "on_host": training.enable_cpu_offload}
+    last = {"lasting_gradients": not updates, "adds_gradients": True, "on_host": training.enable_cpu_offload}
     with fake_process_group(8):
         for replicas in (1, 2):
             parallelism = Parallelism(data_parallel_replicate_degree=replicas)

@@ -84,6 +84,30 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool)
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
+def test_the_update_of_many_blocks_is_that_of_each(optimizer: str) -> None:
+    """Muon multiplies matrices of bfloat16. AdamW reads and writes 28 bytes a parameter, clipping and norms 12."""
+    config = read(f"--optimizer.name={optimizer}", "--model.args.n_layers=12")
+    found = trace(config, layout_of(1))
+    whole = trace_step(config, *model_of(config), world_size=1, gpu=True)
+    [update] = [number for number, (_, name) in enumerate(whole.recorder.phases) if name == "update"]
+    expected, sums = Counter[Any](), Counter[Any]()
+    for it in whole.recorder.operators:
+        if it.phase == update:
+            expected[it.kind, it.dtype, "flops"] += int(it.flops)
+            expected[it.kind, it.dtype, "bytes"] += sum(size for _, size in (*it.reads, *it.writes))
+    for it in found.workload.update:
+        sums[it.kind, it.dtype, "flops"] += int(it.flops)
+        sums[it.kind, it.dtype, "bytes"] += it.bytes
+    assert {key: it for key, it in sums.items() if it} == {key: it for key, it in expected.items() if it}
+    if optimizer == "AdamW":
+        parameters = sum(it.numel() for it in model_of(config)[0](model_of(config)[1]).parameters())
+        assert sums["memory", "float32", "bytes"] == pytest.approx(40 * parameters, rel=0.02)
+    else:
+        assert sums["matmul", "bfloat16", "flops"] > 0
+
+
+@pytest.mark.long
 def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
     own = tmp_path / "odd_block.py"
     own.write_text(

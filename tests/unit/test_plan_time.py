@@ -85,7 +85,7 @@ def test_what_kernels_reach() -> None:
     real = replace(GPU, matmul_efficiency=0.7, attention_efficiency=0.4)
     assert kernel_time(Kernel("matmul", 7e14, 0, "bfloat16"), real) == pytest.approx(1)
     assert kernel_time(Kernel("attention", 4e14, 0, "bfloat16"), real) == pytest.approx(1)
-    assert kernel_time(Kernel("memory", 0, 85 * 10**10, "bfloat16"), GPU) == pytest.approx(1)
+    assert kernel_time(Kernel("memory", 0, 80 * 10**10, "bfloat16"), GPU) == pytest.approx(1)
 
 
 def test_no_kernel_is_faster_than_its_launch() -> None:
@@ -225,11 +225,11 @@ def test_nothing_overlaps_on_a_cpu() -> None:
 
 
 def test_a_block_of_llama_on_a_real_table() -> None:
-    """8B on one H100, batch 1 of 8192 tokens: 6 FLOPs a parameter and token at 0.62 of the peak."""
+    """8B on one H100, batch 1 of 8192 tokens: 6 FLOPs a parameter and token at 0.7 of the peak."""
     flops = 2 * 8.03e9 * 8192
     units = [Unit("model", (Kernel("matmul", flops, 0, "bfloat16"),), (Kernel("matmul", 2 * flops, 0, "bfloat16"),))]
     found = step_time(units, update=(), hardware=find_hardware("H100"), gpus_per_node=8, accumulation=1)
-    assert found.total == pytest.approx(6 * 8.03e9 * 8192 / (0.62 * 989e12)) == pytest.approx(0.644, abs=5e-4)
+    assert found.total == pytest.approx(6 * 8.03e9 * 8192 / (0.7 * 989e12)) == pytest.approx(0.570, abs=5e-4)
 
 
 # What must hold of any

@@ -93,6 +93,7 @@ from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
     FakeTensorMode,
     ValueNeeded,
+    changed_arguments,
     fake_process_group,
     is_mutating,
     propagate_shardings_without_modes,
@@ -378,6 +379,22 @@ def test_operators_of_a_dispatch_mode() -> None:
     [group] = [group for it in arguments if (group := unboxed_group(it)) is not None]
     assert dist.group.WORLD is not None
     assert group.group_name == dist.group.WORLD.group_name
+
+
+def test_what_operators_on_lists_change() -> None:
+    weights, gradients, *moments = ([torch.ones(2), torch.ones(3)] for _ in range(4))
+    steps = [torch.ones(()), torch.ones(())]
+    with Operators() as mode:
+        torch._foreach_mul_(gradients, 2.0)
+        torch._fused_adamw_(
+            weights, gradients, *moments, [], steps, lr=0.1, beta1=0.9, beta2=0.95,
+            weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    (multiply, of_multiply), (update, of_update) = mode.calls
+    assert changed_arguments(multiply, of_multiply, {}) == [gradients]
+    assert changed_arguments(update, of_update, {}) == [weights, *moments, []]
+    scaled = {"grad_scale": torch.ones(())}
+    assert changed_arguments(update, of_update, scaled) == [weights, gradients, *moments, []]
 
 
 # Tensors, modules and operators

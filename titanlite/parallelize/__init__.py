@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.mesh import build_mesh, context_group, expert_meshes, shard_degree_of, tensor_mesh
@@ -84,6 +85,7 @@ def parallelize(
         on_host: whether parameters are in host memory. Default: `training.enable_cpu_offload`.
         pin_memory: whether they are pinned there, with a GPU.
     """
+    on_host = training.enable_cpu_offload if on_host is None else on_host
     set_dtype(model, DTYPES[training.dtype])
     choose_trained(model)
     set_kernels(model, kernels)
@@ -118,14 +120,15 @@ def parallelize(
         compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
     shard(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
-        lasting_gradients=lasting_gradients, adds_over_replicas=not reproducible_layouts,
-        on_host=training.enable_cpu_offload if on_host is None else on_host,
+        lasting_gradients=lasting_gradients, adds_gradients=not reproducible_layouts,
+        on_host=on_host,
         pin_memory=pin_memory,
     )  # fmt: skip
     if reproducible_layouts:
         from titanlite.techniques.reproducible.sums import add_shards_in_a_tree
 
-        add_shards_in_a_tree(model, mesh, experts=experts)
+        shares = kernels.is_gpu(torch.device(mesh.device_type)) and not on_host
+        add_shards_in_a_tree(model, mesh, experts=experts, shares=shares)
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import use_local_parts
 

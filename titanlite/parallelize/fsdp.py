@@ -47,7 +47,13 @@ def can_wait(mesh: DeviceMesh, training: Training) -> bool:
 
 
 def keeps_reduced_gradients(
-    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, lasting_gradients: bool, on_host: bool
+    mesh: DeviceMesh,
+    parallelism: Parallelism,
+    training: Training,
+    *,
+    lasting_gradients: bool,
+    adds_gradients: bool,
+    on_host: bool,
 ) -> bool:
     """Return True if the output of each reduce-scatter becomes the gradients of a unit, and lasts until after backward.
 
@@ -55,7 +61,7 @@ def keeps_reduced_gradients(
     another micro-batch, or lets an optimizer use it.
     """
     at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
-    adds_gradients = training.global_batch_size > at_once and parallelism.fsdp_reduce_gradients == "each"
+    adds_gradients &= training.global_batch_size > at_once and parallelism.fsdp_reduce_gradients == "each"
     is_converted = training.dtype != training.mixed_precision_reduce
     return lasting_gradients and not (adds_gradients or is_converted or on_host)
 
@@ -72,7 +78,7 @@ def shard(
     training: Training,
     experts: "DistributedExperts | None" = None,
     lasting_gradients: bool = True,
-    adds_over_replicas: bool = True,
+    adds_gradients: bool = True,
     on_host: bool = False,
     pin_memory: bool = True,
 ) -> None:
@@ -81,7 +87,7 @@ def shard(
     Args:
         experts: those that are not on all ranks.
         lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
-        adds_over_replicas: whether FSDP adds gradients over replicas. Otherwise a hook must.
+        adds_gradients: whether FSDP adds gradients over micro-batches and replicas. Otherwise the step must.
         on_host: whether parameters and gradients are in host memory.
         pin_memory: whether parameters in host memory are copied to pinned memory, with a GPU.
     """
@@ -93,7 +99,7 @@ def shard(
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
-    options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=adds_over_replicas), "mp_policy": policy}
+    options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=adds_gradients), "mp_policy": policy}
     if on_host:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
     placement = None
@@ -116,7 +122,12 @@ def shard(
     adapt = partial(
         kernels.adapt_fsdp,
         keeps_gradients=keeps_reduced_gradients(
-            mesh, parallelism, training, lasting_gradients=lasting_gradients, on_host=on_host
+            mesh,
+            parallelism,
+            training,
+            lasting_gradients=lasting_gradients,
+            adds_gradients=adds_gradients,
+            on_host=on_host,
         ),
         reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
         awaited=head if [head] in units and can_wait(mesh, training) else None,

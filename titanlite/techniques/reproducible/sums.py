@@ -22,6 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.mesh import replica_group, world_group
+from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import Gradients
 
@@ -45,24 +46,25 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
-def add_shards_in_a_tree(model: nn.Module, mesh: DeviceMesh, *, experts: "DistributedExperts | None" = None) -> None:
+def add_shards_in_a_tree(
+    model: nn.Module, mesh: DeviceMesh, *, experts: "DistributedExperts | None" = None, shares: bool = False
+) -> None:
     """Let every FSDP unit of a model add gradients over its shards in the tree, in place, and not average them.
 
     Args:
         experts: those that are not on all ranks.
+        shares: whether gradients come from the pool of the compute stream; see `ReduceScatter`.
     """
     for unit in model.modules():
         if isinstance(unit, FSDPModule):
             shards = experts.shard_degree if experts and unit in experts.layers else mesh["shard"].size()
             if shards > 1:  # FSDP does not call it for one rank
-                unit.set_custom_reduce_scatter(TreeReduceScatter())  # pyright: ignore[reportArgumentType]
+                tree = TreeReduceScatter(ranks=shards, shares=shares)
+                unit.set_custom_reduce_scatter(tree)  # pyright: ignore[reportArgumentType]
 
 
-class TreeReduceScatter:
-    """Reduce-scatter that adds over ranks in the tree, through FSDP2's public hook."""
-
-    def allocate(self, size: Sequence[Any], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
+class TreeReduceScatter(ReduceScatter):
+    """Reduce-scatter that adds over ranks in the tree."""
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
