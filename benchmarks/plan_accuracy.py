@@ -116,18 +116,19 @@ local batch, GiB a GPU, tokens a second and GPU). H100: its benchmarks of Decemb
 
 CONTEXT = "--parallelism.context_parallel_degree="
 TENSOR = "--parallelism.tensor_parallel_degree="
-AXES: list[tuple[str, str, int, list[str], float]] = [
-    ("70B, FSDP 32 x context 2", "llama3_70b", 64,
+AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
+    ("70B, FSDP 32 x context 2", "llama3_70b", find_hardware("H100"), 64,
      [CONTEXT + "2", "--training.global_batch_size=128", RECOMPUTE + "full"], 866.77),
-    ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", 8,
+    ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", find_hardware("H100"), 8,
      ["--parallelism.expert_parallel_degree=8", "--training.global_batch_size=512", "--training.local_batch_size=4",
       RECOMPUTE + "full", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"], 12_040),
-    ("70B, FSDP 32 x tensor 8", "llama3_70b", 256,
+    ("70B, FSDP 32 x tensor 8", "llama3_70b", GRAND_TETON, 256,
      [TENSOR + "8", "--training.global_batch_size=512", "--training.local_batch_size=16", RECOMPUTE + "full"], 652),
-    ("405B, FSDP 16 x tensor 8", "llama3_405b", 128,
+    ("405B, FSDP 16 x tensor 8", "llama3_405b", GRAND_TETON, 128,
      [TENSOR + "8", "--training.global_batch_size=32", "--training.local_batch_size=2", RECOMPUTE + "full"], 109),
 ]  # fmt: skip
-"""Published on H100s: (which, config, GPUs, options, tokens a second and GPU). Sequences: 8,192 tokens, of Qwen3 4,096.
+"""Published on H100s: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and
+4,096 of Qwen3.
 
 Context and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026). Recomputation and dtypes
 are not published. Tensor: torchtitan on GPUs of 94 GB in bfloat16, with full recomputation (docs/performance.md
@@ -224,10 +225,10 @@ def on_further_axes(only: str, found: Ratios) -> Iterator[str]:
     """The plan of Llama 3 and Qwen3-MoE on meshes with further axes, beside published speeds."""
     yield row("config", "GPUs", "plan GiB", "published tokens/s/GPU", "plan")
     yield row(*["---"] * 5)
-    for name, config, world_size, options, speed in AXES:
+    for name, config, hardware, world_size, options, speed in AXES:
         if only in name:
             loaded = load(f"train_configs/{config}.toml", options, world_size=world_size)
-            it = planned(loaded, world_size, find_hardware("H100"), 8)
+            it = planned(loaded, world_size, hardware, 8)
             each = it.tokens_per_second / world_size
             found["published tokens a second of further axes"].append(each / speed)
             yield row(name, world_size, f"{it.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})")
