@@ -127,8 +127,8 @@ AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
     ("405B, FSDP 16 x tensor 8", "llama3_405b", GRAND_TETON, 128,
      [TENSOR + "8", "--training.global_batch_size=32", "--training.local_batch_size=2", RECOMPUTE + "full"], 109),
 ]  # fmt: skip
-"""Published on H100s: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and
-4,096 of Qwen3.
+"""Published on H100s: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192
+tokens, and 4,096 of Qwen3.
 
 Context and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026). Recomputation and dtypes
 are not published. Tensor: torchtitan on GPUs of 94 GB in bfloat16, with full recomputation (docs/performance.md

@@ -382,19 +382,19 @@ def test_operators_of_a_dispatch_mode() -> None:
 
 
 def test_what_operators_on_lists_change() -> None:
-    weights, gradients, *moments = ([torch.ones(2), torch.ones(3)] for _ in range(4))
+    weights, gradients, means, squares = ([torch.ones(2), torch.ones(3)] for _ in range(4))
     steps = [torch.ones(()), torch.ones(())]
     with Operators() as mode:
         torch._foreach_mul_(gradients, 2.0)
         torch._fused_adamw_(
-            weights, gradients, *moments, [], steps, lr=0.1, beta1=0.9, beta2=0.95,
+            weights, gradients, means, squares, [], steps, lr=0.1, beta1=0.9, beta2=0.95,
             weight_decay=0.1, eps=1e-8, amsgrad=False, maximize=False,
         )  # fmt: skip
     (multiply, of_multiply), (update, of_update) = mode.calls
     assert changed_arguments(multiply, of_multiply, {}) == [gradients]
-    assert changed_arguments(update, of_update, {}) == [weights, *moments, []]
+    assert changed_arguments(update, of_update, {}) == [weights, means, squares, []]
     scaled = {"grad_scale": torch.ones(())}
-    assert changed_arguments(update, of_update, scaled) == [weights, gradients, *moments, []]
+    assert changed_arguments(update, of_update, scaled) == [weights, gradients, means, squares, []]
 
 
 # Tensors, modules and operators
