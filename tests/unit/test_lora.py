@@ -20,8 +20,10 @@ from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Freeze, Lora
 from titanlite.techniques import choose_trained
+from titanlite.techniques.lora import check_quantized_base
 from titanlite.techniques.lora.adapters import LoraLinear
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
@@ -194,3 +196,11 @@ def test_other_adapters_are_another_experiment(tiny: TinyRun) -> None:
     ]
     added = {"lora.rank": 4, "lora.alpha": 16.0, "lora.targets": []}
     assert (one, other) == (plain | added, plain | added | {"lora.alpha": 8.0})
+
+
+def test_a_quantized_base_needs_a_pytorch_that_shards_integers(tiny: TinyRun) -> None:
+    quantized, plain = tiny.config("--lora.rank=4", "--lora.quantize_base=int8"), tiny.config("--lora.rank=4")
+    with pytest.raises(UserError, match=r"2\.11\.0\+cu130 .* 2\.12"):
+        check_quantized_base(quantized, torch_version="2.11.0+cu130")
+    check_quantized_base(quantized, torch_version="2.12.0")
+    check_quantized_base(plain, torch_version="2.11.0")

@@ -80,7 +80,11 @@ REFUSED: dict[str, dict[int, list[str]]] = {
         4: [f"{TRAIN}global_batch_size=48 {TRAIN}local_batch_size=8"],
     },
     "debug.reproducible_layouts": {
-        1: [f"{EXACT} {OPTIM}args.fused=true", f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8"],
+        1: [
+            f"{EXACT} {OPTIM}args.fused=true",
+            f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8",
+            f"{EXACT} {TRAIN}mixed_precision_reduce=bfloat16",
+        ],
         2: [f"{EXACT} {MESH}context_parallel_degree=2"],
         4: [f"{EXACT} {TRAIN}local_batch_size=4"],
     },
