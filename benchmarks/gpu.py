@@ -28,7 +28,6 @@ from titanlite.runtime.hardware import hardware_of
 ROOT = Path(__file__).parents[1]
 WINDOW, WINDOWS, WARM_UP = 5, 6, 3
 """Steps of a log window, windows that are measured, and windows before them."""
-GIB = 2**30
 LLAMA_8B, QWEN3_MOE = "llama3_8b", "qwen3_30b_a3b"
 
 
@@ -153,6 +152,13 @@ def main() -> None:
     results: dict[str, Any] = {"cases": {}}
     if arguments.out and arguments.out.exists():
         results = json.loads(arguments.out.read_text())
+    for case in chosen:
+        if case.title in results["cases"] or time.monotonic() - began > arguments.seconds:
+            continue
+        results["cases"][case.title] = measure(case)
+        write(results, arguments.out)
+        print(f"{case.title}: {results['cases'][case.title]}", flush=True)
+    # Last, because this process takes memory of the GPU from here on.
     hardware = hardware_of(torch.device("cuda", 0))
     name = torch.cuda.get_device_name()
     assert hardware is not None, f"the table of devices has no {name}"
@@ -163,20 +169,17 @@ def main() -> None:
         "matmul_tflops": matmul_rate() / 1e12,
         "copy_gigabytes_per_second": copy_rate() / 1e9,
     }
+    write(results, arguments.out)
     print(
         f"{name}, torch {torch.__version__}: {results['matmul_tflops']:.0f} TFLOP/s of {hardware.bf16_flops / 1e12:.0f}"
-        f" (bfloat16, 8192^3), {results['copy_gigabytes_per_second']:.0f} GB/s of"
-        f" {hardware.memory_bandwidth / 1e9:.0f}; before: {memory_in_use():.2f} GiB in use"
+        f" (bfloat16, 8192^3), {results['copy_gigabytes_per_second']:.0f} GB/s of {hardware.memory_bandwidth / 1e9:.0f}"
     )
-    torch.cuda.empty_cache()
-    for case in chosen:
-        if case.title in results["cases"] or time.monotonic() - began > arguments.seconds:
-            continue
-        results["cases"][case.title] = measure(case)
-        if arguments.out:
-            arguments.out.write_text(json.dumps(results, indent=1) + "\n")
-        print(f"{case.title}: {results['cases'][case.title]}", flush=True)
     print(table(results))
+
+
+def write(results: dict[str, Any], out: Path | None) -> None:
+    if out:
+        out.write_text(json.dumps(results, indent=1) + "\n")
 
 
 def table(results: dict[str, Any]) -> str:
@@ -270,12 +273,6 @@ def plain_words(case: Case, folder: str) -> list[str]:
         "turns": WARM_UP + WINDOWS,
     }
     return [sys.executable, str(ROOT / "benchmarks" / "plain_llama.py"), json.dumps(settings)]
-
-
-def memory_in_use() -> float:
-    """GiB of the device that others, or what is left of a process, hold."""
-    free, total = torch.cuda.mem_get_info()
-    return (total - free) / GIB
 
 
 def matmul_rate(size: int = 8192, repeats: int = 50) -> float:

@@ -69,11 +69,12 @@ class Gradients:
             group: ranks that compute the loss of different tokens.
         """
 
-    def collect(self, *, is_last: bool) -> None:
-        """Do something with the gradients in the parameters after a backward pass.
+    def collect(self, micro_batch: int, *, is_last: bool) -> None:
+        """Do something with the gradients in the parameters after the backward pass of a micro-batch.
 
         Args:
-            is_last: whether it was that of the step's last micro-batch.
+            micro_batch: its number in the step on this rank.
+            is_last: whether it is the last.
         """
 
     def norms(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
@@ -218,7 +219,7 @@ def accumulate(
         except BaseException:
             finish_reductions(model)
             raise
-        gradients.collect(is_last=index == len(batches) - 1)
+        gradients.collect(index, is_last=index == len(batches) - 1)
     micro_losses, totals = torch.stack(losses, dim=1)
     return micro_losses, totals, {name: torch.stack(values) for name, values in metrics.items()}
 

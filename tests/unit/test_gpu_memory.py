@@ -212,6 +212,8 @@ def test_where_reduced_gradients_last_until_after_backward(keeps: bool, options:
         once = parallelism.model_copy(update={"fsdp_reduce_gradients": "last"})
         found = keeps_reduced_gradients(mesh, once, training, **last)
         assert found == (keeps or training.global_batch_size == 16), "one reduction a step"
+        found = keeps_reduced_gradients(mesh, parallelism, training, **last | {"adds_gradients": False})
+        assert found == (keeps or training.global_batch_size == 16), "the step adds them"
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -9,7 +9,9 @@ import torch
 from tests.plans import layout_of, read
 from titanlite.data.loader import MicroBatches
 from titanlite.optim.rounding import SlicedAdamW
-from titanlite.techniques.reproducible.sums import squares
+from titanlite.parallelize import build_mesh
+from titanlite.schema import Parallelism
+from titanlite.techniques.reproducible.sums import ExactSums, squares
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.memory import profile
 from titanlite.tools.plan.search import _Search  # pyright: ignore[reportPrivateUsage]
@@ -48,6 +50,18 @@ def test_a_search_tries_no_local_batch_that_training_refuses() -> None:
     pool: Any = None
     plain, on = (_Search(read(*options, world_size=2), layout_of(2), pool, 12).batches for options in ((), ON))
     assert (plain, on) == ([1, 2, 3, 4, 6, 12], [1, 2, 4])
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_step_after_one_that_raised_adds_its_own_gradients_only() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    sums = ExactSums(build_mesh(Parallelism(), world_size=1, device_type="cpu"), [parameter])
+    for step in ([1.0], [2.0, 4.0, 8.0, 16.0]):
+        for number, value in enumerate(step):
+            parameter.grad = torch.tensor([value])
+            sums.collect(number, is_last=number == 3)
+    assert parameter.grad is not None
+    assert parameter.grad.tolist() == [30.0]
 
 
 def updated(gradients: list[torch.Tensor]) -> torch.Tensor:

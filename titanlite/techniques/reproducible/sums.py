@@ -142,18 +142,16 @@ class ExactSums(Gradients):
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[nn.Parameter]) -> None:
         self._replicas, self._world = replica_group(mesh), world_group(mesh)
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
-        self._added = 0
-        """Micro-batches of this step that have been added."""
         self._partial: list[dict[nn.Parameter, Tensor]] = []
-        """Sums of 2^k micro-batches, for each bit k of `_added`, the largest first."""
+        """Sums of 2^k micro-batches, for each bit k of their number in this step, the largest first."""
 
-    def collect(self, *, is_last: bool) -> None:
+    def collect(self, micro_batch: int, *, is_last: bool) -> None:
+        if micro_batch == 0:
+            self._partial.clear()  # a step before may have raised
         total = {it: it.grad for it in self._parameters if it.grad is not None}
-        bits = self._added
-        while bits & 1:
+        while micro_batch & 1:
             _add_in_place(total, self._partial.pop())
-            bits >>= 1
-        self._added = 0 if is_last else self._added + 1
+            micro_batch >>= 1
         if not is_last:
             self._partial.append(total)
         elif self._replicas is not None:

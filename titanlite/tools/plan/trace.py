@@ -28,7 +28,6 @@ from titanlite.parallelize import build_mesh, parallelize_student
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
-from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.tensors import fused_adamw_, local_tensor
@@ -262,10 +261,9 @@ def _partial_sums(config: Config, optimizer: Any, *, accumulation: int, traced: 
     the last traced one does not have."""
     if not config.debug.reproducible_layouts:
         return []
-    dtype = torch_dtype(config.training.mixed_precision_reduce)
     parameters = [local_tensor(it) for group in optimizer.param_groups for it in group["params"]]
     missing = partial_sums(accumulation) - partial_sums(traced)
-    return [torch.empty_like(it, dtype=dtype) for it in parameters for _ in range(missing)]
+    return [torch.empty_like(it) for it in parameters for _ in range(missing)]
 
 
 def _batches(config: Config, ranks: int, targets: Targets) -> list[Batch]:
