@@ -77,6 +77,10 @@ class Gradients:
             is_last: whether it is the last.
         """
 
+    def partial_sums(self, micro_batches: int) -> int:
+        """Return how many gradients of each parameter `collect` keeps while the last micro-batch is computed."""
+        return 0
+
     def norms(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the `gradient_norms` of the step.
 

@@ -1,7 +1,7 @@
 """Training, top to bottom: build the parts of a run, resume, loop over optimizer steps, finish."""
 
 import gc
-from collections.abc import Callable, Generator
+from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
@@ -22,7 +22,7 @@ from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, Targets, build_loss
-from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, tensor_mesh, world_group
+from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.records import RecordFile
@@ -45,7 +45,15 @@ from titanlite.schedule import count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import Gradients, StepResult, train_step
 from titanlite.storage.storage import open_storage
-from titanlite.techniques import after_updates, build_gradients, places, state_memory, used
+from titanlite.techniques import (
+    after_updates,
+    build_gradients,
+    places,
+    split_batch,
+    split_vocabulary,
+    state_memory,
+    used,
+)
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
@@ -148,11 +156,7 @@ def build(
     # Model and optimizer: on the meta device, parallelized, then with memory and values
     phase.phase(Phase.MODEL)
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
-    vocabulary = None
-    if tensor_mesh(mesh):
-        from titanlite.techniques.tensor.layers import tensor_ranks
-
-        vocabulary = tensor_ranks(mesh)
+    vocabulary = split_vocabulary(config, mesh)
     states = state_memory(config, folder.path)
     model = resolved.model.build()
     phase.phase(Phase.SHARDING)
@@ -214,7 +218,7 @@ def build(
         step=progress.step,
         together=mesh["shard"].size() if config.debug.reproducible_layouts else 1,
     )
-    split = _part_of_sequences(mesh)
+    split = split_batch(config, mesh)
     workers = config.data.num_workers
     batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
@@ -278,15 +282,6 @@ def build(
     )
     run.observers.extend(it for technique in used(config) for it in technique.observers(config, run))
     return run
-
-
-def _part_of_sequences(mesh: DeviceMesh) -> Callable[[Batch], Batch]:
-    """Return a function that gives this rank its part of each sequence of a batch: all of it without a context axis."""
-    if context_rank(mesh)[1] == 1:
-        return lambda batch: batch
-    from titanlite.techniques.context.sequences import split_batch
-
-    return partial(split_batch, mesh=mesh)
 
 
 def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:

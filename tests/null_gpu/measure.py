@@ -150,10 +150,8 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.parallelize import build_mesh, parallelize_student
     from titanlite.parallelize.materialize import allocate
     from titanlite.step import train_step
-    from titanlite.techniques import build_gradients
-    from titanlite.techniques.context.sequences import split_batch
+    from titanlite.techniques import build_gradients, split_batch, split_vocabulary
     from titanlite.techniques.float8.layers import weight_scaler
-    from titanlite.techniques.tensor.layers import tensor_ranks
     from titanlite.tools.plan.estimate import model_of
 
     spec = model_of(config)
@@ -172,11 +170,11 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
         batch["positions"] = torch.zeros_like(tokens)
         batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
         batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32, device=device)
-    batch = split_batch(batch, mesh)
+    batch = split_batch(config, mesh)(batch)
     scale_weights = weight_scaler(model, config.quantize.linear.float8)
     scale_weights()
     replicas = count_parameter_replicas(model, world_group(mesh))
-    loss = build_loss(config.training, kernels, vocabulary=tensor_ranks(mesh))
+    loss = build_loss(config.training, kernels, vocabulary=split_vocabulary(config, mesh))
 
     def step() -> None:
         train_step(

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.helpers import TinyRun
 from tests.layouts import degrees
+from titanlite import techniques
 from titanlite.data.loader import MicroBatches
 from titanlite.mesh import (
     axis_groups,
@@ -25,8 +26,8 @@ from titanlite.models.llama3 import Llama3
 from titanlite.ops.attention import Documents, SequencePart, additive_mask, attend, chunk_boundaries
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import fake_process_group
-from titanlite.schema import Parallelism
-from titanlite.techniques.context.sequences import check_context, join_parts, split_batch
+from titanlite.schema import Config, Parallelism
+from titanlite.techniques.context.sequences import check_context, split_batch
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.trace import trace_step
 
@@ -36,7 +37,6 @@ def test_each_token_is_on_one_rank_and_all_have_equal_work(ranks: int) -> None:
     parts = [SequencePart(rank, ranks).indices(24 * ranks, torch.device("cpu")) for rank in range(ranks)]
     assert torch.cat(parts).sort().values.tolist() == [*range(24 * ranks)]
     assert {int((part + 1).sum()) for part in parts} == {24 * (24 * ranks + 1) // 2}, "keys that the queries see"
-    assert torch.equal(join_parts([part[None] for part in parts])[0], torch.arange(24 * ranks))
 
 
 def test_the_mesh() -> None:
@@ -116,7 +116,7 @@ def test_a_batch_of_two_ranks() -> None:
     assert mine["boundaries"].tolist() == [0, 8, 16]
     with fake_process_group(2, rank=1):
         mesh = build_mesh(Parallelism(), world_size=2, device_type="cpu")
-        assert split_batch(batch, mesh) is batch
+        assert techniques.split_batch(Config(), mesh)(batch) is batch
 
 
 def test_a_bad_part_of_a_sequence_names_its_samples() -> None:

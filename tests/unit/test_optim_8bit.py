@@ -28,7 +28,7 @@ from titanlite.runtime.dtensor import from_local_like, slice_like
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import Ranks
-from titanlite.schema import Optimizer, OptimizerGroup, Parallelism
+from titanlite.schema import Config, Optimizer, OptimizerGroup, Parallelism
 
 pytest.importorskip("torchao.optim")
 
@@ -212,12 +212,12 @@ def test_axes_that_shard_by_columns_are_refused_at_the_check(
     parallelism = Parallelism.model_validate({f"{axis}_parallel_degree": it for axis, it in degrees.items()})
     rest = [name for name, _ in model.named_parameters() if not any(fnmatchcase(name, it) for it in groups)]
     given = [OptimizerGroup(match=groups, name="AdamW"), OptimizerGroup(match=rest)] if groups else []
-    config = Optimizer(name=named("AdamW8bit"), groups=given)
+    config = Config(optimizer=Optimizer(name=named("AdamW8bit"), groups=given), parallelism=parallelism)
     if message is None:
-        check_quantized_moments(model, config, parallelism, world_size)
+        check_quantized_moments(model, config, world_size)
         return
     with pytest.raises(UserError) as error:
-        check_quantized_moments(model, config, parallelism, world_size)
+        check_quantized_moments(model, config, world_size)
     assert str(error.value).startswith("AdamW8bit cannot keep moments of ")
     assert message in str(error.value)
 

@@ -3,7 +3,6 @@
 import torch
 
 from titanlite.models.base import (
-    ExpertLayer,
     Model,
     initial_values,
     trainable_parameters,
@@ -14,8 +13,8 @@ from titanlite.optim.quantized import block_size_of, is_quantized_size
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
-from titanlite.schema import Degrees, Optimizer, Parallelism
-from titanlite.techniques.tensor.layers import roles_of, split_dims
+from titanlite.schema import Config
+from titanlite.techniques import used
 
 
 def check_own_model(model: Model) -> None:
@@ -44,16 +43,18 @@ def check_own_model(model: Model) -> None:
             raise UserError(f"{kind}.values must return a finite number for each index of {name}{reason}") from error
 
 
-def check_quantized_moments(model: Model, optimizer: Optimizer, parallelism: Parallelism, world_size: int) -> None:
+def check_quantized_moments(model: Model, config: Config, world_size: int) -> None:
     """Check that no moments in 8 or 4 bits are of parameters that further axes of the mesh shard by columns.
 
     Args:
-        optimizer: has passed `check_optimizer`.
+        config: its optimizer has passed `check_optimizer`.
 
     Raises:
         UserError: a parameter has such moments.
     """
-    columns = _sharded_by_columns(model, parallelism.degrees(world_size), parallelism.expert_parallel_degree)
+    optimizer, columns = config.optimizer, dict[str, tuple[str, int]]()
+    for technique in used(config):
+        columns |= technique.column_shards(config, model, world_size)
     for group in parameter_groups(optimizer, trainable_parameters(model)):
         optimizer_cls = find_optimizer_cls(group.name)
         block_size = block_size_of(optimizer_cls, constructor_options(optimizer_cls, optimizer, group.args))
@@ -65,18 +66,3 @@ def check_quantized_moments(model: Model, optimizer: Optimizer, parallelism: Par
                     f"parallelism.{axis}_parallel_degree shards: give it an [[optimizer.groups]] with another "
                     f"optimizer, or set that degree to {shards if axis == 'expert' else 1}"
                 )
-
-
-def _sharded_by_columns(model: Model, degrees: Degrees, experts: int) -> dict[str, tuple[str, int]]:
-    """Return the parameters that are not sharded by their first dimension alone: the axis, and their shards."""
-    found: dict[str, tuple[str, int]] = {}
-    modules = dict(model.named_modules())
-    for name, role in roles_of(model).items() if degrees.tensor > 1 else ():
-        for attribute, dim in split_dims(modules[name], role).items():
-            shape = modules[name].get_parameter(attribute).shape
-            if dim or (degrees.sharded > 1 and len(shape) > 1 and shape[1] % degrees.sharded == 0):
-                found[f"{name}.{attribute}"] = "tensor", degrees.sharded * degrees.tensor
-    if degrees.sharded > experts > 1:
-        layers = ((name, layer) for name, layer in modules.items() if isinstance(layer, ExpertLayer))
-        found |= {f"{name}.{stack}": ("expert", degrees.sharded) for name, layer in layers for stack in layer.stacks}
-    return found

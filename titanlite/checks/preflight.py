@@ -112,7 +112,7 @@ def examine(
     args = spec.args
     _check_techniques_and_attention(report, spec, model, config, ranks, device)
     if checked:
-        moments = partial(check_quantized_moments, model, config.optimizer, config.parallelism, ranks.world_size)
+        moments = partial(check_quantized_moments, model, config, ranks.world_size)
         report.attempt("optimizer.name", ["optimizer", "parallelism"], moments)
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:

@@ -10,6 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.ops.cpu_collectives import adapt_fsdp_to_gloo
 from titanlite.ops.kernels import Kernels
+from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.tensors import has_hardware_bfloat16
 
 
@@ -52,9 +53,14 @@ class CpuKernels(Kernels):
         keeps_gradients: bool,
         reduces_in_backward: bool,
         awaited: nn.Module | None,
+        reduce_scatter: type[ReduceScatter] | None = None,
     ) -> None:
         adapt_fsdp_to_gloo(
-            units, shard_degree=shard_degree, keeps_gradients=keeps_gradients, reduces_in_backward=reduces_in_backward
+            units,
+            shard_degree=shard_degree,
+            keeps_gradients=keeps_gradients,
+            reduces_in_backward=reduces_in_backward,
+            reduce_scatter=reduce_scatter,
         )
 
 

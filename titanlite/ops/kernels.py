@@ -313,18 +313,20 @@ class Kernels:
         keeps_gradients: bool,
         reduces_in_backward: bool,
         awaited: nn.Module | None,
+        reduce_scatter: type[ReduceScatter] | None = None,
     ) -> None:
         """Change how FSDP communicates, before prefetch depths are set.
 
         Args:
-            units: FSDP units in the order of the forward pass, the root last.
+            units: FSDP units in the order of the forward pass.
             keeps_gradients: see `keeps_reduced_gradients` of parallelize/fsdp.py.
             reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
                 convert it.
             awaited: unit whose reduce-scatter backward waits for, if any.
+            reduce_scatter: adds gradients over shards. Default: they are averaged.
         """
         for unit in units:
-            comm = ReduceScatter(ranks=shard_degree, shares=keeps_gradients, waits=unit is awaited)
+            comm = (reduce_scatter or ReduceScatter)(ranks=shard_degree, shares=keeps_gradients, waits=unit is awaited)
             unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
 
 

@@ -13,7 +13,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.mesh import build_mesh, context_group, expert_meshes, shard_degree_of, tensor_mesh
@@ -101,34 +100,32 @@ def parallelize(
         from titanlite.techniques.tensor.layers import split_layers
 
         split_layers(model, mesh)
-    experts = None
+    separate = None
     if (degree := parallelism.expert_parallel_degree) > 1:
-        from titanlite.techniques.expert.exchange import DistributedExperts
+        from titanlite.techniques.expert.exchange import distribute_experts
 
         exchange = None
         if reproducible_layouts:
             from titanlite.techniques.reproducible.experts import ExchangeOfMicroBatches
 
             exchange = partial(ExchangeOfMicroBatches, dtype=DTYPES[training.mixed_precision_reduce])
-        experts = DistributedExperts(model, *expert_meshes(mesh, degree, with_replicas=not reproducible_layouts))
-        experts.distribute(kernels, is_compiled=compile.enable, exchange=exchange)
+        sharding, parts = expert_meshes(mesh, degree, with_replicas=not reproducible_layouts)
+        separate = distribute_experts(
+            model, mesh=sharding, parts=parts, kernels=kernels, is_compiled=compile.enable, exchange=exchange
+        )
     if compile.enable:
         compile_around_exchange(model, backend=compile_backend, has_other_model=has_other_model)
     policies = recompute_policies(activation_checkpoint, len(model.layers))
     apply_activation_checkpoint(model, policies, is_compiled=compile.enable)
     if compile.enable:
         compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
-    shard(
-        model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, experts=experts,
-        lasting_gradients=lasting_gradients, adds_gradients=not reproducible_layouts,
-        on_host=on_host,
-        pin_memory=pin_memory,
-    )  # fmt: skip
+    reduce_scatter = None
     if reproducible_layouts:
-        from titanlite.techniques.reproducible.sums import add_shards_in_a_tree
-
-        shares = kernels.is_gpu(torch.device(mesh.device_type)) and not on_host
-        add_shards_in_a_tree(model, mesh, experts=experts, shares=shares)
+        from titanlite.techniques.reproducible.sums import TreeReduceScatter as reduce_scatter
+    shard(
+        model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, separate=separate,
+        lasting_gradients=lasting_gradients, reduce_scatter=reduce_scatter, on_host=on_host, pin_memory=pin_memory,
+    )  # fmt: skip
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import use_local_parts
 

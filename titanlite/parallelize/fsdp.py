@@ -6,7 +6,7 @@ Small blocks may be gathered together: `parallelism.fsdp_min_unit_params`.
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -14,17 +14,20 @@ from torch.distributed.fsdp import (
     MixedPrecisionPolicy,
     fully_shard,
 )
+from torch.distributed.tensor import Shard
 
-from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh, tensor_mesh
+from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh
 from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
 from titanlite.ops.kernels import Kernels
+from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.dtypes import torch_dtype
+from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import keep_dtypes
 from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
-    from titanlite.techniques.expert.exchange import DistributedExperts
+    from titanlite.runtime.separate_units import SeparateUnits
 
 # Decisions about the reduction of gradients over ranks, from the sizes of a step.
 
@@ -76,18 +79,19 @@ def shard(
     kernels: Kernels,
     parallelism: Parallelism,
     training: Training,
-    experts: "DistributedExperts | None" = None,
+    separate: "SeparateUnits | None" = None,
     lasting_gradients: bool = True,
-    adds_gradients: bool = True,
+    reduce_scatter: type[ReduceScatter] | None = None,
     on_host: bool = False,
     pin_memory: bool = True,
 ) -> None:
     """Apply `fully_shard` to every FSDP unit and to the root, in place. FSDP averages gradients over the mesh.
 
     Args:
-        experts: those that are not on all ranks.
+        separate: units that are sharded over other ranks.
         lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
-        adds_gradients: whether FSDP adds gradients over micro-batches and replicas. Otherwise the step must.
+        reduce_scatter: adds gradients over shards, and the step must add them over micro-batches and replicas. Default:
+            FSDP averages them over all.
         on_host: whether parameters and gradients are in host memory.
         pin_memory: whether parameters in host memory are copied to pinned memory, with a GPU.
     """
@@ -99,19 +103,16 @@ def shard(
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
+    adds_gradients = reduce_scatter is None
     options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=adds_gradients), "mp_policy": policy}
     if on_host:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
-    placement = None
-    if tensor_mesh(mesh):
-        from titanlite.techniques.tensor.layers import placement_of
-
-        placement = placement_of(mesh)
     shard_degree = shard_degree_of(mesh)
+    placement = partial(placement_of, shard_degree=shard_degree)
     reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
     units = fsdp_units(model, min_params=parallelism.fsdp_min_unit_params)
     head = head_of(model)
-    ignored = experts.weights() if experts else None  # they become units of their own
+    ignored = separate.parameters if separate else None
     for unit in units:
         keeps = head in unit and parallelism.fsdp_reshard_after_forward == "default"
         together = unit if len(unit) > 1 else unit[0]
@@ -131,11 +132,13 @@ def shard(
         ),
         reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
         awaited=head if [head] in units and can_wait(mesh, training) else None,
+        reduce_scatter=reduce_scatter,
     )
-    adapt(sharded, shard_degree=shard_degree)
-    if experts:
-        layers = experts.shard(reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never", **options)
-        adapt([*layers, sharded[-1]], shard_degree=experts.shard_degree)
+    adapt(sharded[:-1], shard_degree=shard_degree)
+    adapt(sharded[-1:], shard_degree=shard_degree)  # the root, which no unit gathers ahead
+    if separate:
+        others = separate.shard(reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never", **options)
+        adapt(others, shard_degree=separate.mesh.size(-1))
     _prefetch(sharded[:-1], parallelism)
     quantized = quantized_parameters(model)  # they are others now
     for unit in sharded:
@@ -143,6 +146,17 @@ def shard(
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
         if quantized and not has_compute_dtype:
             keep_dtypes(unit, quantized)
+
+
+def placement_of(parameter: Tensor, *, shard_degree: int) -> Shard | None:
+    """Return the dimension of a parameter that FSDP shards; None for the first.
+
+    A weight whose rows another axis splits is sharded by columns. Two axes on one dimension would give each rank rows
+    of several places. FSDP shards columns evenly only.
+    """
+    has_split_rows = 0 in sharded_axes(parameter).values()
+    by_columns = has_split_rows and parameter.ndim > 1 and parameter.shape[1] % shard_degree == 0
+    return Shard(1) if by_columns else None
 
 
 def fsdp_units(model: Model, *, min_params: int = 0) -> list[list[nn.Module]]:

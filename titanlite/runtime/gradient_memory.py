@@ -58,15 +58,18 @@ class ReduceScatter:
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> Any:
-        # Its name since torch 2.13; FSDP's own tensors are of one dimension, for which both are the same.
-        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-        work = reduce_scatter(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+    ) -> None:
+        assert not async_op
+        self.reduce(output_tensor, input_tensor, group, op)
         if self._waits:
-            assert not async_op
             self._compute_stream.wait_stream(torch.get_device_module(input_tensor.device).current_stream())
             input_tensor.untyped_storage().resize_(0)
-        return work
+
+    def reduce(self, output: Tensor, parts: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        """Reduce the parts of all ranks on the current stream, each of the size of the output."""
+        # Its name since torch 2.13; FSDP's own tensors are of one dimension, for which both are the same.
+        reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+        reduce_scatter(output, parts, op=op, group=group)
 
 
 def finish_reductions(model: Any) -> None:

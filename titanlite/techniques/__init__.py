@@ -10,15 +10,21 @@ from functools import reduce
 from importlib import import_module
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.schema import Config
 from titanlite.techniques.technique import Conflict, Technique
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.batch import Batch
     from titanlite.models.base import Model
+    from titanlite.ops.cross_entropy import SplitVocabulary
     from titanlite.runtime.state_memory import StateMemory
     from titanlite.step import Gradients
+
+Found = TypeVar("Found")
 
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "lora": ("lora",),
@@ -99,8 +105,17 @@ def state_memory(config: Config, run: Path) -> "StateMemory":
     """Return the memory of parameters and moments; see `Technique.state_memory`."""
     from titanlite.runtime.state_memory import StateMemory
 
-    found = (technique.state_memory(config, run) for technique in used(config))
-    return next(filter(None, found), None) or StateMemory()
+    return _first(technique.state_memory(config, run) for technique in used(config)) or StateMemory()
+
+
+def split_batch(config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
+    """Return what gives this rank its part of each sequence of a batch."""
+    return _first(technique.split_batch(mesh) for technique in used(config)) or (lambda batch: batch)
+
+
+def split_vocabulary(config: Config, mesh: "DeviceMesh") -> "SplitVocabulary | None":
+    """Return the ranks that have parts of the head's vocabulary, if several have."""
+    return _first(technique.split_vocabulary(mesh) for technique in used(config))
 
 
 def build_gradients(config: Config, **parts: Any) -> "Gradients":
@@ -112,8 +127,7 @@ def build_gradients(config: Config, **parts: Any) -> "Gradients":
     """
     from titanlite.step import Gradients
 
-    found = (technique.gradients(config, **parts) for technique in used(config))
-    return next(filter(None, found), None) or Gradients()
+    return _first(technique.gradients(config, **parts) for technique in used(config)) or Gradients()
 
 
 def after_updates(config: Config, model: "Model") -> Callable[[], None]:
@@ -125,6 +139,11 @@ def after_updates(config: Config, model: "Model") -> Callable[[], None]:
             hook()
 
     return call
+
+
+def _first(found: "Iterable[Found | None]") -> "Found | None":
+    """Return what the one technique gives that gives anything."""
+    return next(filter(None, found), None)
 
 
 def _load(names: Iterable[str]) -> list[Technique]:

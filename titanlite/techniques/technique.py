@@ -15,11 +15,14 @@ from titanlite.schema import Config
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
+    from titanlite.batch import Batch
     from titanlite.loss import Targets
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
+    from titanlite.ops.cross_entropy import SplitVocabulary
     from titanlite.runtime.hardware import Hardware
     from titanlite.runtime.state_memory import StateMemory
     from titanlite.step import Gradients
@@ -102,6 +105,11 @@ class Technique:
             UserError: it does not.
         """
 
+    def column_shards(self, config: Config, model: "Model", world_size: int) -> dict[str, tuple[str, int]]:
+        """Return the parameters that the technique shards by another dimension than the first: the option's name and
+        the number of shards. Only asked if it is used."""
+        return {}
+
     def check_disk(self, config: Config, needed: float) -> None:
         """Check that a disk has room.
 
@@ -148,6 +156,16 @@ class Technique:
     def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
         """Return the observers of training that the technique adds. The run has none yet."""
         return ()
+
+    def split_batch(self, mesh: "DeviceMesh") -> "Callable[[Batch], Batch] | None":
+        """Return what gives this rank its part of each sequence of a batch; None if the technique leaves them whole.
+        Only asked if it is used."""
+        return None
+
+    def split_vocabulary(self, mesh: "DeviceMesh") -> "SplitVocabulary | None":
+        """Return the ranks that have parts of the head's vocabulary; None if the technique leaves it whole. Only asked
+        if it is used."""
+        return None
 
     def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
         """Return what handles the gradients of steps; None if the technique leaves that as it is. One that returns it

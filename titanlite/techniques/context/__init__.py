@@ -1,12 +1,16 @@
 """Context parallelism; `sequences.py` splits sequences over ranks."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
 from titanlite.techniques.technique import Conflict, Technique, reads
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.batch import Batch
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
 
@@ -27,6 +31,11 @@ class ContextParallel(Technique):
                 f"{degree} ranks split each sequence into {2 * degree} equal chunks, and training.seq_len is "
                 f"{seq_len}: set it to {near}",
             )
+
+    def split_batch(self, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
+        from titanlite.techniques.context.sequences import split_batch
+
+        return partial(split_batch, mesh=mesh)
 
     @reads("parallelism", "training.seq_len")
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:

@@ -5,7 +5,6 @@ their gradients reduce-scattered. All else works on single tokens, so that it ne
 the sequences were short. Positions and documents come with the batch. Losses are summed over all ranks as ever.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,17 +74,9 @@ def split_attention(model: nn.Module, mesh: DeviceMesh) -> None:
     set_key_source(model, ContextSplit(SequencePart(*context_rank(mesh)), group))
 
 
-def join_parts(parts: Sequence[Tensor]) -> Tensor:
-    """Return whole sequences [B, S, ...] of the parts of all ranks, each [B, L, ...]."""
-    first, second = zip(*(part.chunk(2, dim=1) for part in parts), strict=True)
-    return torch.cat([*first, *reversed(second)], dim=1)
-
-
 def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
     """Return this rank's part of each sequence of a batch, with positions and documents."""
     part = SequencePart(*context_rank(mesh))
-    if part.ranks == 1:
-        return batch
     size, seq_len = batch["tokens"].shape
     device = batch["tokens"].device
     places = part.indices(seq_len, device)

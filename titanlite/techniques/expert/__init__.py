@@ -45,6 +45,15 @@ class ExpertParallel(Technique):
                 f"{sharded}",
             )
 
+    def column_shards(self, config: Config, model: "Model", world_size: int) -> dict[str, tuple[str, int]]:
+        from titanlite.models.base import ExpertLayer
+
+        sharded = config.parallelism.degrees(world_size).sharded
+        if sharded == config.parallelism.expert_parallel_degree:
+            return {}
+        layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, ExpertLayer))
+        return {f"{name}.{stack}": ("expert", sharded) for name, layer in layers for stack in layer.stacks}
+
     @reads("parallelism", "training.seq_len")
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
         from titanlite.techniques.expert.exchange import check_experts

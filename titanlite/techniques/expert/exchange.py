@@ -12,7 +12,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.models.base import ComputeExperts, Model, expert_layers
@@ -20,66 +19,46 @@ from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import exchange_rows
+from titanlite.runtime.separate_units import SeparateUnits
 
 
-class DistributedExperts:
-    """Experts of a model that are not on all ranks: each rank of one axis has some, which other ranks shard.
+def distribute_experts(
+    model: nn.Module,
+    *,
+    mesh: DeviceMesh,
+    parts: DeviceMesh,
+    kernels: Kernels,
+    is_compiled: bool,
+    exchange: "Callable[[dist.ProcessGroup, Kernels], AllToAllExchange] | None" = None,
+) -> SeparateUnits:
+    """Give each rank its experts, in place: weights become DTensors, and layers exchange tokens.
 
     Args:
         mesh: for `fully_shard`: the ranks that have the same experts.
         parts: the axis of the ranks that have different ones, then that of ranks that split layers, if there is one.
+        is_compiled: blocks are compiled afterwards. The exchange is not, as sizes of its tensors are values.
+        exchange: makes it. Default: `AllToAllExchange`.
+
+    Returns:
+        the experts, which are yet to be sharded.
     """
+    compute = (exchange or AllToAllExchange)(parts.get_group(0), kernels).compute
+    uncompiled: Any = torch.compiler.disable(compute) if is_compiled else compute
+    layers = expert_layers(model)
+    for layer in layers:
+        layer.exchange = uncompiled
+        for name in layer.stacks:
+            old = layer.get_parameter(name)
+            placements = [Shard(0), *(old.placements if isinstance(old, DTensor) else ())]
+            whole = torch.empty(old.shape, dtype=old.dtype, device="meta")
+            part = distribute_tensor(whole, parts, placements, src_data_rank=None)
+            layer.register_parameter(name, nn.Parameter(part, requires_grad=old.requires_grad))
 
-    def __init__(self, model: nn.Module, mesh: DeviceMesh, parts: DeviceMesh) -> None:
-        self.layers = expert_layers(model)
-        self.mesh = mesh
-        self.parts = parts
-        self.shard_degree = mesh.size(mesh.ndim - 1)
+    def placement(weight: Tensor) -> Shard:
+        return Shard(even_dim(weight.shape, mesh.size(-1), taken=sharded_axes(weight).values()))
 
-    def distribute(
-        self,
-        kernels: Kernels,
-        *,
-        is_compiled: bool,
-        exchange: "Callable[[dist.ProcessGroup, Kernels], AllToAllExchange] | None" = None,
-    ) -> None:
-        """Give each rank its experts, in place: weights become DTensors, and layers exchange tokens.
-
-        Args:
-            is_compiled: blocks are compiled afterwards. The exchange is not, as sizes of its tensors are values.
-            exchange: makes it. Default: `AllToAllExchange`.
-        """
-        compute = (exchange or AllToAllExchange)(self.parts.get_group(0), kernels).compute
-        uncompiled: Any = torch.compiler.disable(compute) if is_compiled else compute
-        for layer in self.layers:
-            layer.exchange = uncompiled
-            for name in layer.stacks:
-                old = layer.get_parameter(name)
-                placements = [Shard(0), *(old.placements if isinstance(old, DTensor) else ())]
-                whole = torch.empty(old.shape, dtype=old.dtype, device="meta")
-                part = distribute_tensor(whole, self.parts, placements, src_data_rank=None)
-                layer.register_parameter(name, nn.Parameter(part, requires_grad=old.requires_grad))
-
-    def weights(self) -> set[nn.Parameter]:
-        return {layer.get_parameter(name) for layer in self.layers for name in layer.stacks}
-
-    def shard(self, **options: Any) -> list[FSDPModule]:
-        """Make the experts of each layer an FSDP unit. The layers' other parameters are in units already.
-
-        Args:
-            options: of `fully_shard`, but for the mesh.
-        """
-        weights = self.weights()
-
-        def placement(weight: Tensor) -> Shard:
-            taken = sharded_axes(weight).values()
-            return Shard(even_dim(weight.shape, self.shard_degree, taken=taken))
-
-        options |= {"mesh": self.mesh, "shard_placement_fn": placement}
-        return [
-            fully_shard(layer, ignored_params={it for it in layer.parameters() if it not in weights}, **options)
-            for layer in self.layers
-        ]
+    weights = {layer.get_parameter(name) for layer in layers for name in layer.stacks}
+    return SeparateUnits(layers, weights, mesh, placement)
 
 
 def even_dim(shape: torch.Size, degree: int, *, taken: Collection[int] = ()) -> int:

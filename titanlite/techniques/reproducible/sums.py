@@ -13,21 +13,17 @@ batch. So sums over micro-batches have one order on every layout:
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 
 from titanlite.mesh import replica_group, world_group
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import Gradients
-
-if TYPE_CHECKING:
-    from titanlite.techniques.expert.exchange import DistributedExperts
 
 BITS = 34
 """Bits of a summand as an integer, of those that the largest summand has. 2^28 of them can be added in an int64."""
@@ -46,32 +42,13 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
-def add_shards_in_a_tree(
-    model: nn.Module, mesh: DeviceMesh, *, experts: "DistributedExperts | None" = None, shares: bool = False
-) -> None:
-    """Let every FSDP unit of a model add gradients over its shards in the tree, in place, and not average them.
-
-    Args:
-        experts: those that are not on all ranks.
-        shares: whether gradients come from the pool of the compute stream; see `ReduceScatter`.
-    """
-    for unit in model.modules():
-        if isinstance(unit, FSDPModule):
-            shards = experts.shard_degree if experts and unit in experts.layers else mesh["shard"].size()
-            if shards > 1:  # FSDP does not call it for one rank
-                tree = TreeReduceScatter(ranks=shards, shares=shares)
-                unit.set_custom_reduce_scatter(tree)  # pyright: ignore[reportArgumentType]
-
-
 class TreeReduceScatter(ReduceScatter):
-    """Reduce-scatter that adds over ranks in the tree."""
+    """Reduce-scatter that adds over ranks in the tree, and does not average."""
 
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: dist.ProcessGroup, op: Any, async_op: bool = False
-    ) -> None:
-        parts = torch.empty_like(input_tensor)
-        dist.all_to_all_single(parts, input_tensor, group=group)
-        output_tensor.copy_(tree_sum(parts.view(group.size(), -1)))
+    def reduce(self, output: Tensor, parts: Tensor, group: dist.ProcessGroup, op: Any) -> None:
+        received = torch.empty_like(parts)
+        dist.all_to_all_single(received, parts, group=group)
+        output.copy_(tree_sum(received.view(group.size(), -1)))
 
 
 def _add_in_place(total: dict[nn.Parameter, Tensor], other: dict[nn.Parameter, Tensor]) -> None:
@@ -108,11 +85,6 @@ def _add_over(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     return padded[: len(part)]
 
 
-def partial_sums(micro_batches: int) -> int:
-    """Return how many sums of micro-batches wait while the last of some micro-batches is computed."""
-    return (micro_batches - 1).bit_count()
-
-
 def exact_sums(parts: Sequence[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
     """Add the elements of each part over all ranks -> float64 scalars, rounded to 2^-34 of the largest element.
 
@@ -136,7 +108,7 @@ class ExactSums(Gradients):
     """Gradients that are added in the tree, with a loss and a norm that do not depend on the layout.
 
     Args:
-        parameters: those that are trained, on shards that `add_shards_in_a_tree` adds.
+        parameters: those that are trained, on shards that `TreeReduceScatter` adds.
     """
 
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[nn.Parameter]) -> None:
@@ -144,6 +116,9 @@ class ExactSums(Gradients):
         self._parameters = [parameter for parameter in parameters if parameter.requires_grad]
         self._partial: list[dict[nn.Parameter, Tensor]] = []
         """Sums of 2^k micro-batches, for each bit k of their number in this step, the largest first."""
+
+    def partial_sums(self, micro_batches: int) -> int:
+        return (micro_batches - 1).bit_count()
 
     def collect(self, micro_batch: int, *, is_last: bool) -> None:
         if micro_batch == 0:

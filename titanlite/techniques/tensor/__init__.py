@@ -8,8 +8,11 @@ from titanlite.techniques import used
 from titanlite.techniques.technique import Claim, Conflict, Technique, reads
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
+    from titanlite.ops.cross_entropy import SplitVocabulary
 
 
 class TensorParallel(Technique):
@@ -30,6 +33,17 @@ class TensorParallel(Technique):
         if isinstance(keep, int) and keep > 1:
             problem = f"FSDP2 cannot combine {keep} with {self.option}: set default"
             yield "parallelism.fsdp_reshard_after_forward", problem
+
+    def split_vocabulary(self, mesh: "DeviceMesh") -> "SplitVocabulary | None":
+        from titanlite.techniques.tensor.layers import tensor_ranks
+
+        return tensor_ranks(mesh)
+
+    def column_shards(self, config: Config, model: "Model", world_size: int) -> dict[str, tuple[str, int]]:
+        from titanlite.techniques.tensor.layers import column_shards
+
+        degrees = config.parallelism.degrees(world_size)
+        return dict.fromkeys(column_shards(model, degrees.sharded), ("tensor", degrees.sharded * degrees.tensor))
 
     @reads("training.seq_len")  # the degree may be wrong for the number of processes too
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:

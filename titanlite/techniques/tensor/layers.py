@@ -18,10 +18,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from titanlite.mesh import shard_degree_of, tensor_mesh
+from titanlite.mesh import tensor_mesh
 from titanlite.models.base import ExpertLayer, Model, TensorRole, head_of
 from titanlite.models.layers import Attention
-from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.fsdp import gather_local_parts
 from titanlite.runtime.private_torch.process_groups import all_gather, all_reduce, reduce_scatter
@@ -196,22 +195,6 @@ def _whole_logits(ranks: TensorRanks) -> Callable[..., Tensor]:
     return hook
 
 
-def placement_of(mesh: DeviceMesh) -> Callable[[Tensor], Shard | None]:
-    """Return a function from a parameter to the dimension that FSDP shards; None for the first.
-
-    A weight whose rows are split over ranks is sharded by columns. Two axes on one dimension would give each rank rows
-    of several places. FSDP shards columns evenly only.
-    """
-    shard_degree = shard_degree_of(mesh)
-
-    def placement(parameter: Tensor) -> Shard | None:
-        has_split_rows = 0 in sharded_axes(parameter).values()
-        by_columns = has_split_rows and parameter.ndim > 1 and parameter.shape[1] % shard_degree == 0
-        return Shard(1) if by_columns else None
-
-    return placement
-
-
 def use_local_parts(model: Model, mesh: DeviceMesh) -> None:
     """Let the modules of a model that FSDP shards compute with plain tensors, in place.
 
@@ -249,6 +232,20 @@ def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
         return dict(zip(module.stacks, module.hidden_dims, strict=True))
     names = (name for name, _ in module.named_parameters(recurse=False))
     return dict.fromkeys(names, SPLIT_DIM[role]) if role in SPLIT_DIM else {}
+
+
+def column_shards(model: Model, sharded: int) -> Iterator[str]:
+    """Yield the names of parameters that the ranks of a layer split by columns, or whose columns FSDP then shards.
+
+    Args:
+        sharded: ranks that FSDP shards over.
+    """
+    modules = dict(model.named_modules())
+    for name, role in roles_of(model).items():
+        for attribute, dim in split_dims(modules[name], role).items():
+            shape = modules[name].get_parameter(attribute).shape
+            if dim or (sharded > 1 and len(shape) > 1 and shape[1] % sharded == 0):
+                yield f"{name}.{attribute}"
 
 
 def split_blocks(model: Model) -> list[nn.Module]:

@@ -40,10 +40,14 @@ from titanlite.runtime.private_torch.tracing import (
 )
 from titanlite.schema import Config
 from titanlite.step import train_step
-from titanlite.techniques import after_updates, build_gradients, keeps_gradients, places
-from titanlite.techniques.context.sequences import split_batch
-from titanlite.techniques.reproducible.sums import partial_sums
-from titanlite.techniques.tensor.layers import tensor_ranks
+from titanlite.techniques import (
+    after_updates,
+    build_gradients,
+    keeps_gradients,
+    places,
+    split_batch,
+    split_vocabulary,
+)
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
 
@@ -116,19 +120,21 @@ def trace_step(
                 optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
                 with recorder.category("other"):
                     fill_states(optimizer, one_by_one=not keeps_gradients(config))
-                    batches = [split_batch(it, mesh) for it in _batches(config, data_parallel_rank(mesh)[1], targets)]
+                    batches = [*map(split_batch(config, mesh), _batches(config, data_parallel_rank(mesh)[1], targets))]
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
-                with recorder.category("reduce-scatter"):
-                    waiting = _partial_sums(config, optimizer, accumulation=accumulation, traced=len(batches))
                 if not keeps_gradients(config):
                     _label_gradients(model, recorder)
                 gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
+                untraced = gradients.partial_sums(accumulation) - gradients.partial_sums(len(batches))
+                with recorder.category("reduce-scatter"):
+                    parts = [local_tensor(it) for it in _trained(optimizer)]
+                    waiting = [torch.empty_like(it) for it in parts for _ in range(untraced)]
                 after_update = recorder.during("other", after_updates(config, model))
                 if frozen and frozen.reshard_after_forward == "never":
                     targets(batches[0], StepObserver())  # gathers all that later steps find gathered
                     recorder.sent.clear()
-                loss = build_loss(config.training, kernels, targets, vocabulary=tensor_ranks(mesh))
+                loss = build_loss(config.training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
                 recorder.unit("step")
                 after_update()  # of the step before
                 train_step(
@@ -248,7 +254,7 @@ def _fresh_compiler(config: Config) -> Iterator[None]:
 
 def fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
     """Make one step of the optimizer on zeros, so that its states exist, as after a step of training."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _trained(optimizer)
     for together in [[parameter] for parameter in parameters] if one_by_one else [parameters]:
         for parameter in together:
             parameter.grad = torch.zeros_like(parameter)
@@ -256,14 +262,8 @@ def fill_states(optimizer: torch.optim.Optimizer, *, one_by_one: bool) -> None:
         optimizer.zero_grad()
 
 
-def _partial_sums(config: Config, optimizer: Any, *, accumulation: int, traced: int) -> list[Tensor]:
-    """Return the sums of micro-batches that wait in the last micro-batch of a step with reproducible layouts, and that
-    the last traced one does not have."""
-    if not config.debug.reproducible_layouts:
-        return []
-    parameters = [local_tensor(it) for group in optimizer.param_groups for it in group["params"]]
-    missing = partial_sums(accumulation) - partial_sums(traced)
-    return [torch.empty_like(it) for it in parameters for _ in range(missing)]
+def _trained(optimizer: Any) -> list[nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _batches(config: Config, ranks: int, targets: Targets) -> list[Batch]:

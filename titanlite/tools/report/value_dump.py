@@ -25,11 +25,11 @@ from titanlite.config.load import load
 from titanlite.mesh import context_rank, data_parallel_rank
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import Phase, StepObserver
+from titanlite.ops.attention import SequencePart
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.compiler import is_compiled
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
-from titanlite.techniques.context.sequences import join_parts
 from titanlite.tools.assemble import assemble
 from titanlite.tools.convert.module_values import watch
 from titanlite.tools.convert.source import open_model
@@ -257,7 +257,10 @@ class Dump:
         size = len(self.parts[0][TOKENS])  # sequences of a rank
         with_sequences = [part.unflatten(0, (size, -1)) if len(part) > size else part for part in parts]
         split = [with_sequences[first : first + context] for first in range(0, len(parts), context)]
-        joined = torch.cat([join_parts(of_sequences) for of_sequences in split])
+        seq_len = context * split[0][0].shape[1]
+        places = [SequencePart(rank, context).indices(seq_len, parts[0].device) for rank in range(context)]
+        order = torch.cat(places).argsort()
+        joined = torch.cat([torch.cat(of_sequences, dim=1).index_select(1, order) for of_sequences in split])
         return joined.flatten(0, 1) if len(parts[0]) > size else joined
 
     def __contains__(self, key: str) -> bool:
