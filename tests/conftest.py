@@ -106,8 +106,17 @@ def own_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: "slow" not in item.keywords)  # the longest first: no worker waits for them at the end
+@pytest.hookimpl(trylast=True)  # after those that the command line leaves out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Let each worker begin with its share of the longest tests: else the others wait for them at the end.
+
+    Workers get consecutive parts of the list, and later take tests from the end of another's.
+    """
+    workers = getattr(config, "workerinput", {}).get("workercount", 1)
+    slow = [item for item in items if "slow" in item.keywords]
+    others = [item for item in items if "slow" not in item.keywords]
+    size = -(-len(others) // workers)
+    items[:] = [it for n in range(workers) for it in (*slow[n::workers], *others[n * size : (n + 1) * size])]
     if not torch.cuda.is_available():
         skip = pytest.mark.skip(reason="needs a CUDA device")
         for item in items:

@@ -153,6 +153,22 @@ def started(
         process.wait()
 
 
+UNHURRIED = """
+import time
+from titanlite.loss import token_loss
+
+def loss(*args, **options):
+    time.sleep(0.05)
+    return token_loss(*args, **options)
+"""
+
+
+def unhurried(tiny: TinyRun) -> str:
+    """Return an option that lets each micro-batch sleep: an endless job leaves its cores to other tests."""
+    (tiny.folder / "unhurried.py").write_text(UNHURRIED)
+    return f"--training.loss={tiny.folder / 'unhurried.py'}:loss"
+
+
 def newest(tiny: TinyRun, *, killed: bool = False) -> int:
     """Return the newest step that is saved, after checking that every checkpoint is complete and nothing else is.
 

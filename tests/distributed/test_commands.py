@@ -33,6 +33,7 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert "this run is complete at step 5; to continue it, raise training.steps\n" in capfd.readouterr().out
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("own_process_group")
 def test_umlauts_in_paths_where_the_locale_is_ascii(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The real command, in an environment in which Python takes paths for ASCII, and its folders elsewhere."""

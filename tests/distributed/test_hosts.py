@@ -11,7 +11,7 @@ import pytest
 
 from tests.helpers import TinyRun
 from tests.hosts import Network, network
-from tests.processes import SCRIPT, Job, started
+from tests.processes import SCRIPT, Job, started, unhurried
 from titanlite.checkpoint import manifest as manifests
 from titanlite.storage.storage import LocalStorage
 from titanlite.tools import cli
@@ -94,7 +94,7 @@ def test_names_that_lead_to_the_machine_itself_do_not_reach_gloo(tmp_path: Path,
 
 @pytest.mark.slow
 def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyRun, hosts: Network) -> None:
-    options = f"--config={tiny.toml}", *SAVING, LONG, "--comm.train_timeout_seconds=150"
+    options = f"--config={tiny.toml}", *SAVING, LONG, unhurried(tiny), "--comm.train_timeout_seconds=150"
     with hosts.job(tiny.folder, *options, NPROC="1") as jobs:
         first, second = jobs
         wait_for_step(first, 4)

@@ -93,6 +93,7 @@ def refused(rank: int, world_size: int, config: Config) -> str:
     return str(error.value)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_other_shards_is_refused(tiny: TinyRun) -> None:
     """Shards of the checkpoint were large enough for blocks. Rows that do not divide: tests/unit/test_optim_8bit.py."""
     name = "--optimizer.name=torchao.optim.AdamW8bit"

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import TinyRun, free_port
-from tests.processes import newest, started
+from tests.processes import newest, started, unhurried
 from titanlite.tools import cli
 
 
@@ -38,7 +38,7 @@ def listening(pids: list[int]) -> set[str]:
 @pytest.mark.slow
 def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> None:
     """The restart resumes exactly. A stop by a signal is final, though torchrun has restarts left."""
-    options = "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0", "--training.steps=1000000"
+    options = "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0", "--training.steps=1000000", unhurried(tiny)
     with started(tiny.folder, f"--config={tiny.toml}", *options, NPROC="2", MAX_RESTARTS="3") as job:
         job.wait_for_step(7)
         addresses = listening([*job.pids()])

@@ -13,7 +13,7 @@ from contextlib import suppress
 import pytest
 
 from tests.helpers import TinyRun, built, run_ranks
-from tests.processes import newest, started
+from tests.processes import newest, started, unhurried
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.schema import Config
 from titanlite.train import finish, train
@@ -54,7 +54,7 @@ def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun)
     os.set_blocking(writer, True)
     metrics = tiny.folder / "outputs" / "tiny" / "metrics.jsonl"
     small = "--training.global_batch_size=2", "--training.seq_len=8"  # lines in a hurry
-    options = *LONG, *small, "--metrics.log_freq=1", "--metrics.loggers=[]"
+    options = *LONG, unhurried(tiny), *small, "--metrics.log_freq=1", "--metrics.loggers=[]"
     with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN, console=writer) as job:
         job.wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5)
         step = len(tiny.records())
@@ -80,7 +80,7 @@ def test_one_rank_is_asked_and_all_stop_after_the_same_step(tiny: TinyRun) -> No
 
 @pytest.mark.slow
 def test_workers_of_the_loader_end_with_a_killed_trainer(tiny: TinyRun) -> None:
-    options = "--data.num_workers=2", "--training.steps=1000000"
+    options = "--data.num_workers=2", "--training.steps=1000000", unhurried(tiny)
     with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN) as job:
         job.wait_for_step(2)
         assert len(job.pids()) == 1 + 2 + 2  # trainer, workers, fork server and resource tracker
@@ -122,7 +122,7 @@ PHASES: dict[str, tuple[str, Callable[[TinyRun], bool]]] = {
 def test_a_signal_in_each_phase(tiny: TinyRun, phase: str, sign: signal.Signals) -> None:
     """One complete checkpoint of the last step, exit code 75, and nothing half written."""
     words, has_begun = PHASES[phase]
-    options = *LONG, "--data.num_workers=1", *words.format(text=tiny.text).split()
+    options = *LONG, unhurried(tiny), "--data.num_workers=1", *words.format(text=tiny.text).split()
     with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN) as job:
         job.wait_for_step(2)
         job.wait_until(lambda: has_begun(tiny))

@@ -30,7 +30,11 @@ def traced(rank: int, world_size: int, config: Config) -> tuple[int, list[str]]:
 
 
 @pytest.mark.parametrize(
-    "train", [pytest.param(traced, id="traced"), pytest.param(graphs_and_names, marks=pytest.mark.nightly)]
+    "train",
+    [
+        pytest.param(traced, id="traced", marks=pytest.mark.slow),
+        pytest.param(graphs_and_names, marks=pytest.mark.nightly),
+    ],
 )
 def test_compiled_blocks_share_one_graph_and_give_the_same_losses(tiny: TinyRun, train: Any) -> None:
     options = [*degrees(1, 2), "--training.steps=3", "--checkpoint.enable=false", "--model.args.n_layers=2"]

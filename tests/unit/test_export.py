@@ -186,7 +186,7 @@ def test_a_changed_byte_of_the_checkpoint_ends_the_export(tmp_path: Path, capsys
     assert not (tmp_path / "hf").exists()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_export_leaves_nothing_and_is_written_again(tmp_path: Path) -> None:
     checkpoint, model = save_random(tmp_path, "qwen3_moe", n_layers=6, n_experts=16)
     out, staging = tmp_path / "hf", tmp_path / ".hf.staging"

@@ -83,7 +83,7 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool)
     assert in_work * whole.micro_batches == sum(operator.flops for operator in whole.recorder.operators)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("optimizer", [pytest.param("AdamW", marks=pytest.mark.nightly), "Muon"])
 def test_the_update_of_many_blocks_is_that_of_each(optimizer: str) -> None:
     """Muon multiplies matrices of bfloat16. AdamW reads and writes 28 bytes a parameter, clipping and norms 12."""

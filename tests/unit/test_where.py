@@ -32,7 +32,7 @@ def dump(tiny: TinyRun, name: str, *more: str, step: int = 1) -> Path:
     return tiny.folder / name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_planted_errors_are_named(right: TinyRun) -> None:
     for number, (more, step, key) in enumerate(PLANTED.values()):
         dump(right, f"wrong-{number}", *more, step=step)
