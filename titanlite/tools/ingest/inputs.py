@@ -208,8 +208,8 @@ def _identity(stats: os.stat_result) -> tuple[int, int]:
 
 def _check_packages(file: File) -> None:
     package = {"parquet": "pyarrow", "dataset": "datasets"}.get(file.kind)
-    if package is None and file.packing == "zstd":
-        package = "zstandard"
+    if file.packing == "zstd":
+        package = "pyarrow"
     if package and importlib.util.find_spec(package) is None:
         install = "pip install datasets" if package == "datasets" else install_hint("data")
         raise UserError(f"{file.path} cannot be read without the package {package}: {install}")

@@ -164,8 +164,6 @@ def _read_lines(file: File, chunk_bytes: int) -> Iterator[Step]:
     number = 1
     with Stream(file.path, file.packing) as stream:
         while data := stream.read_lines(chunk_bytes):
-            if stream.damage and not data.endswith(b"\n"):
-                data = data[: data.rfind(b"\n") + 1]  # what is left of its last line is no line
             lines = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
             yield Part(file.source, file.path, "lines", lines, number), stream.done
             number += data.count(b"\n")
