@@ -25,7 +25,7 @@ from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Data
 from titanlite.tools import cli
-from titanlite.tools.ingest.chat_template import ChatTemplate
+from titanlite.tools.ingest.chat_template import ChatTemplate, Refused
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.ingest.token_writer import TokenWriter
 
@@ -197,7 +197,7 @@ def test_answers_end_where_a_character_has_several_tokens_or_none(tmp_path: Path
     assert counted == {by_bytes: [7, 4], by_words: [2, 1]}
 
 
-def test_tools_other_fields_and_all_tokens(tmp_path: Path, tokenizer: Path) -> None:
+def test_tools_and_other_fields(tmp_path: Path, tokenizer: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds <a> & b."}}]
     lines = [{"messages": [USER, ASSISTANT], "tools": tools}, {"messages": [USER, ASSISTANT], "id": 7}]
     code, out = prepare(write_chats(tmp_path / "tools.jsonl", lines), tokenizer)
@@ -208,11 +208,9 @@ def test_tools_other_fields_and_all_tokens(tmp_path: Path, tokenizer: Path) -> N
     ]
     turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
     shared = write_chats(tmp_path / "shared.jsonl", [{"conversations": turns}])
-    code, out = prepare(shared, tokenizer, "--text-field", "conversations", "--loss-on", "all")
+    code, out = prepare(shared, tokenizer, "--text-field", "conversations")
     assert code == 0
-    [(ids, mask)] = documents(out)
-    assert ids == of_transformers(tokenizer, [[USER, ASSISTANT]])[0][0]
-    assert all(mask)
+    assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
 
 
 def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> None:
@@ -325,12 +323,15 @@ def test_a_template_without_end_is_ended(body: str, message: str) -> None:
     text = f"{{{{ messages[0] }}}}{{% if messages[0] == 'bad' %}}{body}{{% endif %}}"
     seconds = 0.2 if body == LOOP else 5.0
     template = ChatTemplate(text, where="it", names={}, seconds=seconds, memory=100 * 2**20, longest=10**6)
-    found = template.render_all([([word], None) for word in ("one", "bad", "two")])  # pyright: ignore
-    assert [found[0], found[2]] == [("one", []), ("two", [])]
-    assert str(found[1]).startswith(f"--chat: it fails: {message}")
-    if "text of" not in message:
-        with pytest.raises(UserError, match="more than"):  # 3 in a row: the rest is not tried
-            template.render_all([(["bad"], None)] * 1000)  # pyright: ignore
+    for word in ("one", "bad", "two", "bad", "bad"):
+        if word == "bad":
+            with pytest.raises(Refused, match=f"^--chat: it fails: {message}"):
+                template.render([word])  # pyright: ignore
+        else:
+            assert template.render([word]) == (word, [])  # pyright: ignore
+    with pytest.raises(UserError, match="more than") as raised:  # 3 in a row: the rest would be like them
+        template.render(["bad"])  # pyright: ignore
+    assert isinstance(raised.value, Refused) == ("text of" in message)
 
 
 @pytest.mark.long
@@ -370,8 +371,8 @@ def test_a_chat_that_ends_the_process_can_be_left_out(
 def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", CHATS)
     words = ["data", "prepare", str(chats), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
-    assert cli.run([*words, "--loss-on", "all"]) == 2
-    assert capsys.readouterr().err == "error: --loss-on is for chats: add --chat\n"
+    assert cli.run([*words, "--chat-template", "any"]) == 2
+    assert capsys.readouterr().err == "error: --chat-template is for chats: add --chat\n"
     assert cli.run([*words, "--chat"]) == 2
     expected = (
         "error: --chat: the tokenizer bytes has no chat template: name a file (--chat-template, data.chat_template)\n"

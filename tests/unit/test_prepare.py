@@ -264,17 +264,11 @@ def test_the_standard_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl.xz", b"x", r"a\.jsonl\.xz cannot be read; text and JSON lines .* pack it with gzip or zstd instead"),
-        ("a.tar.gz", b"x", r"a\.tar\.gz cannot be read; .*: unpack it"),
-        ("a.ZIP", b"x", "unpack it"),
-        ("a.parquet.zst", b"x", "unpack it"),
-        ("a.bin", b"x", "name the text that it was made from"),
-        ("a.arrow", b"x", "name the folder that Dataset.save_to_disk wrote"),
         ("a.json", b'[\n{"text": "a"}]', r"a\.json cannot be read: it is JSON in one piece.*jq -c"),
         (".hidden/x", b"x", "no file in "),
     ],
 )
-def test_unreadable_input_is_refused_with_a_suggestion(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_unreadable_input_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in" / name, content)
     with pytest.raises(UserError, match=message):
         check_path(str(tmp_path / "in" if name.startswith(".") else path), find_files)
@@ -373,8 +367,13 @@ def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
     return [
         (write(folder / "latin.txt", b"a" * 90 + b"\xe4"), "not UTF-8: byte 90", []),
         (write(folder / "long.txt", "ä".encode() * 3000 + b"\xc3"), "not UTF-8: byte 6,000", []),
-        (write(folder / "binary.txt", b"a\0b"), "binary", []),
-        (write(folder / "cut.txt.gz", packed[:-9]), "damaged: Compressed file ended before the end-of-stream marker was reached", []),
+        (write(folder / "binary.txt", b"a\0b"), "binary: text and JSON lines (both also .gz and .zst)", []),
+        (write(folder / "a.parquet.gz", b"x"), "damaged: ", []),
+        (
+            write(folder / "cut.txt.gz", packed[:-9]),
+            "damaged: Compressed file ended before the end-of-stream marker was reached",
+            [],
+        ),
         (write(folder / "no.gz", b"no gzip"), "damaged: Not a gzipped file", []),
         (write(folder / "cut.jsonl.zst", whole[:-3]), "damaged: Truncated compressed stream; what follows", ["?"]),
         (folder / "rows.parquet", "not UTF-8: byte 0", ["a"]),
@@ -540,13 +539,13 @@ from titanlite.tools.ingest import prepare
 from titanlite.tools.ingest.encoding import Options
 from titanlite.data.tokenizer import load_tokenizer
 prepare.WORKER_BYTES = 1
-end_chunk = tokens.TokenWriter.end_chunk
-def slow(self, position):
-    end_chunk(self, position)
+add = tokens.TokenWriter.add
+def slow(self, *arguments, position):
+    add(self, *arguments, position=position)
     # From the third shard on it waits to be killed, however late that comes.
     has_three = progress.exists() and len(json.loads(progress.read_text())["shards"]) >= 3
     time.sleep(60 if has_three else 0.05)
-tokens.TokenWriter.end_chunk = slow
+tokens.TokenWriter.add = slow
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with none
 paths, out, workers, progress = json.loads(sys.argv[1])
 progress = Path(progress)
@@ -661,10 +660,10 @@ def test_a_full_disk_is_an_error_and_the_next_start_resumes(tmp_path: Path, monk
     expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)
     add = prepare_module.TokenWriter.add
 
-    def full(writer: Any, *arguments: Any) -> None:
+    def full(writer: Any, *arguments: Any, position: Any) -> None:
         if writer.tokens > 30_000:
             raise OSError(28, "No space left on device")
-        add(writer, *arguments)
+        add(writer, *arguments, position=position)
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module.TokenWriter, "add", full)

@@ -26,13 +26,6 @@ STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_te
 STDLIB_VALIDATION = 16
 """Each file whose number is a multiple of this is for validation."""
 KINDS = {".jsonl": "lines", ".ndjson": "lines", ".jsonlines": "lines", ".json": "json", ".parquet": "parquet"}
-UNREADABLE = {
-    **dict.fromkeys((".xz", ".bz2", ".lz4", ".br"), "pack it with gzip or zstd instead"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it"),
-    **dict.fromkeys((".bin", ".idx", ".npy", ".npz", ".pkl", ".pt", ".h5"), "name the text that it was made from"),
-    **dict.fromkeys((".orc", ".avro", ".feather", ".xlsx"), "convert it to parquet or JSON lines"),
-    ".arrow": "name the folder that Dataset.save_to_disk wrote, or convert it to parquet",
-}
 READABLE = "text and JSON lines (both also .gz and .zst) and .parquet can be read"
 
 
@@ -180,9 +173,6 @@ def _file(path: str, source: int, *, named: bool) -> File:
     if packing := PACKINGS.get(suffix, ""):
         suffix = os.path.splitext(stem)[1]
     kind = KINDS.get(suffix, "text")
-    hint = "unpack it" if packing and kind == "parquet" else UNREADABLE.get(suffix)
-    if named and hint:
-        raise UserError(f"{path} cannot be read; {READABLE}: {hint}")
     try:
         stats = os.stat(path)
         if named and not stat.S_ISREG(stats.st_mode):
@@ -198,7 +188,6 @@ def _file(path: str, source: int, *, named: bool) -> File:
         if named:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         return File(path, source, "text", packing, named, identity=path)
-    kind = "text" if hint else kind
     return File(path, source, kind, packing, named, stats.st_size, stats.st_mtime_ns, _identity(stats))
 
 

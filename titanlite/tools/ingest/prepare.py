@@ -99,7 +99,6 @@ def prepare_folder(
     no_eos: bool = False,
     chat: bool = False,
     chat_template: Path | None = None,
-    loss_on: Literal["assistant", "all"] | None = None,
 ) -> None:
     """Turn text into token shards, which data.path can name.
 
@@ -116,18 +115,17 @@ def prepare_folder(
         chat: documents are chats: JSON lines with a field "messages" of {"role": ..., "content": ...}, and maybe
             "tools". The chat template of the tokenizer renders them, and answers count in the loss
         chat_template (FILE): template to use; default: that of the tokenizer
-        loss_on: tokens of chats that count in the loss; default: assistant, as the template marks it
 
     Example:
         'corpus/*.jsonl' --out tokens/corpus --tokenizer llama3/tokenizer.model
     """
-    if not chat and (chat_template or loss_on):
-        raise UserError(f"--{'chat-template' if chat_template else 'loss-on'} is for chats: add --chat")
+    if chat_template and not chat:
+        raise UserError("--chat-template is for chats: add --chat")
     known = load_tokenizer(tokenizer)
     template = chat_template.expanduser() if chat_template else None
     options = options_for(
         known,
-        chat=chat_options(known, template=template, loss_on=loss_on or "assistant") if chat else None,
+        chat=chat_options(known, template=template) if chat else None,
         text_field=text_field,
         bos=not no_bos,
         eos=not no_eos,
@@ -218,7 +216,9 @@ def _quarantine_damaged(folder: Path) -> None:
     if not folder.exists():
         return
     try:
-        damage = TokenStore(folder).find_damage(MOST_CHECKED_BYTES)
+        store, damage = TokenStore(folder), None
+        if sum(size for _, size, _ in store.files()) <= MOST_CHECKED_BYTES and (path := next(store.damaged(), None)):
+            damage = f"{path} does not have the checksum that {INDEX} states"
     except (UserError, KeyError, TypeError, AttributeError) as error:
         damage = str(error).removeprefix("data.path: ")
     if damage:
@@ -279,8 +279,7 @@ def _write(task: _Task) -> None:
                 _stop_at_errors(task, encoded.errors)
                 note(notes, encoded)
                 if len(encoded.tokens):
-                    writer.add(encoded.tokens, encoded.starts, encoded.mask)
-                writer.end_chunk(chunk.position)
+                    writer.add(encoded.tokens, encoded.starts, encoded.mask, position=chunk.position)
                 show(chunk.done, writer.tokens - before)
         if writer.tokens == 0:
             raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {left_out(notes)}")
