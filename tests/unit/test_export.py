@@ -18,7 +18,7 @@ from tests.object_stores import Flaky
 from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.convert.safetensors_file import parse_size
+from titanlite.tools.convert.export import parse_size
 from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.convert.target import Target
 

@@ -154,7 +154,7 @@ class LocalStorage(Storage):
         staging, final = self._staging(folder), self.root / folder
         with self.create(f"{staging.name}/{MANIFEST}") as file:
             file.write(manifest)
-        sync_folder(staging)
+        sync(staging)
         if final.is_dir() and not final.is_symlink():  # quarantined, or saved again
             self.delete(folder)
         elif os.path.lexists(final):
@@ -162,7 +162,7 @@ class LocalStorage(Storage):
             os.rename(final, damaged)
             logger.warning(f"{final} is no folder of a checkpoint: it is now {damaged.name}, and {folder} is saved")
         os.rename(staging, final)
-        sync_folder(self.root)
+        sync(self.root)
 
     def discard(self, folder: str) -> None:
         shutil.rmtree(self._staging(folder), ignore_errors=True)
@@ -172,7 +172,7 @@ class LocalStorage(Storage):
 
     def restore(self, folder: str, reason: str) -> None:
         os.rename(self.root / folder / f"{MANIFEST}.{reason}", self.root / folder / MANIFEST)
-        sync_folder(self.root / folder)
+        sync(self.root / folder)
 
     def delete(self, folder: str) -> None:
         hidden = self.root / f".deleted-{folder}-{self.owner}"
@@ -330,9 +330,9 @@ def _read_all(file: Any, size: int) -> bytes:
     return data
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file durable, or the names of a folder's files."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

@@ -1,8 +1,6 @@
 """`titanlite generate`: continue prompts with the weights of a checkpoint, in one process."""
 
 import json
-import sys
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Annotated, Literal
@@ -108,15 +106,12 @@ def load_generator(source: Source, *, vocab_size: int, device: torch.device, dty
         dtype: default: bfloat16 on GPUs, float32 on CPUs.
     """
     chosen = DTYPES[dtype or default_dtype(device)]
-    generator = Generator(
+    return Generator(
         load_model(source, dtype=chosen, device=device),
         kernels=pick_kernels(device),
         vocab_size=vocab_size,
         max_seq_len=source.spec.args.max_seq_len,
     )
-    if generator.why_slow:
-        note(f"warning: {generator.why_slow}: each token computes the whole sequence")
-    return generator
 
 
 class Answers:
@@ -135,7 +130,6 @@ class Answers:
         self.sampler = sampler
         self.stops = stop_ids(tokenizer)
         self._prompt_length = self._count = 0
-        self._first_token = 0.0
 
     def stream(self, ids: list[int]) -> Iterator[str]:
         """Yield the text after a prompt."""
@@ -148,8 +142,6 @@ class Answers:
     def _counted(self, tokens: Iterator[int]) -> Iterator[int]:
         for token in tokens:
             self._count += 1
-            if self._count == 1:
-                self._first_token = time.monotonic()
             yield token
 
     def about(self) -> dict[str, int | str]:
@@ -169,9 +161,5 @@ class Answers:
                 print(piece, end="", flush=True)
         finally:
             print(flush=True)
-        about = self.about()
-        if about["ended"] == "max_seq_len":
+        if self.about()["ended"] == "max_seq_len":
             note(f"stopped: the model's max_seq_len of {self.generator.max_seq_len:,} tokens is reached")
-        if sys.stderr.isatty() and self._count > 1:
-            rate = (self._count - 1) / (time.monotonic() - self._first_token)
-            note(f"({about['new_tokens']} tokens, {rate:.1f} a second; ended by {about['ended']})")

@@ -6,19 +6,12 @@ which adds the keys and values of the tokens before.
 Shape suffixes: see `models/layers.py`; S all tokens so far, of which L are new, G query heads of one key head.
 """
 
-from contextlib import suppress
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.base import Model
-from titanlite.models.registry import MODELS
-from titanlite.ops.attention import AttentionMask, Documents, SequencePart, set_key_source
+from titanlite.ops.attention import AttentionMask, Documents, SequencePart
 from titanlite.ops.kernels import Kernels
-
-PROBE = (3, 2, 1)
-"""New tokens of each forward pass that tries a model of the user's own with a cache."""
 
 
 class LayerCache:
@@ -71,11 +64,10 @@ class KeyValueCache:
     """Caches of all layers of a model, for sequences that grow.
 
     Args:
-        model: its modules get a key source, until `remove`.
+        model: its attention layers get a key source.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._layers: list[LayerCache] = []
         for module in model.modules():
             if hasattr(module, "key_source"):
@@ -105,34 +97,3 @@ class KeyValueCache:
         self.length = length
         for layer in self._layers:
             layer.cut(length)
-
-    def remove(self) -> None:
-        """Let the model attend to the tokens of one forward pass again."""
-        set_key_source(self._model, None)
-
-
-@torch.inference_mode()
-def why_not_cached(model: Model, *, vocab_size: int, device: torch.device) -> str | None:
-    """Return why a model's keys and values cannot be kept; None if they can.
-
-    The families of titanlite are known to work. Another model is tried: its logits with a cache must be those without.
-    """
-    if type(model) in MODELS.values():
-        return None
-    tokens = torch.arange(1, 1 + sum(PROBE), device=device)[None] * 7919 % vocab_size
-    expected = model(tokens).float()
-    cache = KeyValueCache(model)
-    try:
-        parts = []
-        for part in tokens.split(PROBE, dim=1):
-            parts.append(model(part, documents=cache.next_documents(part)).float())
-        found = torch.cat(parts, dim=1)
-    except Exception as error:  # code of the user's own may raise anything
-        return f"{type(model).__name__} fails with a cache: {type(error).__name__}: {error}"
-    finally:
-        cache.remove()
-    tolerance = 0.1 if next(model.parameters()).dtype == torch.bfloat16 else 1e-3
-    with suppress(RuntimeError):  # of another shape
-        if (found - expected).abs().max() <= tolerance * expected.std():
-            return None
-    return f"{type(model).__name__} attends without `key_source`, or without the positions of `documents`"

@@ -2,15 +2,15 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, lock_file
-from titanlite.storage.storage import sync_folder
-
-Write = Callable[[BinaryIO], object]
+from titanlite.storage.storage import sync
 
 
 class Target:
@@ -53,20 +53,22 @@ class Target:
             if left.name != ".lock":
                 left.unlink()
 
-    def write(self, name: str, write: Write) -> None:
-        """Write a file. It is durable on return."""
-        with open(self.staging / name, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
+    def write(self, name: str, content: bytes | Mapping[str, Tensor]) -> None:
+        """Write a file, of safetensors if the content is tensors. It is durable on return."""
+        path = self.staging / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            save_file(dict(content), path, metadata={"format": "pt"})
+        sync(path)
 
     def commit(self) -> None:
         """Make the export count."""
         (self.staging / ".lock").unlink()
-        sync_folder(self.staging)
+        sync(self.staging)
         self.check()
         os.rename(self.staging, self.path)
-        sync_folder(self.path.parent)
+        sync(self.path.parent)
         self._lock.close()
 
     def discard(self) -> None:
