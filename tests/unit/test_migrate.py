@@ -434,9 +434,8 @@ def test_our_own_configs_are_refused(path: Path) -> None:
         ("[training]\nsteps = 1\nsteps = 2", "old.toml is not valid TOML"),
         (
             "[training]\nsteps = '5'\nstepss = 5\n\n[optimizer]\neps = 1\nlr = true",
-            "training.steps: expected int, got '5' (old.toml:2)\n"
-            "training.stepss: not a key of torchtitan, did you mean training.steps? (old.toml:3)\n"
-            "optimizer.lr: expected float, got True (old.toml:7)",
+            "old.toml: training.steps: expected int, got '5'\nold.toml: optimizer.lr: expected float, got True\n"
+            "old.toml: training.stepss: not a key of torchtitan, did you mean training.steps?",
         ),
         ("parallelism.tensor_parallel_degree = 3", "4 processes are not a multiple of the 3"),
     ],
@@ -472,7 +471,6 @@ def test_without_out_the_toml_is_on_stdout(tmp_path: Path, capsys: pytest.Captur
     captured = capsys.readouterr()
     assert tomli.loads(captured.out)["training"]["global_batch_size"] == 8
     assert "carried     training.global_batch_size\n" in captured.err
-    assert "to mend     data.tokenizer: no file ./tests/assets/tokenizer" in captured.err
     assert "error" not in captured.err
 
 
