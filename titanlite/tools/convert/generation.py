@@ -86,6 +86,8 @@ class Generator:
         self.device = next(model.parameters()).device
         self._cache = KeyValueCache(model) if use_cache or (use_cache is None and is_family(model)) else None
         self._ids: list[int] = []
+        self.is_full = False
+        """Whether the last sequence has ended at `max_seq_len`."""
 
     def stream(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampler: Sampler, stop_ids: Collection[int] = ()
@@ -96,13 +98,14 @@ class Generator:
             UserError: the prompt is empty, or leaves no room for a token.
         """
         self.check(prompt)
-        ids = list(prompt)
+        ids, self.is_full = list(prompt), False
         for _ in range(min(max_new_tokens, self.max_seq_len - len(prompt))):
             token = sampler.draw(self.next_logits(ids))
             if token in stop_ids:
                 return
             ids.append(token)
             yield token
+        self.is_full = len(ids) == self.max_seq_len and len(ids) - len(prompt) < max_new_tokens
 
     def check(self, prompt: Sequence[int]) -> None:
         """
