@@ -151,6 +151,51 @@ class UnsafeCheckpoint(UserError):
     """A checkpoint holds more than tensors, and loading it could run code. Nothing of it was run."""
 
 
+def unpickle_metadata(data: bytes, where: str) -> Metadata:
+    """Return DCP's metadata.
+
+    Args:
+        where: place of the file, for errors.
+
+    Raises:
+        UnsafeCheckpoint: it holds something else. Nothing was run.
+    """
+    try:
+        found = MetadataUnpickler(io.BytesIO(data)).load()
+    except Forbidden as error:
+        message = f"{where} names {error}, which is no part of a checkpoint: refused, nothing was run"
+        raise UnsafeCheckpoint(message) from None
+    except Exception as error:  # an arbitrary pickle can fail in any way
+        raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused ({error!r})") from None
+    if not isinstance(found, Metadata):
+        raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused")
+    return found
+
+
+def load_stored(data: bytes, shape: torch.Size, where: str) -> Tensor:
+    """Return a tensor that DCP has stored.
+
+    Args:
+        where: file and name, for errors.
+
+    Raises:
+        UnsafeCheckpoint: it is something else, or has another shape. Nothing was run.
+        RunError: it cannot be loaded.
+    """
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UnsafeCheckpoint(f"{where} is not a tensor: refused, nothing was run") from None
+    except Exception as error:  # not damage of ours: the checksum matches
+        first_line = (str(error).splitlines() or [""])[0]
+        raise RunError(f"{where}: {type(error).__name__}: {first_line}") from error
+    if not isinstance(tensor, Tensor):
+        raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
+    if tensor.shape != shape:
+        raise UnsafeCheckpoint(f"{where} has shape {[*tensor.shape]} and not {[*shape]}: refused")
+    return tensor
+
+
 class ShardReader(RankReader):
     """Reader of what this rank needs from a checkpoint.
 
@@ -171,17 +216,8 @@ class ShardReader(RankReader):
         """CRC-32 of each file up to the end of each tensor."""
 
     def _read_metadata(self) -> Metadata:
-        data = self._read_small(manifests.METADATA)
         where = self.storage.url_of(f"{self.folder}/{manifests.METADATA}")
-        try:
-            found = MetadataUnpickler(io.BytesIO(data)).load()
-        except Forbidden as error:
-            message = f"{where} names {error}, which is no part of a checkpoint: refused, nothing was run"
-            raise UnsafeCheckpoint(message) from None
-        except Exception as error:  # an arbitrary pickle can fail in any way
-            raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused ({error!r})") from None
-        if not isinstance(found, Metadata):
-            raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused")
+        found = unpickle_metadata(self._read_small(manifests.METADATA), where)
         self._check_places(found, where)
         return found
 
@@ -241,16 +277,4 @@ class ShardReader(RankReader):
             data = self.storage.read_exactly(name, info.offset, info.length, is_right, f"{where}: wrong checksum")
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{where} is missing") from None
-        try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            raise UnsafeCheckpoint(f"{where} is not a tensor: refused, nothing was run") from None
-        except Exception as error:  # not damage: the checksum matches
-            first_line = (str(error).splitlines() or [""])[0]
-            raise RunError(f"{where}: {type(error).__name__}: {first_line}") from error
-        if not isinstance(tensor, Tensor):
-            raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
-        chunk = self.chunks[index]
-        if tensor.shape != chunk:
-            raise UnsafeCheckpoint(f"{where} has shape {[*tensor.shape]} and not {[*chunk]}: refused")
-        return tensor
+        return load_stored(data, self.chunks[index], where)

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
@@ -24,6 +23,7 @@ from titanlite.checkpoint.dcp_read import RankReader, ShardReader
 from titanlite.checkpoint.load import LORA_ALPHA
 from titanlite.models.quantized import SCALE, dequantize
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
+from titanlite.tools.convert.reader import read_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +42,7 @@ class Adapters:
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor of the checkpoint as it is, by the model's name."""
-        entry: Any = self.reader.metadata.state_dict_metadata[f"model.{name}"]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
-            bounds = zip(chunk.offsets, chunk.sizes, strict=True)
-            region = tuple(slice(start, start + size) for start, size in bounds)
-            whole[region] = self.reader.read_chunk(MetadataIndex(f"model.{name}", chunk.offsets))
-        return whole
+        return read_whole(self.reader, name)
 
     def merged(self, layer: str) -> Tensor:
         """Return the merged weight of a layer, in float32."""

@@ -84,7 +84,8 @@ def evaluate(
     section = _section(data, weights.config, sequences)
     options = weights.config.data if weights.config else Data()
     options = options.model_copy(update={"text_field": text_field or options.text_field})
-    cache = Path(cache_folder or options.cache_folder or _cache_of(weights))
+    folder = weights.config.job.dump_folder if weights.config else "outputs"
+    cache = Path(cache_folder or options.cache_folder or Path(folder, "data_cache"))
     sources = []
     for source in section.all_sources():
         alone = section.model_copy(update={"sources": [source], "path": None})
@@ -150,15 +151,6 @@ def _check_refused(weights: Weights, data: Sequence[str]) -> None:
             f"{weights.where}: the config names {key} = {value!r}, and it may be of others: refused, nothing was read. "
             f"If you trust it, name it yourself, with {fix}"
         )
-
-
-def _cache_of(weights: Weights) -> Path:
-    """Return the cache of the runs beside the checkpoint's, where there is one."""
-    named = Path(weights.config.job.dump_folder if weights.config else "outputs", "data_cache")
-    if "://" in weights.where:
-        return named
-    beside = Path(weights.where).absolute().parents[2:3]
-    return next((folder / "data_cache" for folder in beside if (folder / "data_cache").is_dir()), named)
 
 
 def _options_of(source: ValidationSource, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> Data:

@@ -33,7 +33,7 @@ from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.tools.convert.reader import ForeignReader
-from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, origin_of
+from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, origin_of, read_tensor
 from titanlite.tools.convert.weights import find_source
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
@@ -89,7 +89,7 @@ def import_weights(
         return DTYPES[dtype] if dtype else entries[f"model.{name}"].properties.dtype
 
     def read(name: str) -> Tensor:
-        return kept[name] if name in kept else reader.read(f"model.{name}").to(dtype_of(name)).contiguous()
+        return kept[name] if name in kept else read_tensor(source, name, dtype=dtype_of(name))
 
     state = {  # views of one element: the writer asks for each tensor when it writes it
         name: torch.empty((), dtype=dtype_of(name)).expand(tensor.shape)

@@ -4,12 +4,16 @@ The metadata has the names and shapes of our model. So `dcp.load` plans as for a
 of the other format is undone region by region.
 """
 
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -18,10 +22,13 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from titanlite.checkpoint.load import ForeignWeights
 from titanlite.models.formats import Place, Table
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.ranks import error_of_ranks
 
 Region = tuple[slice, ...]
 """Start and stop in each dim."""
@@ -148,19 +155,13 @@ class ForeignReader(ForeignWeights):
         entry = self.metadata.state_dict_metadata.get(name)
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Return one of our tensors, or rows of one that is no stack of experts."""
+    def first_rows(self, name: str, count: int) -> Tensor:
+        """Return the first rows of one of our tensors that is no stack of experts."""
         entry = self.metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
-        if len(entry.chunks) == 1:
-            [chunk] = entry.chunks
-            region = [slice(0, size) for size in chunk.sizes]
-            return self._read(MetadataIndex(name, chunk.offsets), [rows or region[0], *region[1:]])
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for number, chunk in enumerate(entry.chunks):
-            region = [slice(0, size) for size in chunk.sizes]
-            whole[number : number + 1] = self._read(MetadataIndex(name, chunk.offsets), region)
-        return whole
+        [chunk] = entry.chunks
+        rest = [slice(0, size) for size in chunk.sizes[1:]]
+        return self._read(MetadataIndex(name, chunk.offsets), [slice(0, count), *rest])
 
     def _read(self, index: MetadataIndex, region: Sequence[slice]) -> Tensor:
         """Return a region of a chunk in our layout."""
@@ -208,3 +209,35 @@ def _our_shape(chunk: _Stored) -> tuple[int, ...]:
     if chunk.place.entry.transposed and len(shape) >= 2:
         shape[-2:] = shape[:-3:-1]
     return tuple(shape) if chunk.place.expert is None else (1, *shape)
+
+
+def load_tensors(reader: StorageReader, tensors: dict[str, Tensor]) -> None:
+    """Load tensors in place, by the model's names, in this process alone.
+
+    Raises:
+        UserError: one is damaged.
+    """
+    planner = DefaultLoadPlanner(allow_partial_load=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({"model": tensors}, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        reason = error_of_ranks(error)
+        raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
+
+
+def read_whole(reader: StorageReader, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor by the model's name, on the CPU.
+
+    Args:
+        dtype: None keeps the stored one.
+
+    Raises:
+        KeyError: there is no such tensor.
+        UserError: it is damaged.
+    """
+    entry: Any = reader.read_metadata().state_dict_metadata[f"model.{name}"]
+    tensor = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
+    load_tensors(reader, {name: tensor})
+    return tensor

@@ -7,7 +7,6 @@ finds whole files, and makes the others.
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -63,8 +62,6 @@ from titanlite.techniques.distill.teacher import Teacher
 from titanlite.tools.arguments import Count
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.ingest.prepare import prepare_text
-
-GIB = 2**30
 
 
 def cache_teacher(
@@ -369,12 +366,8 @@ def _opened(folder: Path, settings: CacheSettings, group: dist.ProcessGroup) -> 
 
 
 def _missing(folder: Path, sources: Sequence[Source], settings: CacheSettings) -> list[list[int]]:
-    """Return the files of each source that are not there, and remove what an interruption has left.
-
-    Raises:
-        UserError: the disk has too little room for them.
-    """
-    found, needed = [], 0
+    """Return the files of each source that are not there, and remove what an interruption has left."""
+    found = []
     with on_disk(folder):
         for source in sources:
             place = folder / source.fingerprint
@@ -383,11 +376,4 @@ def _missing(folder: Path, sources: Sequence[Source], settings: CacheSettings) -
                 left.unlink()
             sizes = block_sizes(len(source.sequences), settings)
             found.append([block for block, count in enumerate(sizes) if not has_block(place, block, count, settings)])
-            needed += sum(sizes[block] for block in found[-1]) * settings.record.itemsize
-        free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise UserError(
-            f"teacher.cache: there is no room in {folder}: it needs {needed / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB "
-            "are free. Name a folder on a larger disk, or keep fewer tokens (--top-k)"
-        )
     return found
