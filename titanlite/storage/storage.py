@@ -271,7 +271,7 @@ class ObjectStorage(Storage):
     def _in_time(self, call: Callable[[], T], name: str, seconds: float = 0) -> T:
         """Return `call()` as `retry`, within half a minute and some seconds, whatever the library does."""
         name, patience = self.url_of(name), self.PATIENCE + seconds
-        return retry.retry(call, name=name, patience=patience, counts_calls=True, longest=patience)
+        return retry.retry(call, name=name, patience=patience, longest=patience)
 
     @property
     def _mark(self) -> str:
