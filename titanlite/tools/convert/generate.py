@@ -58,8 +58,6 @@ def generate(
     problem = ""
     if (prompt is None) == (prompt_file is None):
         problem = "give --prompt TEXT or --prompt-file FILE" + (", and not both" if prompt is not None else "")
-    elif prompt is not None and not prompt.strip():
-        problem = "--prompt: the prompt is empty"
     elif temperature == 0 and useless:
         problem = f"{useless[0]} does nothing at temperature 0: give --temperature too, such as --temperature 0.8"
     if problem:

@@ -66,7 +66,7 @@ class Sampler:
 
 
 class Generator:
-    """Continues sequences of tokens. The beginning that a sequence shares with the one before is computed once.
+    """Continues sequences of tokens.
 
     Args:
         model: with its weights, and with the kernels of the device.
@@ -85,7 +85,6 @@ class Generator:
         self.max_seq_len = max_seq_len
         self.device = next(model.parameters()).device
         self._cache = KeyValueCache(model) if use_cache or (use_cache is None and is_family(model)) else None
-        self._ids: list[int] = []
         self.is_full = False
         """Whether the last sequence has ended at `max_seq_len`."""
 
@@ -99,6 +98,8 @@ class Generator:
         """
         self.check(prompt)
         ids, self.is_full = list(prompt), False
+        if self._cache:
+            self._cache.clear()
         for _ in range(min(max_new_tokens, self.max_seq_len - len(prompt))):
             token = sampler.draw(self.next_logits(ids))
             if token in stop_ids:
@@ -122,19 +123,11 @@ class Generator:
 
     @torch.inference_mode()
     def next_logits(self, ids: Sequence[int]) -> Tensor:
-        """Return the logits of the token after a sequence: float32 [V]."""
-        shared = 0
-        if self._cache:
-            both = zip(self._ids, ids, strict=False)
-            same = next((at for at, (old, new) in enumerate(both) if old != new), len(self._ids))
-            shared = min(same, len(ids) - 1)
-            self._cache.cut(shared)
-        tokens_BL = torch.tensor([ids[shared:]], device=self.device)
+        """Return the logits of the token after a sequence: float32 [V]. It begins with the tokens in the cache."""
+        tokens_BL = torch.tensor([ids[self._cache.length if self._cache else 0 :]], device=self.device)
         documents = self._cache.next_documents(tokens_BL) if self._cache else None
         more: dict[str, Any] = {} if documents is None else {"documents": documents}
-        self._ids = list(ids[:shared])  # Ctrl-C may come when only some layers have the new tokens
         logits_V = self.model(tokens_BL, loss=self._last_logits, **more)
-        self._ids = list(ids)
         if logits_V.isnan().any():
             raise RunError("the model's logits are NaN: its weights are damaged, or too large for this dtype")
         return logits_V

@@ -24,30 +24,18 @@ class LayerCache:
     def attend(
         self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
     ) -> Tensor:
-        """Causal attention of the new tokens to all tokens so far -> [B, N, L, H].
+        """Causal attention of the new tokens, the first ones or one more, to all tokens so far -> [B, N, L, H].
 
         Args:
             mask: ignored. It is of the new tokens alone, which are all of one document.
         """
         if self.keys_BKSH is None or self.values_BKSH is None:
             self.keys_BKSH, self.values_BKSH = k_BKLH, v_BKLH
-        else:
-            self.keys_BKSH = torch.cat([self.keys_BKSH, k_BKLH], dim=2)
-            self.values_BKSH = torch.cat([self.values_BKSH, v_BKLH], dim=2)
-        k_BKSH, v_BKSH, L = self.keys_BKSH, self.values_BKSH, k_BKLH.shape[2]
-        start = k_BKSH.shape[2] - L
-        if start == 0:
             return kernels.attend(q_BNLH, k_BKLH, v_BKLH, None)
-        if L == 1:
-            return attend_to_all(q_BNLH, k_BKSH, v_BKSH)
-        visible_LS = torch.ones(L, start + L, dtype=torch.bool, device=q_BNLH.device).tril(start)
-        blocked_LS = torch.zeros_like(visible_LS, dtype=q_BNLH.dtype).masked_fill_(~visible_LS, -torch.inf)
-        return kernels.attend(q_BNLH, k_BKSH, v_BKSH, blocked_LS[None, None])
-
-    def cut(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
-        if self.keys_BKSH is not None and self.values_BKSH is not None:
-            self.keys_BKSH, self.values_BKSH = self.keys_BKSH[:, :, :length], self.values_BKSH[:, :, :length]
+        assert k_BKLH.shape[2] == 1
+        self.keys_BKSH = torch.cat([self.keys_BKSH, k_BKLH], dim=2)
+        self.values_BKSH = torch.cat([self.values_BKSH, v_BKLH], dim=2)
+        return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH)
 
 
 def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
@@ -92,8 +80,8 @@ class KeyValueCache:
             torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device),
         )
 
-    def cut(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
-        self.length = length
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
         for layer in self._layers:
-            layer.cut(length)
+            layer.keys_BKSH = layer.values_BKSH = None
