@@ -73,15 +73,6 @@ def test_logits_are_those_of_transformers(family: str, tied: bool, tmp_path: Pat
         assert all(tensor.dtype == torch.bfloat16 for tensor in load_file(half / name).values())
 
 
-def test_weights_saved_in_bfloat16_stay_so(tmp_path: Path) -> None:
-    checkpoint, model = save_random(tmp_path, "llama3", dtype="bfloat16")
-    out = tmp_path / "hf"
-    assert export(checkpoint, "--out", out) == 0
-    tensors = load_file(out / "model.safetensors")
-    assert torch.equal(tensors["model.layers.1.mlp.up_proj.weight"], state(model)["layers.1.feed_forward.w3.weight"])
-    assert json.loads((out / "config.json").read_text())["torch_dtype"] == "bfloat16"
-
-
 def test_a_bias_that_transformers_lacks_is_not_dropped_silently(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

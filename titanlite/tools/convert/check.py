@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -94,16 +93,12 @@ def _of_transformers(folder: Path, tokens: Tensor, names: Mapping[str, str]) -> 
     """
     import transformers
 
-    quiet = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
-    try:
-        with _no_bars(transformers):
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-            model, info = loaded
-    finally:
-        transformers.utils.logging.set_verbosity(quiet)
+    transformers.utils.logging.disable_progress_bar()
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    model, info = loaded
     wrong = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
     if wrong:
         lines = [f"  {key.removesuffix('_keys')}: {', '.join(names[:5])}" for key, names in wrong.items()]
@@ -184,12 +179,3 @@ def _first_module(at: str, here: Values, there: Values, tensors: Mapping[str, st
 
 def _named(names: Sequence[str], tensors: Mapping[str, str]) -> str:
     return " and ".join(f"{name} ({tensors[name]})" for name in names)
-
-
-@contextmanager
-def _no_bars(transformers: Any) -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.enable_progress_bar()

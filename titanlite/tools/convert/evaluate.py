@@ -89,7 +89,7 @@ def evaluate(
     sources = []
     for source in section.all_sources():
         alone = section.model_copy(update={"sources": [source], "path": None})
-        own = _options_of(source, options, known, cache)
+        own = _options_of(source, options, cache)
         try:
             sources += open_sources(
                 alone, own, tokenizer=known, seq_len=length, cache_folder=cache, prepare_text=prepare_text
@@ -153,12 +153,8 @@ def _check_refused(weights: Weights, data: Sequence[str]) -> None:
         )
 
 
-def _options_of(source: ValidationSource, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> Data:
-    """Return the options of the data for one source: prepared tokens keep the document ends that they have.
-
-    Raises:
-        UserError: the tokens are of another tokenizer.
-    """
+def _options_of(source: ValidationSource, data: Data, cache_folder: Path) -> Data:
+    """Return the options of the data for one source: prepared tokens keep the document ends that they have."""
     paths = [source.path] if isinstance(source.path, str) else source.path
     place = prepared_tokens(paths)
     if place is None or place.startswith("python://"):
@@ -169,12 +165,6 @@ def _options_of(source: ValidationSource, data: Data, tokenizer: Tokenizer, cach
 
         folder = localize(place, cache_folder)
     store = TokenStore(folder)
-    if store.index["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-        raise UserError(
-            f"--data: {place} was made with the tokenizer {store.tokenizer_name}, and that of the checkpoint is "
-            f"{tokenizer.name} ({tokenizer.vocab_size:,} tokens): name the text, or prepare it with "
-            f"--tokenizer {tokenizer.name}"
-        )
     return data.model_copy(update={"add_bos": store.index["bos"], "add_eos": store.index["eos"], "chat_template": None})
 
 

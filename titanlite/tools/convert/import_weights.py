@@ -134,15 +134,10 @@ def _open_place(out: str) -> tuple[Storage, str]:
     Raises:
         UserError: the place is not a folder, or holds checkpoints.
     """
-    above, _, last = out.rstrip("/").rpartition("/")
-    step = manifests.step_of(last)
-    if step:
-        raise UserError(f"--out: {last} is of another step, and imported weights are of step 0: name a folder")
-    place = (above or ".") if step == 0 else out
-    if "://" not in place and Path(place).expanduser().exists() and not Path(place).expanduser().is_dir():
-        raise UserError(f"--out: {place} is not a folder")
+    if "://" not in out and Path(out).expanduser().exists() and not Path(out).expanduser().is_dir():
+        raise UserError(f"--out: {out} is not a folder")
     try:
-        storage = open_storage(place, owner=OWNER)
+        storage = open_storage(out, owner=OWNER)
         listing = storage.list()
     except (ValueError, ImportError) as error:  # of fsspec
         raise UserError(f"--out: {error}") from None

@@ -25,22 +25,20 @@ from titanlite.config.load import load
 from titanlite.data.loader import to_device
 from titanlite.data.samples import Source, as_batch
 from titanlite.data.sources import open_data
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.mesh import data_parallel_rank, world_group
-from titanlite.models.frozen import FrozenModel
-from titanlite.models.registry import ModelSpec
 from titanlite.ops import pick_kernels
 from titanlite.ops.divergence import most_probable
 from titanlite.ops.kernels import Kernels
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.frozen import build_frozen
 from titanlite.runtime.console import progress_bar
-from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
+from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import FileLocked, lock_file, write_atomically
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.runtime.ranks import check_same_everywhere, on_all, on_rank_0
-from titanlite.schema import Config, Validation
 from titanlite.schema import Teacher as TeacherConfig
+from titanlite.schema import Validation
 from titanlite.techniques.distill.cache import cache_folder, data_settings
 from titanlite.techniques.distill.divergence import HeadLogits
 from titanlite.techniques.distill.entries import (
@@ -116,7 +114,10 @@ def write_cache(
     device, training, folder = pick_device(ranks), config.training, _folder(config.teacher)
     tokenizer = load_tokenizer(config.data.tokenizer)
     student = select_model(config.model, tokenizer)
-    teacher, frozen = _open_teacher(config, student, tokenizer)
+    teacher = open_teacher(config, student=student, tokenizer=tokenizer, open_model=open_model)
+    assert teacher
+    frozen = teacher.frozen
+    assert frozen
     wanted = data_settings(config, tokenizer=tokenizer.fingerprint, vocab_size=student.args.vocab_size)
     wanted |= {**teacher.settings, "compute_dtype": frozen.dtype}
     settings = _settings(top_k=top_k, dtype=dtype, block_bytes=block_bytes, **wanted)
@@ -253,12 +254,12 @@ def _folder(config: TeacherConfig) -> Path:
     """Return the folder to write.
 
     Raises:
-        ConfigError: there is none, or no teacher.
+        UserError: there is none, or no teacher.
     """
     if config.cache is None:
-        raise _problem("cache", "is not set: name the folder to write, as --teacher.cache=DIR")
+        raise UserError("teacher.cache: is not set: name the folder to write, as --teacher.cache=DIR")
     if config.path is None:
-        raise _problem("path", "is not set: name the weights of the teacher")
+        raise UserError("teacher.path: is not set: name the weights of the teacher")
     return cache_folder(config.cache)
 
 
@@ -289,25 +290,6 @@ def _write(
             f"{sequences * settings.record.itemsize / 2**20:,.1f} MiB in {sum(map(len, sizes)):,} files; {made:,} of "
             "them were made now"
         )
-
-
-def _open_teacher(config: Config, student: ModelSpec, tokenizer: Tokenizer) -> tuple[Teacher, FrozenModel]:
-    """Open the teacher, and check that it fits the student and the data.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    try:
-        teacher = open_teacher(config, student=student, tokenizer=tokenizer, open_model=open_model)
-    except UserError as error:
-        raise _problem("path", str(error).removeprefix("teacher.path: ")) from None
-    assert teacher
-    assert teacher.frozen
-    return teacher, teacher.frozen
-
-
-def _problem(option: str, message: str) -> ConfigError:
-    return ConfigError([Problem(f"teacher.{option}", message)])
 
 
 def _settings(*, top_k: int, block_bytes: int, vocab_size: int, **others: Any) -> CacheSettings:

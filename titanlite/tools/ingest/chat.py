@@ -1,6 +1,5 @@
 """Chats -> tokens: conversations as JSON lines of messages, rendered by a chat template. Answers count in the loss."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -53,7 +52,7 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
     if template is None:
         if not hasattr(tokenizer, "encode_marked"):
             raise UserError(
-                f"--chat: the tokenizer {tokenizer.name} has no chat template: name a file (--chat-template, "
+                f"the tokenizer {tokenizer.name} has no chat template: name a file (--chat-template, "
                 "data.chat_template)"
             )
         where, text = find_template(tokenizer)
@@ -62,10 +61,10 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
         try:
             text = template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--chat-template: {template} cannot be read: {error}") from None
+            raise UserError(f"{template} cannot be read: {error}") from None
     if not open_template(text, tokenizer, where=where).has_marks:
         raise UserError(
-            f"--chat: {where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
+            f"{where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
             "them in a copy, and name that"
         )
     return ChatOptions(template=text, where=str(where))
@@ -80,10 +79,7 @@ def chats_of(data: Data, tokenizer: Tokenizer) -> ChatOptions | None:
     if data.chat_template is None:
         return None
     template = None if data.chat_template == "tokenizer" else Path(data.chat_template).expanduser()
-    try:
-        return chat_options(tokenizer, template=template)
-    except UserError as error:
-        raise UserError(re.sub(r"^--chat(-template)?:? ", f"{KEY}: ", str(error))) from None
+    return chat_options(tokenizer, template=template)
 
 
 def template_problems(data: Data, tokenizer: Tokenizer) -> list[Problem]:
@@ -91,7 +87,7 @@ def template_problems(data: Data, tokenizer: Tokenizer) -> list[Problem]:
     try:
         chats_of(data, tokenizer)
     except UserError as error:
-        return [Problem(KEY, str(error).removeprefix(f"{KEY}: "))]
+        return [Problem(KEY, str(error))]
     return []
 
 
@@ -127,7 +123,7 @@ class ChatReader:
         try:
             text, spans = self._template.render(messages, tools=tools)
         except Refused as error:
-            raise Wrong(str(error).removeprefix("--chat: ")) from None
+            raise Wrong(str(error)) from None
         size = utf8_length(text)
         if not any(begin < end for begin, end in spans):
             raise Wrong("no token counts in the loss: there is no answer")

@@ -102,7 +102,7 @@ class ChatTemplate:
             answer = {"error": f"fails: {error}"}
         if "error" in answer:
             error_class = UserError if self._failed == IN_A_ROW else Refused
-            raise error_class(f"--chat: {self.where} {answer['error']}")
+            raise error_class(f"{self.where} {answer['error']}")
         return answer
 
 
@@ -205,7 +205,7 @@ def find_template(tokenizer: Tokenizer) -> tuple[Path, str]:
     """
     folder = _folder(tokenizer)
     if folder is None:
-        raise UserError(f"--chat: the tokenizer {tokenizer.name} has no chat template: that needs a tokenizer.json")
+        raise UserError(f"the tokenizer {tokenizer.name} has no chat template: that needs a tokenizer.json")
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file, read_small(file_inside(folder, file.name)).decode(errors="replace")
@@ -213,7 +213,7 @@ def find_template(tokenizer: Tokenizer) -> tuple[Path, str]:
     if isinstance(found, list):  # several by name
         found = next((it.get("template") for it in found if isinstance(it, dict) and it.get("name") == "default"), None)
     if not isinstance(found, str):
-        raise UserError(f"--chat: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+        raise UserError(f"{folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     return folder / CONFIG, found
 
 
@@ -227,7 +227,7 @@ def open_template(text: str, tokenizer: Tokenizer, *, where: object) -> ChatTemp
         UserError: the text is not a template, or jinja2 is not installed.
     """
     if find_spec("jinja2") is None:
-        raise UserError("--chat needs jinja2: pip install jinja2")
+        raise UserError("chats need jinja2: pip install jinja2")
     folder = _folder(tokenizer)
     config = read_json(folder / CONFIG) if folder else {}
     names = {key: name for key in SPECIAL if (name := _text(config.get(key)))}

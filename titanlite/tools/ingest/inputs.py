@@ -55,8 +55,6 @@ class File(NamedTuple):
     """True if a path names the file itself, False if it was found in a folder."""
     size: int = 0
     mtime_ns: int = 0
-    identity: Any = None
-    """Device and inode, to find two names of one file."""
 
 
 def find_files(paths: Sequence[str]) -> list[File]:
@@ -65,26 +63,18 @@ def find_files(paths: Sequence[str]) -> list[File]:
     Raises:
         UserError: a path names nothing, or what cannot be read, or a file that another names too.
     """
-    files: list[File] = []
-    first: dict[Any, File] = {}
+    files: dict[str, File] = {}
     for source, path in enumerate(paths):
         found = {file.path: file for file in _find(path, source)}
         if not found:
             raise UserError(f"no file in {path}")
-        links = 0
-        for file in sorted(found.values(), key=lambda file: file.path.split(os.sep)):
-            other = first.setdefault(file.identity, file)
-            if other.source != source:
-                raise UserError(f"{file.path} is named twice, by {paths[other.source]} and by {path}: name it once")
-            if other is file:
-                files.append(file)
-            else:
-                links += 1
-        if links:
-            logger.warning("%s: %d files are others under another name, and are read once", path, links)
-    for file in {(file.kind, file.packing): file for file in files}.values():
+        for name in sorted(found, key=lambda name: name.split(os.sep)):
+            if other := files.get(name):
+                raise UserError(f"{name} is named twice, by {paths[other.source]} and by {path}: name it once")
+            files[name] = found[name]
+    for file in {(file.kind, file.packing): file for file in files.values()}.values():
         _check_packages(file)
-    return files
+    return [*files.values()]
 
 
 def first_object(path: str, packing: str) -> dict[str, Any] | None:
@@ -104,7 +94,7 @@ def _find(path: str, source: int) -> Iterator[File]:
         yield from (_file(name, source, named=False) for name in _standard_library(path))
         return
     if path.startswith(HUGGING_FACE):
-        yield File(path, source, "dataset", identity=path)
+        yield File(path, source, "dataset")
         return
     if "://" in path:
         raise UserError(f"{path} can be read only if it is a folder of prepared tokens, alone: copy text here first")
@@ -135,7 +125,7 @@ def _standard_library(path: str) -> list[str]:
 def _walk(root: str, source: int) -> Iterator[File]:
     visited = set()  # links can lead round in circles
     for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
-        identity = _identity(os.stat(folder))
+        identity = os.path.realpath(folder)
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         if identity in visited:
             folders.clear()
@@ -151,9 +141,7 @@ def _walk(root: str, source: int) -> Iterator[File]:
             splits = ", ".join(os.path.join(folder, name) for name in folders)
             raise UserError(f"{folder} holds several splits: name those that are meant ({splits})")
         elif {"dataset_info.json", "state.json"} <= set(names):
-            stats = [os.stat(os.path.join(folder, name)) for name in names if name.endswith(".arrow")]
-            size, newest = sum(it.st_size for it in stats), max((it.st_mtime_ns for it in stats), default=0)
-            yield File(folder, source, "dataset", size=size, mtime_ns=newest, identity=identity)
+            yield File(folder, source, "dataset")
             folders.clear()
         else:
             for name in names:
@@ -187,12 +175,8 @@ def _file(path: str, source: int, *, named: bool) -> File:
     except OSError as error:  # a link that leads nowhere, an unreadable file: reported when it is read
         if named:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        return File(path, source, "text", packing, named, identity=path)
-    return File(path, source, kind, packing, named, stats.st_size, stats.st_mtime_ns, _identity(stats))
-
-
-def _identity(stats: os.stat_result) -> tuple[int, int]:
-    return stats.st_dev, stats.st_ino
+        return File(path, source, "text", packing, named)
+    return File(path, source, kind, packing, named, stats.st_size, stats.st_mtime_ns)
 
 
 def _check_packages(file: File) -> None:

@@ -64,7 +64,7 @@ class _Task:
         real = lru_cache(os.path.realpath)  # of folders, since there can be a million files
         files = [
             (path if "://" in path else os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
-            for path, *about, _ in self.files
+            for path, *about in self.files
         ]
         about = [FORMAT, VERSION, self.tokenizer.fingerprint, self.options.key, files]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
@@ -184,7 +184,7 @@ def _find(paths: Sequence[str]) -> list[File]:
     """Find files, with the sizes of datasets, which are loaded for it."""
     files = find_files(paths)
     for number, file in enumerate(files):
-        if file.kind == "dataset" and not file.size:
+        if file.kind == "dataset":
             data = open_dataset(file.path)
             times = [os.stat(cached["filename"]).st_mtime_ns for cached in data.cache_files]
             files[number] = file._replace(size=data.data.nbytes, mtime_ns=max(times, default=0))
