@@ -67,6 +67,7 @@ def test_logits_are_those_of_transformers(family: str, tied: bool, tmp_path: Pat
     assert files == [f"model-{i:05}-of-{len(files):05}.safetensors" for i in range(1, len(files) + 1)]
     assert set(index["weight_map"].values()) == set(files)
     assert len(files) >= 3
+    assert {path.stat().st_mode for path in half.iterdir()} == {(out / "config.json").stat().st_mode}
     assert all((half / name).stat().st_size < 44_000 for name in files)
     assert index["metadata"]["total_size"] == 2 * sum(p.numel() for p in rounded.parameters())
     for name in files:

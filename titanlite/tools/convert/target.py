@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, lock_file
+from titanlite.runtime.files import FileLocked, is_taken, lock_file
 from titanlite.storage.storage import sync
 
 
@@ -33,7 +33,7 @@ class Target:
         Raises:
             UserError: something is there.
         """
-        if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
+        if is_taken(self.path):
             raise UserError(f"{self.place} exists: name another --out, or delete it")
 
     def begin(self) -> None:
@@ -59,7 +59,10 @@ class Target:
         if isinstance(content, bytes):
             path.write_bytes(content)
         else:
+            path.touch()
+            mode = path.stat().st_mode  # that of the umask: the library leaves files to their owner alone
             save_file(dict(content), path, metadata={"format": "pt"})
+            path.chmod(mode)
         sync(path)
 
     def commit(self) -> None:

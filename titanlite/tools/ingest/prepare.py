@@ -24,7 +24,7 @@ from titanlite.data.tokens import FORMAT, INDEX, TokenStore
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.console import progress_console
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import lock_work, quarantine_path
+from titanlite.runtime.files import is_taken, lock_work, quarantine_path
 from titanlite.schema import Data
 from titanlite.tools.arguments import Count, Inputs
 from titanlite.tools.ingest.chat import chat_options, chats_of
@@ -231,7 +231,7 @@ def _existing(task: _Task) -> TokenStore | None:
     """Return the tokens in the folder, if they are those of the task."""
     folder = task.folder
     if not (folder / INDEX).is_file():
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        if is_taken(folder):
             raise UserError(f"{folder} is there already, and holds no prepared tokens: name another folder")
         return None
     store = TokenStore(folder)
