@@ -212,8 +212,6 @@ def test_mistakes_write_nothing(mistake: str, folders: Path, capfd: pytest.Captu
         ("hidden_size", 3 * 2**40),
         ("num_hidden_layers", 2.0),
         ("rms_norm_eps", "1e-5"),
-        ("rope_theta", None),
-        ("rope_scaling", "x"),
     ],
 )
 def test_values_that_fit_no_model_are_one_line(

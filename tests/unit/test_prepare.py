@@ -234,6 +234,7 @@ def test_sources_are_walked_in_order(tmp_path: Path) -> None:
     for name in ("b.py", "a/z.c", "a/.hidden", ".git/config", "a/__pycache__/x.pyc", "a-b", "c/d/e.txt"):
         write(root / name, name)
     write(root / "a" / "picture.png", b"\x89PNG\0\0")
+    (root / "link.py").symlink_to(root / "b.py")
     (root / "c" / "circle").symlink_to(root)
     store = make(root, tmp_path / "out")
     names = ["a/z.c", "a-b", "b.py", "c/d/e.txt"]

@@ -5,7 +5,9 @@ import json
 import pathlib
 import pickle
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -28,6 +30,24 @@ from titanlite.storage.storage import Storage
 
 class RankReader(StorageReader):
     """StorageReader that takes the planner's plans as they are, and is opened for one checkpoint."""
+
+    metadata: Metadata
+
+    @abstractmethod
+    def read_item(self, item: ReadItem) -> Tensor:
+        """Return the region of a tensor that an item of a plan asks for."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self.read_item(item))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
@@ -245,22 +265,17 @@ class ShardReader(RankReader):
     def _read_small(self, name: str) -> bytes:
         return manifests.read_checked(self.storage, self.folder, name, self.manifest)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         info = {id(item): self.metadata.storage_data[item.storage_index] for item in plan.items}
-        for item in sorted(plan.items, key=lambda item: (info[id(item)].relative_path, info[id(item)].offset)):
-            assert item.type == LoadItemType.TENSOR
-            stored = self.read_chunk(item.storage_index)
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                stored = stored.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(stored)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        items = sorted(plan.items, key=lambda item: (info[id(item)].relative_path, info[id(item)].offset))
+        return super().read_data(replace(plan, items=items), planner)
+
+    def read_item(self, item: ReadItem) -> Tensor:
+        assert item.type == LoadItemType.TENSOR
+        stored = self.read_chunk(item.storage_index)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dim, start, length)
+        return stored
 
     def read_chunk(self, index: MetadataIndex) -> Tensor:
         """Return a stored part of a tensor, checked."""

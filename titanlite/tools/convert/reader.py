@@ -5,8 +5,10 @@ of the other format is undone region by region.
 """
 
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,12 +23,12 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
-from torch.futures import Future
 
 from titanlite.checkpoint.load import ForeignWeights
-from titanlite.models.formats import Place, Table
+from titanlite.models.base import Model
+from titanlite.models.formats import Formats, Place, Table
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import error_of_ranks
 
@@ -76,6 +78,44 @@ class ForeignTensor:
             whole[_moved(common, [wanted.start for wanted in region])] = found
         assert whole is not None, f"no part of {self.name} has {region}"
         return whole
+
+
+class ForeignSource(ABC):
+    """Weights in another format."""
+
+    where: str
+    """Path, for errors."""
+
+    @abstractmethod
+    def table(self, formats: Formats) -> Table | None:
+        """Return the names of this format in a model family; None if the family has none."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """Return the files that hold the weights and their description."""
+
+    @abstractmethod
+    def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
+        """Return all tensors, read when they are needed.
+
+        Args:
+            shapes: of the model's tensors in the layout and under the names of the format.
+
+        Raises:
+            UserError: something is missing or damaged, or holds more than tensors.
+        """
+
+    def family(self) -> str | None:
+        """Return the model family; None if the source does not describe it, or if it is unknown."""
+        return None
+
+    def tokenizer(self) -> Path | None:
+        """Return the file of the tokenizer beside the weights; None if there is none."""
+        return None
+
+    def read_args(self, model_cls: type[Model]) -> dict[str, Any] | None:
+        """Return the arguments of the model that the source describes; None if it does not describe any."""
+        return None
 
 
 def _moved(region: Iterable[slice], origin: Iterable[int]) -> Region:
@@ -181,19 +221,9 @@ class ForeignReader(ForeignWeights):
         found = found.transpose(-2, -1) if entry.transposed else found
         return found if expert is None else found.unsqueeze(0)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            bounds = zip(item.storage_offsets, item.lengths, strict=True)
-            found = self._read(item.storage_index, [slice(start, start + length) for start, length in bounds])
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(found)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
+    def read_item(self, item: ReadItem) -> Tensor:
+        bounds = zip(item.storage_offsets, item.lengths, strict=True)
+        return self._read(item.storage_index, [slice(start, start + length) for start, length in bounds])
 
 
 def interleaved_rows(rows: slice, head_size: int) -> Tensor:

@@ -35,9 +35,9 @@ from titanlite.schema import Config, Data, ModelSelection
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
-from titanlite.tools.convert.reader import load_tensors, read_whole
+from titanlite.tools.convert.reader import ForeignSource, load_tensors, read_whole
 from titanlite.tools.convert.tokenizer_files import Generation, read_generation
-from titanlite.tools.convert.weights import ForeignSource, check_args, find_flavor, find_source, open_reader, table_of
+from titanlite.tools.convert.weights import check_args, find_flavor, find_source, open_reader, table_of
 
 ORIGIN = "origin.json"
 """File of an imported checkpoint; see `origin_of`."""

@@ -114,7 +114,10 @@ def write_cache(
     device, training, folder = pick_device(ranks), config.training, _folder(config.teacher)
     tokenizer = load_tokenizer(config.data.tokenizer)
     student = select_model(config.model, tokenizer)
-    teacher = open_teacher(config, student=student, tokenizer=tokenizer, open_model=open_model)
+    try:
+        teacher = open_teacher(config, student=student, tokenizer=tokenizer, open_model=open_model)
+    except UserError as error:
+        raise UserError(f"teacher.path: {str(error).removeprefix('teacher.path: ')}") from None
     assert teacher
     frozen = teacher.frozen
     assert frozen

@@ -10,18 +10,17 @@ from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMe
 
 from titanlite.checkpoint.dcp_read import load_stored, unpickle_metadata
 from titanlite.checkpoint.manifest import CHECKSUMS, METADATA
-from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
 from titanlite.storage.storage import MANIFEST
-from titanlite.tools.convert.reader import ForeignTensor, Part, Region
+from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Part, Region
 
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 IGNORED = ("freqs_cis", "rope_cache")  # tables of RoPE, in checkpoints of older versions
 
 
-class TorchtitanFolder:
+class TorchtitanFolder(ForeignSource):
     """Folder of one step of torchtitan's checkpoints."""
 
     def __init__(self, path: Path) -> None:
@@ -37,28 +36,10 @@ class TorchtitanFolder:
     def table(self, formats: Formats) -> Table | None:
         return formats.torchtitan
 
-    def family(self) -> None:
-        """Return None: the folder does not describe its model."""
-
-    def tokenizer(self) -> None:
-        """Return None: the folder has no tokenizer."""
-
     def files(self) -> list[Path]:
-        """Return all files of the step."""
         return sorted(file for file in self.folder.iterdir() if file.is_file())
 
-    def read_args(self, model_cls: type[Model]) -> None:
-        """Return None: the folder does not describe its model."""
-
     def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
-        """Return all tensors of the model, read when they are needed.
-
-        Args:
-            table, shapes: not needed.
-
-        Raises:
-            UserError: the checkpoint is damaged, or holds more than tensors where the model is.
-        """
         file = file_inside(self.folder, METADATA)
         metadata = unpickle_metadata(file.read_bytes(), str(file))
         found = []

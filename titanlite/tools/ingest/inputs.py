@@ -55,6 +55,8 @@ class File(NamedTuple):
     """True if a path names the file itself, False if it was found in a folder."""
     size: int = 0
     mtime_ns: int = 0
+    identity: Any = None
+    """Device and inode, to find two names of one file."""
 
 
 def find_files(paths: Sequence[str]) -> list[File]:
@@ -63,18 +65,26 @@ def find_files(paths: Sequence[str]) -> list[File]:
     Raises:
         UserError: a path names nothing, or what cannot be read, or a file that another names too.
     """
-    files: dict[str, File] = {}
+    files: list[File] = []
+    first: dict[Any, File] = {}
     for source, path in enumerate(paths):
         found = {file.path: file for file in _find(path, source)}
         if not found:
             raise UserError(f"no file in {path}")
-        for name in sorted(found, key=lambda name: name.split(os.sep)):
-            if other := files.get(name):
-                raise UserError(f"{name} is named twice, by {paths[other.source]} and by {path}: name it once")
-            files[name] = found[name]
-    for file in {(file.kind, file.packing): file for file in files.values()}.values():
+        links = 0
+        for file in sorted(found.values(), key=lambda file: file.path.split(os.sep)):
+            other = first.setdefault(file.identity, file)
+            if other.source != source:
+                raise UserError(f"{file.path} is named twice, by {paths[other.source]} and by {path}: name it once")
+            if other is file:
+                files.append(file)
+            else:
+                links += 1
+        if links:
+            logger.warning("%s: %d files are others under another name, and are read once", path, links)
+    for file in {(file.kind, file.packing): file for file in files}.values():
         _check_packages(file)
-    return [*files.values()]
+    return files
 
 
 def first_object(path: str, packing: str) -> dict[str, Any] | None:
@@ -94,7 +104,7 @@ def _find(path: str, source: int) -> Iterator[File]:
         yield from (_file(name, source, named=False) for name in _standard_library(path))
         return
     if path.startswith(HUGGING_FACE):
-        yield File(path, source, "dataset")
+        yield File(path, source, "dataset", identity=path)
         return
     if "://" in path:
         raise UserError(f"{path} can be read only if it is a folder of prepared tokens, alone: copy text here first")
@@ -125,7 +135,7 @@ def _standard_library(path: str) -> list[str]:
 def _walk(root: str, source: int) -> Iterator[File]:
     visited = set()  # links can lead round in circles
     for folder, folders, names in os.walk(root, onerror=_refuse, followlinks=True):
-        identity = os.path.realpath(folder)
+        identity = _identity(os.stat(folder))
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         if identity in visited:
             folders.clear()
@@ -141,7 +151,7 @@ def _walk(root: str, source: int) -> Iterator[File]:
             splits = ", ".join(os.path.join(folder, name) for name in folders)
             raise UserError(f"{folder} holds several splits: name those that are meant ({splits})")
         elif {"dataset_info.json", "state.json"} <= set(names):
-            yield File(folder, source, "dataset")
+            yield File(folder, source, "dataset", identity=identity)
             folders.clear()
         else:
             for name in names:
@@ -175,8 +185,12 @@ def _file(path: str, source: int, *, named: bool) -> File:
     except OSError as error:  # a link that leads nowhere, an unreadable file: reported when it is read
         if named:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
-        return File(path, source, "text", packing, named)
-    return File(path, source, kind, packing, named, stats.st_size, stats.st_mtime_ns)
+        return File(path, source, "text", packing, named, identity=path)
+    return File(path, source, kind, packing, named, stats.st_size, stats.st_mtime_ns, _identity(stats))
+
+
+def _identity(stats: os.stat_result) -> tuple[int, int]:
+    return stats.st_dev, stats.st_ino
 
 
 def _check_packages(file: File) -> None:

@@ -64,7 +64,7 @@ class _Task:
         real = lru_cache(os.path.realpath)  # of folders, since there can be a million files
         files = [
             (path if "://" in path else os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
-            for path, *about in self.files
+            for path, *about, _ in self.files
         ]
         about = [FORMAT, VERSION, self.tokenizer.fingerprint, self.options.key, files]
         return hashlib.sha256(json.dumps(about).encode()).hexdigest()[:16]
