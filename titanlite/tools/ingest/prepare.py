@@ -9,20 +9,18 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore
 from titanlite.runtime.allocator import cores
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import is_taken, lock_work, quarantine_path
 from titanlite.schema import Data
@@ -263,8 +261,8 @@ def _write(task: _Task) -> None:
         shard_tokens=options.shard_tokens,
         key=task.key,
     )
-    started = time.monotonic()
-    with writer, _progress(task) as show:
+    started, read = time.monotonic(), 0
+    with writer, progress_bar("tokenizing", sum(file.size for file in task.files)) as advance:
         about = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "name": tokenizer.name}
         notes = writer.notes or {"key": task.key, "tokenizer": about, **new_notes(task.paths, task.files)}
         writer.notes = notes
@@ -280,7 +278,10 @@ def _write(task: _Task) -> None:
                 note(notes, encoded)
                 if len(encoded.tokens):
                     writer.add(encoded.tokens, encoded.starts, encoded.mask, position=chunk.position)
-                show(chunk.done, writer.tokens - before)
+                made = writer.tokens - before
+                rate = made / (time.monotonic() - started)
+                advance(chunk.done - read, f"tokenizing: {made:,} tokens, {rate:,.0f}/s")
+                read = chunk.done
         if writer.tokens == 0:
             raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {left_out(notes)}")
     seconds = time.monotonic() - started
@@ -296,24 +297,3 @@ def _write(task: _Task) -> None:
 def _workers(task: _Task) -> int:
     most = task.workers or cores()
     return min(most, 1 + sum(file.size for file in task.files) // WORKER_BYTES)
-
-
-@contextmanager
-def _progress(task: _Task) -> Iterator[Callable[[int, int], None]]:
-    """A bar of the bytes of the input; gets the bytes done and the tokens made."""
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tokens]}"),
-        TimeRemainingColumn(),
-    )
-    started = time.monotonic()
-    with Progress(*columns, console=progress_console(), transient=True) as progress:
-        bar = progress.add_task("", total=sum(file.size for file in task.files), tokens="")
-
-        def show(done: int, tokens: int) -> None:
-            text = f"{tokens:,} tokens, {tokens / (time.monotonic() - started):,.0f}/s"
-            progress.update(bar, completed=done, tokens=text)
-
-        yield show
