@@ -96,12 +96,16 @@ class Storage(ABC):
         """Delete a folder that was begun and cannot be published."""
 
     @abstractmethod
+    def rename(self, folder: str, name: str, new: str) -> None:
+        """Rename a file of a folder."""
+
     def quarantine(self, folder: str, reason: str) -> None:
         """Make a folder no longer count. Its manifest is renamed to manifest.json.<reason>."""
+        self.rename(folder, MANIFEST, f"{MANIFEST}.{reason}")
 
-    @abstractmethod
     def restore(self, folder: str, reason: str) -> None:
         """Make a folder count again that was quarantined for a reason."""
+        self.rename(folder, f"{MANIFEST}.{reason}", MANIFEST)
 
     @abstractmethod
     def delete(self, folder: str) -> None:
@@ -167,11 +171,8 @@ class LocalStorage(Storage):
     def discard(self, folder: str) -> None:
         shutil.rmtree(self._staging(folder), ignore_errors=True)
 
-    def quarantine(self, folder: str, reason: str) -> None:
-        os.rename(self.root / folder / MANIFEST, self.root / folder / f"{MANIFEST}.{reason}")
-
-    def restore(self, folder: str, reason: str) -> None:
-        os.rename(self.root / folder / f"{MANIFEST}.{reason}", self.root / folder / MANIFEST)
+    def rename(self, folder: str, name: str, new: str) -> None:
+        os.rename(self.root / folder / name, self.root / folder / new)
         sync(self.root / folder)
 
     def delete(self, folder: str) -> None:
@@ -247,11 +248,11 @@ class ObjectStorage(Storage):
         if not any(name.startswith(MANIFEST) for name in hasty.list().get(folder, {})):  # perhaps published already
             hasty.delete(folder)
 
-    def quarantine(self, folder: str, reason: str) -> None:
-        self._rename(folder, MANIFEST, f"{MANIFEST}.{reason}")
-
-    def restore(self, folder: str, reason: str) -> None:
-        self._rename(folder, f"{MANIFEST}.{reason}", MANIFEST)
+    def rename(self, folder: str, name: str, new: str) -> None:
+        # The store copies it: what a read returns may not be the whole of it.
+        path = f"{self.root}/{folder}"
+        self._in_time(lambda: self.fs.cp_file(f"{path}/{name}", f"{path}/{new}"), f"{folder}/{new}")
+        self._remove(folder, [name])
 
     def delete(self, folder: str) -> None:
         names = [*self.list().get(folder, {})]
@@ -279,12 +280,6 @@ class ObjectStorage(Storage):
 
     def _put(self, name: str, data: bytes) -> None:
         self._in_time(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
-
-    def _rename(self, folder: str, name: str, new: str) -> None:
-        """Rename a file. The store copies it: what a read returns may not be the whole of it."""
-        path = f"{self.root}/{folder}"
-        self._in_time(lambda: self.fs.cp_file(f"{path}/{name}", f"{path}/{new}"), f"{folder}/{new}")
-        self._remove(folder, [name])
 
     def _remove(self, folder: str, names: "list[str]") -> None:
         for name in names:
