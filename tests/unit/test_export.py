@@ -125,7 +125,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     (tmp_path / "file").write_text("")
     assert "cannot be written" in refusal(checkpoint, "--out", tmp_path / "file" / "b")
     larger = refusal(checkpoint, "--out", tmp_path / "b", "--tokenizer", "python-2k")
-    assert "the tokenizer python-2k has 2048 tokens, and the model" in larger
+    assert "the tokenizer python-2k has 2,048 tokens, and the model" in larger
     assert "leave its files out with --no-tokenizer" in larger
     assert {path.name for path in tmp_path.iterdir()} == {"small.toml", "checkpoints", "hf", "file"}
 

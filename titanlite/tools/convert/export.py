@@ -19,7 +19,7 @@ from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import Outgoing, outgoing, values_of
-from titanlite.tools.convert.source import Source, open_source
+from titanlite.tools.convert.source import Source, open_source, tokenizer_of
 from titanlite.tools.convert.target import Target
 from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, tokenizer_files
 
@@ -179,19 +179,12 @@ def _small_files(
     source: Source, form: HuggingFace, tensors: Sequence[Outgoing], *, with_tokenizer: bool
 ) -> dict[str, bytes]:
     """Return the content of all files but the weights; config.json is the last."""
-    tokenizer = source.tokenizer
-    if tokenizer is None and with_tokenizer:
-        reason = f": {source.no_tokenizer}; or" if source.no_tokenizer else " is not on this machine:"
-        raise UserError(
-            f"the tokenizer of the run{reason} name its file or folder with --tokenizer, or leave its files out with "
-            "--no-tokenizer"
-        )
-    args = source.spec.args
-    if tokenizer and with_tokenizer and tokenizer.vocab_size > args.vocab_size:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, and the model {args.vocab_size}: name "
-            "that of the run with --tokenizer, or leave its files out with --no-tokenizer"
-        )
+    tokenizer, args = source.tokenizer, source.spec.args
+    if with_tokenizer:
+        try:
+            tokenizer = tokenizer_of(source)
+        except UserError as error:
+            raise UserError(f"{error}, or leave its files out with --no-tokenizer") from None
     known = source.generation or (generation_beside(tokenizer) if tokenizer else Generation({}, {}))
     own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
     ends = {name: i for name, i in own.items() if i is not None} | known.ids
