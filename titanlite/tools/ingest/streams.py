@@ -44,8 +44,11 @@ class Stream:
         return self._collect(count, lambda left: self._bytes.read1(min(left, BLOCK)))
 
     def read_lines(self, count: int) -> bytes:
-        """Whole lines, of `count` bytes or more; fewer only at the end. A line that damage has cut is left out."""
-        return self._collect(count, lambda left: self._bytes.readline())
+        """`count` bytes, and what is left of the line that they end in. A line that damage has cut is left out."""
+        data = self.read(count)
+        if data and not self.damage and not data.endswith(b"\n"):
+            data += self._collect(1, lambda left: self._bytes.readline())
+        return data[: data.rfind(b"\n") + 1] if self.damage else data
 
     def _collect(self, count: int, read: Any) -> bytes:
         found: list[bytes] = []
