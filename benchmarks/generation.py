@@ -20,6 +20,7 @@ from record import add_record_option, ratios, record
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.ops import pick_kernels
+from titanlite.ops.attention import set_key_source
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.parallelize.materialize import allocate, draw_weights, set_dtype
@@ -126,6 +127,7 @@ class Ours:
         self.model, self.options, self.device, self.use_cache = model, options, device, use_cache
 
     def __call__(self) -> list[int]:
+        set_key_source(self.model, None)
         generator = Generator(
             self.model,
             kernels=pick_kernels(self.device),
@@ -135,7 +137,6 @@ class Ours:
         )
         found = generator.stream(prompt(self.options), max_new_tokens=self.options.new_tokens, sampler=Sampler())
         tokens = list(found)
-        generator.close()
         return tokens
 
 

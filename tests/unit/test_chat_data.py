@@ -25,7 +25,7 @@ from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Data
 from titanlite.tools import cli
-from titanlite.tools.ingest.chat_template import ChatTemplate
+from titanlite.tools.ingest.chat_template import ChatTemplate, Refused
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.ingest.token_writer import TokenWriter
 
@@ -197,7 +197,7 @@ def test_answers_end_where_a_character_has_several_tokens_or_none(tmp_path: Path
     assert counted == {by_bytes: [7, 4], by_words: [2, 1]}
 
 
-def test_tools_other_fields_and_all_tokens(tmp_path: Path, tokenizer: Path) -> None:
+def test_tools_and_other_fields(tmp_path: Path, tokenizer: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds <a> & b."}}]
     lines = [{"messages": [USER, ASSISTANT], "tools": tools}, {"messages": [USER, ASSISTANT], "id": 7}]
     code, out = prepare(write_chats(tmp_path / "tools.jsonl", lines), tokenizer)
@@ -208,11 +208,9 @@ def test_tools_other_fields_and_all_tokens(tmp_path: Path, tokenizer: Path) -> N
     ]
     turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
     shared = write_chats(tmp_path / "shared.jsonl", [{"conversations": turns}])
-    code, out = prepare(shared, tokenizer, "--text-field", "conversations", "--loss-on", "all")
+    code, out = prepare(shared, tokenizer, "--text-field", "conversations")
     assert code == 0
-    [(ids, mask)] = documents(out)
-    assert ids == of_transformers(tokenizer, [[USER, ASSISTANT]])[0][0]
-    assert all(mask)
+    assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
 
 
 def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> None:
@@ -263,8 +261,8 @@ def test_bad_chats_can_be_left_out(tmp_path: Path, tokenizer: Path) -> None:
     ("options", "message"),
     [
         (["--chat-template", "{folder}/unmarked.jinja"], "does not mark answers: put {% generation %}"),
-        (["--chat-template", "{folder}/none.jinja"], "--chat-template: {folder}/none.jinja cannot be read: "),
-        (["--chat-template", "{folder}/broken.jinja"], "--chat: {folder}/broken.jinja is not a template: "),
+        (["--chat-template", "{folder}/none.jinja"], "{folder}/none.jinja cannot be read: "),
+        (["--chat-template", "{folder}/broken.jinja"], "{folder}/broken.jinja is not a template: "),
     ],
 )
 def test_templates_that_cannot_be_used(
@@ -325,18 +323,21 @@ def test_a_template_without_end_is_ended(body: str, message: str) -> None:
     text = f"{{{{ messages[0] }}}}{{% if messages[0] == 'bad' %}}{body}{{% endif %}}"
     seconds = 0.2 if body == LOOP else 5.0
     template = ChatTemplate(text, where="it", names={}, seconds=seconds, memory=100 * 2**20, longest=10**6)
-    found = template.render_all([([word], None) for word in ("one", "bad", "two")])  # pyright: ignore
-    assert [found[0], found[2]] == [("one", []), ("two", [])]
-    assert str(found[1]).startswith(f"--chat: it fails: {message}")
-    if "text of" not in message:
-        with pytest.raises(UserError, match="more than"):  # 3 in a row: the rest is not tried
-            template.render_all([(["bad"], None)] * 1000)  # pyright: ignore
+    for word in ("one", "bad", "two", "bad", "bad"):
+        if word == "bad":
+            with pytest.raises(Refused, match=f"^it fails: {message}"):
+                template.render([word])  # pyright: ignore
+        else:
+            assert template.render([word]) == (word, [])  # pyright: ignore
+    with pytest.raises(UserError, match="more than") as raised:  # 3 in a row: the rest would be like them
+        template.render(["bad"])  # pyright: ignore
+    assert isinstance(raised.value, Refused) == ("text of" in message)
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("text", [LOOP.replace("99999", "2") * 10**5, "{{ " + "(" * 5000, "{% if 1 %}" * 3000])
 def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"^--chat: it (fails|is not a template): [^\n]+$"):
+    with pytest.raises(UserError, match=r"^it (fails|is not a template): [^\n]+$"):
         ChatTemplate(text, where="it", names={}, seconds=0.2)
 
 
@@ -370,12 +371,10 @@ def test_a_chat_that_ends_the_process_can_be_left_out(
 def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", CHATS)
     words = ["data", "prepare", str(chats), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
-    assert cli.run([*words, "--loss-on", "all"]) == 2
-    assert capsys.readouterr().err == "error: --loss-on is for chats: add --chat\n"
+    assert cli.run([*words, "--chat-template", "any"]) == 2
+    assert capsys.readouterr().err == "error: --chat-template is for chats: add --chat\n"
     assert cli.run([*words, "--chat"]) == 2
-    expected = (
-        "error: --chat: the tokenizer bytes has no chat template: name a file (--chat-template, data.chat_template)\n"
-    )
+    expected = "error: the tokenizer bytes has no chat template: name a file (--chat-template, data.chat_template)\n"
     assert capsys.readouterr().err == expected
 
 
@@ -520,9 +519,7 @@ def test_chats_and_templates_are_found_beside_the_config(tmp_path: Path, monkeyp
     [
         ("none.jinja", "data.chat_template: none.jinja cannot be read: "),
         ("unmarked.jinja", "data.chat_template: {folder}/unmarked.jinja does not mark answers: put {{% generation %}}"),
-        ("broken.jinja", "data.chat_template: {folder}/broken.jinja is not a template: "),
         ("tokenizer", "data.chat_template: the tokenizer bytes has no chat template: name a file"),
-        ("good.jinja", "{folder}/chats.jsonl:2: not JSON: "),
         ("refuses.jinja", "{folder}/chats.jsonl:1: {folder}/refuses.jinja fails: no such role"),
     ],
 )
@@ -530,11 +527,9 @@ def test_mistakes_in_a_config_are_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], template: str, message: str
 ) -> None:
     marked = "{% for it in messages %}{% generation %}{{ it.content }}{% endgeneration %}{% endfor %}"
-    for name, text in (("unmarked", "no marks"), ("broken", "{% for %}"), ("good", marked),
-                       ("refuses", marked + "{{ raise_exception('no such role') }}")):  # fmt: skip
+    for name, text in (("unmarked", "no marks"), ("refuses", marked + "{{ raise_exception('no such role') }}")):
         (tmp_path / f"{name}.jinja").write_text(text)
-    chats = write_chats(tmp_path / "chats.jsonl", CHATS[:1])
-    chats.write_text(chats.read_text() + "{broken\n")
+    write_chats(tmp_path / "chats.jsonl", CHATS[:1])
     toml = tmp_path / "run.toml"
     toml.write_text(
         f'[data]\npath = "chats.jsonl"\nchat_template = "{template}"\n[job]\ndump_folder = "{tmp_path}/outputs"\n'

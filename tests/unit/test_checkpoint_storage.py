@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator
 from dataclasses import replace as replace_fields
 from pathlib import Path
@@ -15,7 +14,7 @@ from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
-from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, Storage, open_storage
+from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage
 
 
 @pytest.fixture(params=["disk", "flaky memory", "s3"])
@@ -153,36 +152,6 @@ def test_deletion_killed_half_way_leaves_nothing_that_counts(storage: Storage, m
     assert steps(storage) == [2]
     storage.sweep()
     assert [*storage.list()] == ["step-00000002"]
-
-
-DAMAGE = {
-    "a flipped byte": (
-        lambda text: text[:2] + b"x" + text[3:],
-        "__0_0.distcp: its checksum is not that of the manifest",
-    ),
-    "a truncated file": (lambda text: text[:-1], "__0_0.distcp has 4 bytes, its manifest states 5"),
-    "a missing file": (None, "__0_0.distcp is missing"),
-}
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_damage_of_a_file_is_named(storage: Storage, damage: str) -> None:
-    save(storage, 1)
-    change, message = DAMAGE[damage]
-    replace(storage, "step-00000001/__0_0.distcp", change(b"12345") if change else None)
-    with pytest.raises(DamagedCheckpoint, match=f"{re.escape(storage.url)}/step-00000001/{message}"):
-        manifests.verify(storage, folder_name(1), storage.list()[folder_name(1)])
-
-
-def replace(storage: Storage, name: str, content: bytes | None) -> None:
-    """Change a file of a checkpoint, which titanlite never does."""
-    if isinstance(storage, LocalStorage):
-        path = storage.root / name
-        path.unlink() if content is None else path.write_bytes(content)
-    elif isinstance(storage, ObjectStorage):
-        folder, file = name.split("/")
-        storage._remove(folder, [file]) if content is None else storage._put(name, content)
 
 
 @pytest.mark.parametrize(

@@ -89,9 +89,8 @@ def write_some(writer: TokenWriter, chunks: list[list[int]], *, die_at: int | No
         if writer.position is None or number >= writer.position:
             if number == die_at:
                 raise KeyboardInterrupt
-            writer.add(np.array(chunk))
             writer.notes["chunks"] = writer.notes.get("chunks", 0) + 1
-            writer.end_chunk(number + 1)
+            writer.add(np.array(chunk), position=number + 1)
 
 
 def test_a_killed_writer_resumes_after_its_last_finished_shard(tmp_path: Path) -> None:

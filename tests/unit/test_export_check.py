@@ -194,7 +194,7 @@ def test_without_transformers_nothing_is_computed(
 
 
 def test_a_model_without_a_tokenizer_is_checked_with_numbers(sources: dict[str, Source]) -> None:
-    tokens = check_tokens(replace(sources["llama3"], config=None, tokenizer=None), sequences=2, length=64)
+    tokens = check_tokens(replace(sources["llama3"], config=None, tokenizer=None))
     assert (tokens.max() < 384, len(tokens.unique()) > 50, tokens.dtype) == (True, True, torch.int64)
 
 

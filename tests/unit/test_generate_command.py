@@ -1,7 +1,6 @@
 """`titanlite generate`: prompts, chats, endings and mistakes, on checkpoints of small models."""
 
 import io
-import json
 import signal
 import sys
 from dataclasses import replace
@@ -73,21 +72,13 @@ def test_prompts_of_a_file_and_the_end_of_the_models_positions(
     code, out, err = generate(capfd, run_folder, "--prompt-file", text, "--max-new-tokens", 4)
     one, two = (by_hand(run_folder, prompt, 4).decode(errors="replace") for prompt in ("one", "two"))
     assert (code, out, err) == (0, f"{one}\n---\n{two}\n", "")
-    code, out, err = generate(capfd, run_folder, "--prompt-file", lines, "--json", "--max-new-tokens", 200)
-    first, second = map(json.loads, out.splitlines())
-    assert first["prompt"] == "one"
-    assert (second["prompt"], second["prompt_tokens"]) == ("two\nlines", 10)
-    for record in (first, second):
-        text_of = by_hand(run_folder, record["prompt"], 96 - record["prompt_tokens"])
-        assert record["text"] == text_of.decode(errors="replace")
-        assert record["new_tokens"] == len(text_of)
-        full = record["prompt_tokens"] + len(text_of) == 96
-        assert record["ended"] == ("max_seq_len" if full else "end of text")
+    code, out, err = generate(capfd, run_folder, "--prompt-file", lines, "--max-new-tokens", 4)
+    second = by_hand(run_folder, "two\nlines", 4).decode(errors="replace")
+    assert (code, out, err) == (0, f"{one}\n---\n{second}\n", "")
+    whole = by_hand(run_folder, "one", 92)
     code, out, err = generate(capfd, run_folder, "--prompt", "one", "--max-new-tokens", 200)
-    assert code == 0
-    assert err == (
-        "stopped: the model's max_seq_len of 96 tokens is reached\n" if first["ended"] == "max_seq_len" else ""
-    )
+    assert (code, out) == (0, whole.decode(errors="replace") + "\n")
+    assert err == ("stopped: the model's max_seq_len of 96 tokens is reached\n" if len(whole) == 92 else "")
 
 
 @pytest.mark.long
@@ -270,9 +261,3 @@ def test_an_exported_folder_generates_the_same_text(
     assert lines[0].split()[-2:] == ["256", "4"]
     (tmp_path / "hf" / "generation_config.json").write_text("[" * 100_000)
     assert generate(capfd, tmp_path / "hf", *words)[:2] == (code, out), "not needed"
-    config = json.loads((tmp_path / "hf" / "config.json").read_text())
-    changes = ({"num_hidden_layers": 2.0}, {"rms_norm_eps": "1e-5"}, {"rope_theta": None}, {"rope_scaling": "x"})
-    for change in (*(json.dumps(config | it) for it in changes), "[" * 100_000):
-        (tmp_path / "hf" / "config.json").write_text(change)
-        code, out, err = generate(capfd, tmp_path / "hf", *words)
-        assert (code, out, err.count("\n")) == (2, "", 1), change

@@ -22,7 +22,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -100,6 +99,10 @@ def write_dataset(path: Path) -> Path:
     return path
 
 
+def compress_zstd(data: bytes) -> bytes:
+    return pa.compress(data, "zstd", asbytes=True)
+
+
 def write_lines(path: Path, pack: Callable[[bytes], bytes] = bytes) -> Path:
     lines = b"\xef\xbb\xbf\n" + as_lines(TEXTS).replace(b"\n", b"\r\n  \n").rstrip()
     return write(path, pack(lines[:100]) + pack(lines[100:]))  # several frames in a file
@@ -109,7 +112,7 @@ INPUTS: dict[str, Callable[[Path], Path]] = {
     "folder of texts": lambda folder: write_texts(folder / "texts"),
     "lines": lambda folder: write_lines(folder / "a.JSONL"),
     "lines.gz": lambda folder: write_lines(folder / "a.jsonl.gz", gzip.compress),
-    "lines.zst": lambda folder: write_lines(folder / "a.ndjson.zst", zstandard.compress),
+    "lines.zst": lambda folder: write_lines(folder / "a.ndjson.zst", compress_zstd),
     "json in lines": lambda folder: write(folder / "a.json.gz", gzip.compress(as_lines(TEXTS))),
     "folder with json": lambda folder: write(folder / "sub" / "a.json", as_lines(TEXTS)).parent,
     "parquet": lambda folder: write_parquet(folder / "a.parquet"),
@@ -237,7 +240,6 @@ def test_sources_are_walked_in_order(tmp_path: Path) -> None:
     names = ["a/z.c", "a-b", "b.py", "c/d/e.txt"]
     assert tokens_of(store) == [token for name in names for token in (BOS, *name.encode(), EOS)]
     assert store.index["left_out"] == store.index["inputs"][0]["left_out"] == 1
-    assert store.index["first_left_out"] == [str(root / "a" / "picture.png")]
     globbed = make([root / "**" / "*.[ct]*", root / "b.py"], tmp_path / "globbed")
     assert [(it["files"], it["documents"], it["errors"]) for it in globbed.index["inputs"]] == [(2, 2, 0), (1, 1, 0)]
     (root / "gone.txt").symlink_to("nowhere")
@@ -261,17 +263,11 @@ def test_the_standard_library(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.jsonl.xz", b"x", r"a\.jsonl\.xz cannot be read; text and JSON lines .* pack it with gzip or zstd instead"),
-        ("a.tar.gz", b"x", r"a\.tar\.gz cannot be read; .*: unpack it"),
-        ("a.ZIP", b"x", "unpack it"),
-        ("a.parquet.zst", b"x", "unpack it"),
-        ("a.bin", b"x", "name the text that it was made from"),
-        ("a.arrow", b"x", "name the folder that Dataset.save_to_disk wrote"),
         ("a.json", b'[\n{"text": "a"}]', r"a\.json cannot be read: it is JSON in one piece.*jq -c"),
         (".hidden/x", b"x", "no file in "),
     ],
 )
-def test_unreadable_input_is_refused_with_a_suggestion(name: str, content: bytes, message: str, tmp_path: Path) -> None:
+def test_unreadable_input_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
     path = write(tmp_path / "in" / name, content)
     with pytest.raises(UserError, match=message):
         check_path(str(tmp_path / "in" if name.startswith(".") else path), find_files)
@@ -358,7 +354,7 @@ def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
     noise = np.random.default_rng(0).bytes(3000)
     lines = as_lines(texts[:2]) + b"".join(as_lines([noise[i : i + 30].hex()]) for i in range(0, 3000, 30))
     packed = gzip.compress(lines)
-    whole = zstandard.compress(lines)
+    whole = compress_zstd(lines)
     rows = pa.table({"text": [text.encode() for text in texts]}).cast(pa.schema([("text", pa.binary())]))
     bad_rows = pa.Array.from_buffers(
         pa.string(), 2, [None, pa.py_buffer(np.array([0, 1, 2], "<i4")), pa.py_buffer(b"a\xff")]
@@ -370,10 +366,15 @@ def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
     return [
         (write(folder / "latin.txt", b"a" * 90 + b"\xe4"), "not UTF-8: byte 90", []),
         (write(folder / "long.txt", "ä".encode() * 3000 + b"\xc3"), "not UTF-8: byte 6,000", []),
-        (write(folder / "binary.txt", b"a\0b"), "binary", []),
-        (write(folder / "cut.txt.gz", packed[:-9]), "damaged: it ends too early", []),
-        (write(folder / "no.gz", b"no gzip"), "damaged: Error -3 while decompressing data: incorrect header check", []),
-        (write(folder / "cut.jsonl.zst", whole[:-3]), "damaged: it ends too early; what follows cannot be read", ["?"]),
+        (write(folder / "binary.txt", b"a\0b"), "binary: text and JSON lines (both also .gz and .zst)", []),
+        (write(folder / "a.parquet.gz", b"x"), "damaged: ", []),
+        (
+            write(folder / "cut.txt.gz", packed[:-9]),
+            "damaged: Compressed file ended before the end-of-stream marker was reached",
+            [],
+        ),
+        (write(folder / "no.gz", b"no gzip"), "damaged: Not a gzipped file", []),
+        (write(folder / "cut.jsonl.zst", whole[:-3]), "damaged: Truncated compressed stream; what follows", ["?"]),
         (folder / "rows.parquet", "not UTF-8: byte 0", ["a"]),
         (folder / "other.parquet", "no field 'text': it has other (--text-field, data.text_field)", []),
         (folder / "cut.parquet", "damaged: ", []),
@@ -412,13 +413,14 @@ def test_a_truncated_file_keeps_its_whole_lines(tmp_path: Path) -> None:
             results = [it for _, it in encode_chunks(chunks, encoder, workers=1)]
             assert sum(it.counts[0]["documents"] for it in results) == there
             errors = [error for it in results for error in it.errors]
-            assert errors == [f"{path}:{there + 1}: damaged: it ends too early; what follows cannot be read"]
+            assert len(errors) == 1
+            assert errors[0].startswith(f"{path}:{there + 1}: damaged: ")
 
 
 def test_nothing_to_read_makes_no_folder(tmp_path: Path) -> None:
     write(tmp_path / "in" / "a.txt", "")
     write(tmp_path / "in" / "b.txt", b"a\0")
-    with pytest.raises(UserError, match=r"nothing to make tokens of; 1 empty documents; 1 binary files \(.*b\.txt\)"):
+    with pytest.raises(UserError, match=r"nothing to make tokens of; 1 empty documents; 1 binary files"):
         make(tmp_path / "in", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == ["in"]
 
@@ -536,13 +538,13 @@ from titanlite.tools.ingest import prepare
 from titanlite.tools.ingest.encoding import Options
 from titanlite.data.tokenizer import load_tokenizer
 prepare.WORKER_BYTES = 1
-end_chunk = tokens.TokenWriter.end_chunk
-def slow(self, position):
-    end_chunk(self, position)
+add = tokens.TokenWriter.add
+def slow(self, *arguments, position):
+    add(self, *arguments, position=position)
     # From the third shard on it waits to be killed, however late that comes.
     has_three = progress.exists() and len(json.loads(progress.read_text())["shards"]) >= 3
     time.sleep(60 if has_three else 0.05)
-tokens.TokenWriter.end_chunk = slow
+tokens.TokenWriter.add = slow
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job begins with none
 paths, out, workers, progress = json.loads(sys.argv[1])
 progress = Path(progress)
@@ -657,10 +659,10 @@ def test_a_full_disk_is_an_error_and_the_next_start_resumes(tmp_path: Path, monk
     expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)
     add = prepare_module.TokenWriter.add
 
-    def full(writer: Any, *arguments: Any) -> None:
+    def full(writer: Any, *arguments: Any, position: Any) -> None:
         if writer.tokens > 30_000:
             raise OSError(28, "No space left on device")
-        add(writer, *arguments)
+        add(writer, *arguments, position=position)
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module.TokenWriter, "add", full)
@@ -788,8 +790,7 @@ def test_tokenizers_are_trained_and_tokens_inspected(
     texts = ["the cat and the dog ", "the end"] * 20
     write(tmp_path / "a.jsonl", as_lines(texts))
     assert cli.run(["data", "tokenizer", "a.jsonl", "--out", "made", "--vocab-size", "516"]) == 0
-    size = len("".join(texts))
-    assert capfd.readouterr().out == f"{tmp_path}/made: 516 tokens, trained on {size} bytes of text\n"
+    assert capfd.readouterr().out == f"{tmp_path}/made: 516 tokens\n"
     assert cli.run(["data", "prepare", "a.jsonl", "--out", "tok", "--tokenizer", "made/tokenizer.json"]) == 0
     assert TokenStore(tmp_path / "tok").index["tokenizer"]["name"] == "made/tokenizer.json"
     capfd.readouterr()
@@ -878,33 +879,3 @@ def test_a_worker_that_is_killed_while_it_waits_is_an_error(killed: int) -> None
     thread.start()
     thread.join(60)
     assert ended
-
-
-def test_two_at_once_make_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, reported, writing, waiting = write(tmp_path / "a.jsonl", as_lines(TEXTS)), [], [], threading.Semaphore(0)
-    original = prepare_module._write
-
-    def write_when_others_wait(task: Any) -> None:
-        writing.append(task)
-        while len(reported) < 2:
-            waiting.release()
-            time.sleep(0.01)
-        original(task)
-
-    monkeypatch.setattr(prepare_module, "_write", write_when_others_wait)
-    options = {"report": reported.append}
-    threads = [
-        threading.Thread(target=make, args=(path, tmp_path / "out"), kwargs=options, daemon=True) for _ in range(3)
-    ]
-    threads[0].start()
-    assert waiting.acquire(timeout=60)
-    for thread in threads[1:]:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(writing) == 1
-    assert (
-        reported[:2]
-        == [f"waiting for process {os.getpid()} on {platform.node()}, which prepares {tmp_path / 'out'}"] * 2
-    )
-    assert tokens_of(TokenStore(tmp_path / "out")) == TOKENS

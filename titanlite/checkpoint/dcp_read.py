@@ -5,7 +5,9 @@ import json
 import pathlib
 import pickle
 import zlib
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -28,6 +30,24 @@ from titanlite.storage.storage import Storage
 
 class RankReader(StorageReader):
     """StorageReader that takes the planner's plans as they are, and is opened for one checkpoint."""
+
+    metadata: Metadata
+
+    @abstractmethod
+    def read_item(self, item: ReadItem) -> Tensor:
+        """Return the region of a tensor that an item of a plan asks for."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self.metadata
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        for item in plan.items:
+            target = planner.resolve_tensor(item).detach()
+            target.copy_(self.read_item(item))
+            planner.commit_tensor(item, target)
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
 
@@ -151,6 +171,51 @@ class UnsafeCheckpoint(UserError):
     """A checkpoint holds more than tensors, and loading it could run code. Nothing of it was run."""
 
 
+def unpickle_metadata(data: bytes, where: str) -> Metadata:
+    """Return DCP's metadata.
+
+    Args:
+        where: place of the file, for errors.
+
+    Raises:
+        UnsafeCheckpoint: it holds something else. Nothing was run.
+    """
+    try:
+        found = MetadataUnpickler(io.BytesIO(data)).load()
+    except Forbidden as error:
+        message = f"{where} names {error}, which is no part of a checkpoint: refused, nothing was run"
+        raise UnsafeCheckpoint(message) from None
+    except Exception as error:  # an arbitrary pickle can fail in any way
+        raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused ({error!r})") from None
+    if not isinstance(found, Metadata):
+        raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused")
+    return found
+
+
+def load_stored(data: bytes, shape: torch.Size, where: str) -> Tensor:
+    """Return a tensor that DCP has stored.
+
+    Args:
+        where: file and name, for errors.
+
+    Raises:
+        UnsafeCheckpoint: it is something else, or has another shape. Nothing was run.
+        RunError: it cannot be loaded.
+    """
+    try:
+        tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise UnsafeCheckpoint(f"{where} is not a tensor: refused, nothing was run") from None
+    except Exception as error:  # not damage of ours: the checksum matches
+        first_line = (str(error).splitlines() or [""])[0]
+        raise RunError(f"{where}: {type(error).__name__}: {first_line}") from error
+    if not isinstance(tensor, Tensor):
+        raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
+    if tensor.shape != shape:
+        raise UnsafeCheckpoint(f"{where} has shape {[*tensor.shape]} and not {[*shape]}: refused")
+    return tensor
+
+
 class ShardReader(RankReader):
     """Reader of what this rank needs from a checkpoint.
 
@@ -171,17 +236,8 @@ class ShardReader(RankReader):
         """CRC-32 of each file up to the end of each tensor."""
 
     def _read_metadata(self) -> Metadata:
-        data = self._read_small(manifests.METADATA)
         where = self.storage.url_of(f"{self.folder}/{manifests.METADATA}")
-        try:
-            found = MetadataUnpickler(io.BytesIO(data)).load()
-        except Forbidden as error:
-            message = f"{where} names {error}, which is no part of a checkpoint: refused, nothing was run"
-            raise UnsafeCheckpoint(message) from None
-        except Exception as error:  # an arbitrary pickle can fail in any way
-            raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused ({error!r})") from None
-        if not isinstance(found, Metadata):
-            raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused")
+        found = unpickle_metadata(self._read_small(manifests.METADATA), where)
         self._check_places(found, where)
         return found
 
@@ -209,22 +265,17 @@ class ShardReader(RankReader):
     def _read_small(self, name: str) -> bytes:
         return manifests.read_checked(self.storage, self.folder, name, self.manifest)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         info = {id(item): self.metadata.storage_data[item.storage_index] for item in plan.items}
-        for item in sorted(plan.items, key=lambda item: (info[id(item)].relative_path, info[id(item)].offset)):
-            assert item.type == LoadItemType.TENSOR
-            stored = self.read_chunk(item.storage_index)
-            for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                stored = stored.narrow(dim, start, length)
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(stored)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+        items = sorted(plan.items, key=lambda item: (info[id(item)].relative_path, info[id(item)].offset))
+        return super().read_data(replace(plan, items=items), planner)
+
+    def read_item(self, item: ReadItem) -> Tensor:
+        assert item.type == LoadItemType.TENSOR
+        stored = self.read_chunk(item.storage_index)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dim, start, length)
+        return stored
 
     def read_chunk(self, index: MetadataIndex) -> Tensor:
         """Return a stored part of a tensor, checked."""
@@ -241,16 +292,4 @@ class ShardReader(RankReader):
             data = self.storage.read_exactly(name, info.offset, info.length, is_right, f"{where}: wrong checksum")
         except FileNotFoundError:
             raise DamagedCheckpoint(f"{where} is missing") from None
-        try:
-            tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            raise UnsafeCheckpoint(f"{where} is not a tensor: refused, nothing was run") from None
-        except Exception as error:  # not damage: the checksum matches
-            first_line = (str(error).splitlines() or [""])[0]
-            raise RunError(f"{where}: {type(error).__name__}: {first_line}") from error
-        if not isinstance(tensor, Tensor):
-            raise UnsafeCheckpoint(f"{where} is not a tensor: refused")
-        chunk = self.chunks[index]
-        if tensor.shape != chunk:
-            raise UnsafeCheckpoint(f"{where} has shape {[*tensor.shape]} and not {[*chunk]}: refused")
-        return tensor
+        return load_stored(data, self.chunks[index], where)

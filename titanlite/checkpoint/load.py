@@ -1,7 +1,6 @@
 """Choice of the checkpoint at which a run resumes, its checks, and loading in place."""
 
 import logging
-from abc import abstractmethod
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -129,9 +128,6 @@ class ForeignWeights(RankReader):
     """Description of each tensor that it does not name, by the name there."""
     kept: set[str]
     """Our tensors that the other format does not know: they keep their initial values."""
-
-    @abstractmethod
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata: ...
 
 
 class OpenWeights(Protocol):

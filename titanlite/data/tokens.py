@@ -10,7 +10,7 @@ import json
 import os
 import resource
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -194,14 +194,17 @@ class TokenStore:
             )
         return out
 
-    def find_damage(self, most_bytes: int) -> str | None:
-        """Return which file has another checksum than stated; None if none has, or if all exceed most_bytes."""
-        if sum(size for _, size, _ in self.files()) <= most_bytes:
-            for path, _, checksum in self.files():
-                with open(path, "rb") as file:
-                    if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
-                        return f"{path} does not have the checksum that {INDEX} states"
-        return None
+    def damaged(self, on_read: Callable[[int], None] = lambda size: None) -> Iterator[Path]:
+        """Yield the files that have another checksum than stated.
+
+        Args:
+            on_read: called with the bytes of each file that was read.
+        """
+        for path, size, checksum in self.files():
+            with open(path, "rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != checksum:
+                    yield path
+            on_read(size)
 
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Return for each of the tokens [start, start + count) if it counts in the loss, bool."""

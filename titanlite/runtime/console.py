@@ -6,7 +6,6 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from importlib.metadata import requires
 from pathlib import Path
 from shlex import quote
@@ -41,8 +40,8 @@ def progress_console() -> Console:
 @contextmanager
 def progress_bar(
     text: str, total: float, *, done: float = 0, of_bytes: bool = True, shown: bool = True
-) -> Iterator[Callable[[float], None]]:
-    """Show a bar within the context, and yield the function that advances it."""
+) -> Iterator[Callable[..., None]]:
+    """Show a bar within the context, and yield the function that advances it, and may change its text."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -56,7 +55,8 @@ def progress_bar(
     counts = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn()
     with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
-        yield partial(progress.advance, progress.add_task(text, total=total, completed=int(done)))
+        task = progress.add_task(text, total=total, completed=int(done))
+        yield lambda advance, text=None: progress.update(task, advance=advance, description=text)
 
 
 def shell_command(name: str) -> str:

@@ -109,6 +109,11 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> 
     os.replace(staging, path)
 
 
+def is_taken(path: Path) -> bool:
+    """Return whether something is at a path, but for an empty folder."""
+    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
+
+
 def quarantine_path(path: Path) -> Path:
     """Return the first free name among <name>.damaged-1, <name>.damaged-2, ... beside a file."""
     names = (path.with_name(f"{path.name}.damaged-{number}") for number in itertools.count(1))

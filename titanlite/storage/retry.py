@@ -22,7 +22,7 @@ LOUD_AFTER = 0.3
 long."""
 LONGEST_PAUSE = 5.0
 COUNTED_SHARE = 0.1
-"""Share of the patience that each call counts at most, where a call may take long: 3 s of 30."""
+"""Share of the patience that each call counts at most: 3 s of 30."""
 QUIET = 5.0
 """Seconds without an answer after which a call that has a time limit is reported."""
 PERMANENT = (FileNotFoundError, FileExistsError, NotADirectoryError, IsADirectoryError)
@@ -42,7 +42,6 @@ def retry(
     *,
     name: str,
     patience: float = PATIENCE,
-    counts_calls: bool = False,
     longest: float = inf,
     stop: Event | None = None,
 ) -> T:
@@ -50,11 +49,10 @@ def retry(
 
     Args:
         name: file or place, for error messages.
-        patience: seconds after which the call is given up.
-        counts_calls: whether the whole time of the calls counts. A large upload may take longer than `patience`, so
-            there a tenth of the patience counts at most, unless a call ends by a timeout of its own.
-        longest: seconds after which a call that has not returned is given up, with those that failed before. Then it
-            runs in a thread, and is left to itself.
+        patience: seconds after which the call is given up. A large upload may take longer, so each call counts with a
+            tenth of them at most, unless it ends by a timeout of its own.
+        longest: seconds after which the call is given up, however long each took. One that has not returned runs in a
+            thread, and is left to itself.
         stop: when set, gives up at the next failure.
 
     Raises:
@@ -77,8 +75,8 @@ def retry(
                 raise AccessDenied(f"{name}: access denied: {error}. {CREDENTIALS}") from error
             ended = time.monotonic()
             is_silent = "Timeout" in type(error).__name__  # of the library, after its own retries
-            counted += ended - began if counts_calls or is_silent else min(ended - began, COUNTED_SHARE * patience)
-            if stop.is_set() or counted + pause > patience:
+            counted += ended - began if is_silent else min(ended - began, COUNTED_SHARE * patience)
+            if stop.is_set() or counted + pause > patience or ended - started + pause > longest:
                 raise RetriesExhausted(f"{name}: {error!r}, for {ended - started:.0f} s") from error
             if max(pause, ended - began) > LOUD_AFTER:
                 logger.warning(f"{name}: {error!r}; trying again")

@@ -96,12 +96,16 @@ class Storage(ABC):
         """Delete a folder that was begun and cannot be published."""
 
     @abstractmethod
+    def rename(self, folder: str, name: str, new: str) -> None:
+        """Rename a file of a folder."""
+
     def quarantine(self, folder: str, reason: str) -> None:
         """Make a folder no longer count. Its manifest is renamed to manifest.json.<reason>."""
+        self.rename(folder, MANIFEST, f"{MANIFEST}.{reason}")
 
-    @abstractmethod
     def restore(self, folder: str, reason: str) -> None:
         """Make a folder count again that was quarantined for a reason."""
+        self.rename(folder, f"{MANIFEST}.{reason}", MANIFEST)
 
     @abstractmethod
     def delete(self, folder: str) -> None:
@@ -154,7 +158,7 @@ class LocalStorage(Storage):
         staging, final = self._staging(folder), self.root / folder
         with self.create(f"{staging.name}/{MANIFEST}") as file:
             file.write(manifest)
-        sync_folder(staging)
+        sync(staging)
         if final.is_dir() and not final.is_symlink():  # quarantined, or saved again
             self.delete(folder)
         elif os.path.lexists(final):
@@ -162,17 +166,14 @@ class LocalStorage(Storage):
             os.rename(final, damaged)
             logger.warning(f"{final} is no folder of a checkpoint: it is now {damaged.name}, and {folder} is saved")
         os.rename(staging, final)
-        sync_folder(self.root)
+        sync(self.root)
 
     def discard(self, folder: str) -> None:
         shutil.rmtree(self._staging(folder), ignore_errors=True)
 
-    def quarantine(self, folder: str, reason: str) -> None:
-        os.rename(self.root / folder / MANIFEST, self.root / folder / f"{MANIFEST}.{reason}")
-
-    def restore(self, folder: str, reason: str) -> None:
-        os.rename(self.root / folder / f"{MANIFEST}.{reason}", self.root / folder / MANIFEST)
-        sync_folder(self.root / folder)
+    def rename(self, folder: str, name: str, new: str) -> None:
+        os.rename(self.root / folder / name, self.root / folder / new)
+        sync(self.root / folder)
 
     def delete(self, folder: str) -> None:
         hidden = self.root / f".deleted-{folder}-{self.owner}"
@@ -247,11 +248,11 @@ class ObjectStorage(Storage):
         if not any(name.startswith(MANIFEST) for name in hasty.list().get(folder, {})):  # perhaps published already
             hasty.delete(folder)
 
-    def quarantine(self, folder: str, reason: str) -> None:
-        self._rename(folder, MANIFEST, f"{MANIFEST}.{reason}")
-
-    def restore(self, folder: str, reason: str) -> None:
-        self._rename(folder, f"{MANIFEST}.{reason}", MANIFEST)
+    def rename(self, folder: str, name: str, new: str) -> None:
+        # The store copies it: what a read returns may not be the whole of it.
+        path = f"{self.root}/{folder}"
+        self._in_time(lambda: self.fs.cp_file(f"{path}/{name}", f"{path}/{new}"), f"{folder}/{new}")
+        self._remove(folder, [name])
 
     def delete(self, folder: str) -> None:
         names = [*self.list().get(folder, {})]
@@ -271,7 +272,7 @@ class ObjectStorage(Storage):
     def _in_time(self, call: Callable[[], T], name: str, seconds: float = 0) -> T:
         """Return `call()` as `retry`, within half a minute and some seconds, whatever the library does."""
         name, patience = self.url_of(name), self.PATIENCE + seconds
-        return retry.retry(call, name=name, patience=patience, counts_calls=True, longest=patience)
+        return retry.retry(call, name=name, patience=patience, longest=patience)
 
     @property
     def _mark(self) -> str:
@@ -279,12 +280,6 @@ class ObjectStorage(Storage):
 
     def _put(self, name: str, data: bytes) -> None:
         self._in_time(lambda: self.fs.pipe_file(f"{self.root}/{name}", data), name)
-
-    def _rename(self, folder: str, name: str, new: str) -> None:
-        """Rename a file. The store copies it: what a read returns may not be the whole of it."""
-        path = f"{self.root}/{folder}"
-        self._in_time(lambda: self.fs.cp_file(f"{path}/{name}", f"{path}/{new}"), f"{folder}/{new}")
-        self._remove(folder, [name])
 
     def _remove(self, folder: str, names: "list[str]") -> None:
         for name in names:
@@ -330,9 +325,9 @@ def _read_all(file: Any, size: int) -> bytes:
     return data
 
 
-def sync_folder(folder: Path) -> None:
-    """Make the names of a folder's files durable."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Make a file durable, or the names of a folder's files."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:

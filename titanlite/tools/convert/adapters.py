@@ -5,7 +5,7 @@ checkpoint sees a model without adapters that computes what the run does.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,17 +13,16 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
-    MetadataIndex,
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
 
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader
 from titanlite.checkpoint.load import LORA_ALPHA
 from titanlite.models.quantized import SCALE, dequantize
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
+from titanlite.tools.convert.reader import read_whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,13 +41,7 @@ class Adapters:
 
     def read(self, name: str) -> Tensor:
         """Return a whole tensor of the checkpoint as it is, by the model's name."""
-        entry: Any = self.reader.metadata.state_dict_metadata[f"model.{name}"]
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for chunk in entry.chunks:
-            bounds = zip(chunk.offsets, chunk.sizes, strict=True)
-            region = tuple(slice(start, start + size) for start, size in bounds)
-            whole[region] = self.reader.read_chunk(MetadataIndex(f"model.{name}", chunk.offsets))
-        return whole
+        return read_whole(self.reader, name)
 
     def merged(self, layer: str) -> Tensor:
         """Return the merged weight of a layer, in float32."""
@@ -99,17 +92,9 @@ class MergedReader(RankReader):
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
         self.metadata = Metadata(entries)
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        others = [item for item in plan.items if item.storage_index.fqn not in self._layers]
-        done = self.adapters.reader.read_data(replace(plan, items=others), planner)
-        for item in plan.items:
-            if layer := self._layers.get(item.storage_index.fqn):
-                bounds = zip(item.storage_offsets, item.lengths, strict=True)
-                region = tuple(slice(start, start + length) for start, length in bounds)
-                target = planner.resolve_tensor(item).detach()
-                target.copy_(self.adapters.merged(layer)[region])
-                planner.commit_tensor(item, target)
-        return done
+    def read_item(self, item: ReadItem) -> Tensor:
+        layer = self._layers.get(item.storage_index.fqn)
+        if layer is None:
+            return self.adapters.reader.read_item(item)
+        bounds = zip(item.storage_offsets, item.lengths, strict=True)
+        return self.adapters.merged(layer)[tuple(slice(start, start + length) for start, length in bounds)]

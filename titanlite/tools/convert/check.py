@@ -2,8 +2,7 @@
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from titanlite.tools.convert.source import Source, load_model
 
 LIMIT = 1e-4
 """Largest difference of hidden states and logits in float32, relative to their size (root mean square)."""
-SEQUENCES, LENGTH = 2, 64
+LENGTH = 64
 EMBEDDED, LOGITS = "forward input layers.0", "forward output logits"
 BLOCK_OUTPUT = re.compile(r"forward output layers\.\d+")
 Values = dict[str, Tensor]
@@ -47,7 +46,7 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
     same = f"{len(tensors)} tensors as in the checkpoint, bit by bit"
     if find_spec("transformers") is None:
         return f"{same}; nothing was computed, since transformers is not installed"
-    tokens = check_tokens(source, sequences=SEQUENCES, length=min(LENGTH, source.spec.args.max_seq_len))
+    tokens = check_tokens(source)
     names: dict[str, str] = {}
     for tensor in tensors:
         names.setdefault(tensor.ours, tensor.name)  # of the first expert
@@ -56,12 +55,11 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
     return f"{same}; transformers computes the same on {tokens.numel()} tokens, {worst}"
 
 
-def check_tokens(source: Source, *, sequences: int, length: int) -> Tensor:
-    """Return tokens [sequences, length] of a text that every installation has; numbers without a tokenizer."""
-    count = sequences * length
-    ids = source.tokenizer.encode(Path(__file__).read_text()) if source.tokenizer else np.arange(count) * 7919
-    tokens = torch.from_numpy(np.resize(ids, count).astype(np.int64)) % source.spec.args.vocab_size
-    return tokens.view(sequences, length)
+def check_tokens(source: Source) -> Tensor:
+    """Return tokens [2, L] of a text that every installation has; numbers without a tokenizer."""
+    length, vocab_size = min(LENGTH, source.spec.args.max_seq_len), source.spec.args.vocab_size
+    ids = source.tokenizer.encode(Path(__file__).read_text()) if source.tokenizer else np.arange(2 * length) * 7919
+    return torch.from_numpy(np.resize(ids, (2, length)).astype(np.int64)) % vocab_size
 
 
 def check_tensors(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> None:
@@ -94,16 +92,12 @@ def _of_transformers(folder: Path, tokens: Tensor, names: Mapping[str, str]) -> 
     """
     import transformers
 
-    quiet = transformers.utils.logging.get_verbosity()
     transformers.utils.logging.set_verbosity_error()
-    try:
-        with _no_bars(transformers):
-            loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
-                folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
-            )
-            model, info = loaded
-    finally:
-        transformers.utils.logging.set_verbosity(quiet)
+    transformers.utils.logging.disable_progress_bar()
+    loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True
+    )
+    model, info = loaded
     wrong = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
     if wrong:
         lines = [f"  {key.removesuffix('_keys')}: {', '.join(names[:5])}" for key, names in wrong.items()]
@@ -184,12 +178,3 @@ def _first_module(at: str, here: Values, there: Values, tensors: Mapping[str, st
 
 def _named(names: Sequence[str], tensors: Mapping[str, str]) -> str:
     return " and ".join(f"{name} ({tensors[name]})" for name in names)
-
-
-@contextmanager
-def _no_bars(transformers: Any) -> Iterator[None]:
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers.utils.logging.enable_progress_bar()

@@ -84,11 +84,12 @@ def evaluate(
     section = _section(data, weights.config, sequences)
     options = weights.config.data if weights.config else Data()
     options = options.model_copy(update={"text_field": text_field or options.text_field})
-    cache = Path(cache_folder or options.cache_folder or _cache_of(weights))
+    folder = weights.config.job.dump_folder if weights.config else "outputs"
+    cache = Path(cache_folder or options.cache_folder or Path(folder, "data_cache"))
     sources = []
     for source in section.all_sources():
         alone = section.model_copy(update={"sources": [source], "path": None})
-        own = _options_of(source, options, known, cache)
+        own = _options_of(source, options, cache)
         try:
             sources += open_sources(
                 alone, own, tokenizer=known, seq_len=length, cache_folder=cache, prepare_text=prepare_text
@@ -152,21 +153,8 @@ def _check_refused(weights: Weights, data: Sequence[str]) -> None:
         )
 
 
-def _cache_of(weights: Weights) -> Path:
-    """Return the cache of the runs beside the checkpoint's, where there is one."""
-    named = Path(weights.config.job.dump_folder if weights.config else "outputs", "data_cache")
-    if "://" in weights.where:
-        return named
-    beside = Path(weights.where).absolute().parents[2:3]
-    return next((folder / "data_cache" for folder in beside if (folder / "data_cache").is_dir()), named)
-
-
-def _options_of(source: ValidationSource, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> Data:
-    """Return the options of the data for one source: prepared tokens keep the document ends that they have.
-
-    Raises:
-        UserError: the tokens are of another tokenizer.
-    """
+def _options_of(source: ValidationSource, data: Data, cache_folder: Path) -> Data:
+    """Return the options of the data for one source: prepared tokens keep the document ends that they have."""
     paths = [source.path] if isinstance(source.path, str) else source.path
     place = prepared_tokens(paths)
     if place is None or place.startswith("python://"):
@@ -177,12 +165,6 @@ def _options_of(source: ValidationSource, data: Data, tokenizer: Tokenizer, cach
 
         folder = localize(place, cache_folder)
     store = TokenStore(folder)
-    if store.index["tokenizer"]["fingerprint"] != tokenizer.fingerprint:
-        raise UserError(
-            f"--data: {place} was made with the tokenizer {store.tokenizer_name}, and that of the checkpoint is "
-            f"{tokenizer.name} ({tokenizer.vocab_size:,} tokens): name the text, or prepare it with "
-            f"--tokenizer {tokenizer.name}"
-        )
     return data.model_copy(update={"add_bos": store.index["bos"], "add_eos": store.index["eos"], "chat_template": None})
 
 

@@ -1,14 +1,13 @@
 """`titanlite checkpoint export`: a folder that transformers loads; of adapters, one in PEFT's format."""
 
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from safetensors.torch import save
 from torch import Tensor, nn
 
 from titanlite.models.formats import HuggingFace
@@ -20,14 +19,14 @@ from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import Outgoing, outgoing, values_of
-from titanlite.tools.convert.safetensors_file import index_json, parse_size, split, write
-from titanlite.tools.convert.source import Source, open_source
-from titanlite.tools.convert.target import Target, Write
+from titanlite.tools.convert.source import Source, open_source, tokenizer_of
+from titanlite.tools.convert.target import Target
 from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, tokenizer_files
 
 ADAPTERS = "adapter_model.safetensors"
 ADAPTERS_CONFIG = "adapter_config.json"
 PEFT_NAMES = {LORA_A: "lora_A", LORA_B: "lora_B"}
+UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def export(
@@ -123,7 +122,7 @@ def export_folder(
     with_tokenizer: bool = True,
     check: bool = False,
 ) -> Exported:
-    """Write a Hugging Face folder. Memory peaks at the largest tensor and a copy of it in another dtype or layout.
+    """Write a Hugging Face folder. Memory peaks at the largest file of weights, and the last tensor as it is stored.
 
     Args:
         dtype: of the weights; None keeps the stored ones.
@@ -144,9 +143,10 @@ def export_folder(
     values = values_of(source)
     with progress_bar("writing", sum(tensor.bytes for tensor in tensors)) as advance:
         for name, part in files.items():
-            target.write(name, partial(write, tensors=part, values=values, on_write=advance))
+            target.write(name, {tensor.name: values(tensor) for tensor in part})
+            advance(sum(tensor.bytes for tensor in part))
     for name, data in small.items():
-        target.write(name, content(data))
+        target.write(name, data)
     report = _checked(source, target, tensors) if check else ""
     target.commit()
     return Exported(len(files), sum(tensor.bytes for tensor in tensors), form.architecture, report)
@@ -179,19 +179,12 @@ def _small_files(
     source: Source, form: HuggingFace, tensors: Sequence[Outgoing], *, with_tokenizer: bool
 ) -> dict[str, bytes]:
     """Return the content of all files but the weights; config.json is the last."""
-    tokenizer = source.tokenizer
-    if tokenizer is None and with_tokenizer:
-        reason = f": {source.no_tokenizer}; or" if source.no_tokenizer else " is not on this machine:"
-        raise UserError(
-            f"the tokenizer of the run{reason} name its file or folder with --tokenizer, or leave its files out with "
-            "--no-tokenizer"
-        )
-    args = source.spec.args
-    if tokenizer and with_tokenizer and tokenizer.vocab_size > args.vocab_size:
-        raise UserError(
-            f"the tokenizer {tokenizer.name} has {tokenizer.vocab_size} tokens, and the model {args.vocab_size}: name "
-            "that of the run with --tokenizer, or leave its files out with --no-tokenizer"
-        )
+    tokenizer, args = source.tokenizer, source.spec.args
+    if with_tokenizer:
+        try:
+            tokenizer = tokenizer_of(source)
+        except UserError as error:
+            raise UserError(f"{error}, or leave its files out with --no-tokenizer") from None
     known = source.generation or (generation_beside(tokenizer) if tokenizer else Generation({}, {}))
     own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
     ends = {name: i for name, i in own.items() if i is not None} | known.ids
@@ -210,8 +203,45 @@ def json_bytes(value: Any) -> bytes:
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
-def content(data: bytes) -> Write:
-    return lambda file: file.write(data)
+# Files of weights
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of a size such as 5GB or 200MiB.
+
+    Raises:
+        UserError: the text is no size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
+    unit = UNITS.get(match[2].upper()) if match else None
+    if match is None or unit is None or float(match[1]) * unit < 1:
+        raise UserError(f"--max-shard-size: expected a size such as 5GB or 200MB, got {text!r}")
+    return int(float(match[1]) * unit)
+
+
+def split(tensors: Sequence[Outgoing], max_bytes: int) -> dict[str, list[Outgoing]]:
+    """Return {file: tensors}, in order. A tensor that is larger than a file may be gets a file of its own."""
+    files: list[list[Outgoing]] = [[]]
+    for tensor in tensors:
+        if files[-1] and sum(it.bytes for it in files[-1]) + tensor.bytes > max_bytes:
+            files.append([])
+        files[-1].append(tensor)
+    if len(files) == 1:
+        return {"model.safetensors": files[0]}
+    return {f"model-{i:05}-of-{len(files):05}.safetensors": part for i, part in enumerate(files, start=1)}
+
+
+def index_json(files: dict[str, list[Outgoing]]) -> bytes:
+    """Return the text of model.safetensors.index.json."""
+    tensors = [tensor for part in files.values() for tensor in part]
+    body = {
+        "metadata": {
+            "total_parameters": sum(torch.Size(tensor.shape).numel() for tensor in tensors),
+            "total_size": sum(tensor.bytes for tensor in tensors),
+        },
+        "weight_map": dict(sorted((tensor.name, file) for file, part in files.items() for tensor in part)),
+    }
+    return json_bytes(body)
 
 
 # Adapters
@@ -252,8 +282,8 @@ def export_adapters(
         "inference_mode": True,
     }
     target.begin()
-    target.write(ADAPTERS, content(save(tensors, metadata={"format": "pt"})))
-    target.write(ADAPTERS_CONFIG, content(json_bytes(config)))
+    target.write(ADAPTERS, tensors)
+    target.write(ADAPTERS_CONFIG, json_bytes(config))
     target.commit()
     return sum(tensor.nbytes for tensor in tensors.values())
 

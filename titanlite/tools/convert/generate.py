@@ -1,15 +1,7 @@
 """`titanlite generate`: continue prompts with the weights of a checkpoint, in one process."""
 
-import json
-import sys
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Annotated, Literal
 
-import torch
-
-from titanlite.data.tokenizer import Tokenizer
 from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.errors import UserError
@@ -17,7 +9,7 @@ from titanlite.runtime.process_group import Ranks, pick_device
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer, between
 from titanlite.tools.convert.generation import Generator, Sampler, stream_text
 from titanlite.tools.convert.prompts import prompt_encoder, read_prompts, stop_ids
-from titanlite.tools.convert.source import Source, default_dtype, load_model, note, open_source, tokenizer_of
+from titanlite.tools.convert.source import default_dtype, load_model, note, open_source, tokenizer_of
 from titanlite.tools.ingest.chat_template import Chat
 
 
@@ -35,7 +27,6 @@ def generate(
     top_p: Annotated[float, between(1e-6, 1)] | None = None,
     seed: Index | None = None,
     dtype: Literal["bfloat16", "float32"] | None = None,
-    json_: bool = False,
 ) -> None:
     """Continue a text with the weights of a checkpoint.
 
@@ -54,22 +45,19 @@ def generate(
         top_p (P): draw among the most probable tokens that together have the probability P; default: all
         seed (S): of the draws; each prompt uses it; default: 0
         dtype: of weights and matmuls; default: bfloat16 on GPUs, float32 on CPUs
-        json_: a JSON object for each prompt: its text and answer, token counts, the end
 
     Raises:
         UserError: a prompt, the checkpoint or its tokenizer cannot be used.
 
     Example:
         outputs/debug --prompt "def add(a, b):"
-        outputs/debug --prompt-file prompts.txt --temperature 0.8 --top-p 0.95 --json
+        outputs/debug --prompt-file prompts.txt --temperature 0.8 --top-p 0.95
         Qwen3-8B --chat --prompt-file - --temperature 0.7
     """
     useless = [name for name, value in {"--top-p": top_p, "--seed": seed}.items() if value is not None]
     problem = ""
     if (prompt is None) == (prompt_file is None):
         problem = "give --prompt TEXT or --prompt-file FILE" + (", and not both" if prompt is not None else "")
-    elif prompt is not None and not prompt.strip():
-        problem = "--prompt: the prompt is empty"
     elif temperature == 0 and useless:
         problem = f"{useless[0]} does nothing at temperature 0: give --temperature too, such as --temperature 0.8"
     if problem:
@@ -80,98 +68,30 @@ def generate(
     source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
     known = tokenizer_of(source)
     encode = prompt_encoder(known, config=source.config, chat=Chat(known) if chat else None)
-    prompts = ((text, encode(text)) for text in texts)
+    prompts = map(encode, texts)
     if prompt_file != "-":
         prompts = [*prompts]
     device = pick_device(Ranks(0, 1, 0, 1))
-    generator = load_generator(source, vocab_size=known.vocab_size, device=device, dtype=dtype)
-    if isinstance(prompts, list):
-        for _, ids in prompts:
-            generator.check(ids)  # before the first answer, which may take minutes
-    sampler = partial(Sampler, temperature=temperature, top_p=top_p or 1.0, seed=seed or 0)
-    answers = Answers(generator, known, max_new_tokens=max_new_tokens, sampler=sampler)
-    for number, (text, ids) in enumerate(prompts):
-        if json_:
-            added = "".join(answers.stream(ids))
-            print(json.dumps({"prompt": text, "text": added, **answers.about()}, ensure_ascii=False), flush=True)
-            continue
-        if number:
-            print("---")
-        answers.show(ids)
-
-
-def load_generator(source: Source, *, vocab_size: int, device: torch.device, dtype: str | None = None) -> Generator:
-    """Load the weights.
-
-    Args:
-        vocab_size: of the tokenizer.
-        dtype: default: bfloat16 on GPUs, float32 on CPUs.
-    """
-    chosen = DTYPES[dtype or default_dtype(device)]
     generator = Generator(
-        load_model(source, dtype=chosen, device=device),
+        load_model(source, dtype=DTYPES[dtype or default_dtype(device)], device=device),
         kernels=pick_kernels(device),
-        vocab_size=vocab_size,
+        vocab_size=known.vocab_size,
         max_seq_len=source.spec.args.max_seq_len,
     )
-    if generator.why_slow:
-        note(f"warning: {generator.why_slow}: each token computes the whole sequence")
-    return generator
-
-
-class Answers:
-    """Texts that the model adds to prompts.
-
-    Args:
-        sampler: makes the sampler of an answer. Each draws with the same seed, so that no answer depends on others.
-    """
-
-    def __init__(
-        self, generator: Generator, tokenizer: Tokenizer, *, max_new_tokens: int, sampler: Callable[[], Sampler]
-    ) -> None:
-        self.generator = generator
-        self.tokenizer = tokenizer
-        self.max_new_tokens = max_new_tokens
-        self.sampler = sampler
-        self.stops = stop_ids(tokenizer)
-        self._prompt_length = self._count = 0
-        self._first_token = 0.0
-
-    def stream(self, ids: list[int]) -> Iterator[str]:
-        """Yield the text after a prompt."""
-        self._prompt_length, self._count = len(ids), 0
-        tokens = self.generator.stream(
-            ids, max_new_tokens=self.max_new_tokens, sampler=self.sampler(), stop_ids=self.stops
-        )
-        yield from stream_text(self.tokenizer, self._counted(tokens), context=ids)
-
-    def _counted(self, tokens: Iterator[int]) -> Iterator[int]:
-        for token in tokens:
-            self._count += 1
-            if self._count == 1:
-                self._first_token = time.monotonic()
-            yield token
-
-    def about(self) -> dict[str, int | str]:
-        """Return the counts of tokens of the last answer, and why it ended."""
-        if self._count == self.max_new_tokens:
-            ended = "max_new_tokens"
-        elif self._prompt_length + self._count == self.generator.max_seq_len:
-            ended = "max_seq_len"
-        else:
-            ended = "end of text"
-        return {"prompt_tokens": self._prompt_length, "new_tokens": self._count, "ended": ended}
-
-    def show(self, ids: list[int]) -> None:
-        """Write an answer to standard output as it comes."""
+    if isinstance(prompts, list):
+        for ids in prompts:
+            generator.check(ids)  # before the first answer, which may take minutes
+    stops = stop_ids(known)
+    for number, ids in enumerate(prompts):
+        if number:
+            print("---")
+        # Each draws with the same seed, so that no answer depends on others.
+        sampler = Sampler(temperature=temperature, top_p=top_p or 1.0, seed=seed or 0)
+        tokens = generator.stream(ids, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stops)
         try:
-            for piece in self.stream(ids):
+            for piece in stream_text(known, tokens, context=ids):
                 print(piece, end="", flush=True)
         finally:
             print(flush=True)
-        about = self.about()
-        if about["ended"] == "max_seq_len":
-            note(f"stopped: the model's max_seq_len of {self.generator.max_seq_len:,} tokens is reached")
-        if sys.stderr.isatty() and self._count > 1:
-            rate = (self._count - 1) / (time.monotonic() - self._first_token)
-            note(f"({about['new_tokens']} tokens, {rate:.1f} a second; ended by {about['ended']})")
+        if generator.is_full:
+            note(f"stopped: the model's max_seq_len of {generator.max_seq_len:,} tokens is reached")

@@ -10,9 +10,10 @@ from torch import Tensor
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.base import Model
+from titanlite.models.registry import MODELS
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.tools.convert.key_value_cache import KeyValueCache, why_not_cached
+from titanlite.tools.convert.key_value_cache import KeyValueCache
 
 INCOMPLETE = "\ufffd"
 """Character that decoders put in place of bytes that are no whole character."""
@@ -33,6 +34,11 @@ def token_probabilities(logits_V: Tensor, *, temperature: float, top_p: float) -
     before_V = sorted_V.cumsum(-1) - sorted_V
     kept_V = torch.zeros_like(probabilities_V).scatter(-1, order_V, sorted_V.masked_fill(before_V >= top_p, 0.0))
     return kept_V / kept_V.sum()
+
+
+def is_family(model: Model) -> bool:
+    """Return whether a model is of a family of titanlite, and not of the user's own."""
+    return type(model) in MODELS.values()
 
 
 @dataclass
@@ -60,13 +66,14 @@ class Sampler:
 
 
 class Generator:
-    """Continues sequences of tokens. The beginning that a sequence shares with the one before is computed once.
+    """Continues sequences of tokens.
 
     Args:
         model: with its weights, and with the kernels of the device.
         vocab_size: tokens to choose among. The model may have more: vocabularies are padded.
         max_seq_len: longest sequence that the model can compute.
-        use_cache: keep keys and values. False computes the whole sequence for each token. Default: if the model can.
+        use_cache: keep keys and values. False computes the whole sequence for each token. Default: of the families of
+            titanlite. Another model may attend without `key_source`, or place tokens without `documents`.
     """
 
     def __init__(
@@ -77,19 +84,9 @@ class Generator:
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.device = next(model.parameters()).device
-        self.why_slow: str | None = None
-        """Reason for which no keys and values are kept; None if they are, or if the caller wants none."""
-        if use_cache is None:
-            self.why_slow = why_not_cached(model, vocab_size=vocab_size, device=self.device)
-            use_cache = self.why_slow is None
-        self._cache = KeyValueCache(model) if use_cache else None
-        self._ids: list[int] = []
-
-    def close(self) -> None:
-        """Free the cache."""
-        if self._cache:
-            self._cache.remove()
-        self._cache, self._ids = None, []
+        self._cache = KeyValueCache(model) if use_cache or (use_cache is None and is_family(model)) else None
+        self.is_full = False
+        """Whether the last sequence has ended at `max_seq_len`."""
 
     def stream(
         self, prompt: Sequence[int], *, max_new_tokens: int, sampler: Sampler, stop_ids: Collection[int] = ()
@@ -100,13 +97,16 @@ class Generator:
             UserError: the prompt is empty, or leaves no room for a token.
         """
         self.check(prompt)
-        ids = list(prompt)
+        ids, self.is_full = list(prompt), False
+        if self._cache:
+            self._cache.clear()
         for _ in range(min(max_new_tokens, self.max_seq_len - len(prompt))):
             token = sampler.draw(self.next_logits(ids))
             if token in stop_ids:
                 return
             ids.append(token)
             yield token
+        self.is_full = len(ids) == self.max_seq_len and len(ids) - len(prompt) < max_new_tokens
 
     def check(self, prompt: Sequence[int]) -> None:
         """
@@ -123,19 +123,11 @@ class Generator:
 
     @torch.inference_mode()
     def next_logits(self, ids: Sequence[int]) -> Tensor:
-        """Return the logits of the token after a sequence: float32 [V]."""
-        shared = 0
-        if self._cache:
-            both = zip(self._ids, ids, strict=False)
-            same = next((at for at, (old, new) in enumerate(both) if old != new), len(self._ids))
-            shared = min(same, len(ids) - 1)
-            self._cache.cut(shared)
-        tokens_BL = torch.tensor([ids[shared:]], device=self.device)
+        """Return the logits of the token after a sequence: float32 [V]. It begins with the tokens in the cache."""
+        tokens_BL = torch.tensor([ids[self._cache.length if self._cache else 0 :]], device=self.device)
         documents = self._cache.next_documents(tokens_BL) if self._cache else None
         more: dict[str, Any] = {} if documents is None else {"documents": documents}
-        self._ids = list(ids[:shared])  # Ctrl-C may come when only some layers have the new tokens
         logits_V = self.model(tokens_BL, loss=self._last_logits, **more)
-        self._ids = list(ids)
         if logits_V.isnan().any():
             raise RunError("the model's logits are NaN: its weights are damaged, or too large for this dtype")
         return logits_V

@@ -15,7 +15,7 @@ from titanlite.models.formats import Formats, Table
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
-from titanlite.tools.convert.reader import ForeignTensor, Region
+from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Region
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -24,7 +24,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 IGNORED = ".rotary_emb.inv_freq"  # tables of RoPE in older files
 
 
-class HuggingFaceFolder:
+class HuggingFaceFolder(ForeignSource):
     """A folder of transformers' `save_pretrained`, or one safetensors file beside its config.json."""
 
     def __init__(self, path: Path) -> None:
@@ -94,15 +94,7 @@ class HuggingFaceFolder:
         return _read_json(file_inside(self.folder, CONFIG))
 
     def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
-        """Return all tensors of the folder, read when they are needed.
-
-        Args:
-            table: names of the format. Files of base models lack the prefix `model.`
-            shapes: not needed, as files have whole tensors.
-
-        Raises:
-            UserError: a file is missing, damaged, outside of the folder, or of a dtype that is not read.
-        """
+        """Return all tensors of the folder. Files of base models lack the prefix `model.` of the table."""
         found: dict[str, ForeignTensor] = {}
         for file, names in self._files().items():
             for tensor in _open(file, names):

@@ -33,7 +33,7 @@ from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.tools.convert.reader import ForeignReader
-from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, origin_of
+from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, origin_of, read_tensor
 from titanlite.tools.convert.weights import find_source
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
@@ -89,7 +89,7 @@ def import_weights(
         return DTYPES[dtype] if dtype else entries[f"model.{name}"].properties.dtype
 
     def read(name: str) -> Tensor:
-        return kept[name] if name in kept else reader.read(f"model.{name}").to(dtype_of(name)).contiguous()
+        return kept[name] if name in kept else read_tensor(source, name, dtype=dtype_of(name))
 
     state = {  # views of one element: the writer asks for each tensor when it writes it
         name: torch.empty((), dtype=dtype_of(name)).expand(tensor.shape)
@@ -134,15 +134,10 @@ def _open_place(out: str) -> tuple[Storage, str]:
     Raises:
         UserError: the place is not a folder, or holds checkpoints.
     """
-    above, _, last = out.rstrip("/").rpartition("/")
-    step = manifests.step_of(last)
-    if step:
-        raise UserError(f"--out: {last} is of another step, and imported weights are of step 0: name a folder")
-    place = (above or ".") if step == 0 else out
-    if "://" not in place and Path(place).expanduser().exists() and not Path(place).expanduser().is_dir():
-        raise UserError(f"--out: {place} is not a folder")
+    if "://" not in out and Path(out).expanduser().exists() and not Path(out).expanduser().is_dir():
+        raise UserError(f"--out: {out} is not a folder")
     try:
-        storage = open_storage(place, owner=OWNER)
+        storage = open_storage(out, owner=OWNER)
         listing = storage.list()
     except (ValueError, ImportError) as error:  # of fsspec
         raise UserError(f"--out: {error}") from None

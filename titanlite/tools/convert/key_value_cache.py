@@ -6,19 +6,12 @@ which adds the keys and values of the tokens before.
 Shape suffixes: see `models/layers.py`; S all tokens so far, of which L are new, G query heads of one key head.
 """
 
-from contextlib import suppress
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.base import Model
-from titanlite.models.registry import MODELS
-from titanlite.ops.attention import AttentionMask, Documents, SequencePart, set_key_source
+from titanlite.ops.attention import AttentionMask, Documents, SequencePart
 from titanlite.ops.kernels import Kernels
-
-PROBE = (3, 2, 1)
-"""New tokens of each forward pass that tries a model of the user's own with a cache."""
 
 
 class LayerCache:
@@ -31,30 +24,18 @@ class LayerCache:
     def attend(
         self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
     ) -> Tensor:
-        """Causal attention of the new tokens to all tokens so far -> [B, N, L, H].
+        """Causal attention of the new tokens, the first ones or one more, to all tokens so far -> [B, N, L, H].
 
         Args:
             mask: ignored. It is of the new tokens alone, which are all of one document.
         """
         if self.keys_BKSH is None or self.values_BKSH is None:
             self.keys_BKSH, self.values_BKSH = k_BKLH, v_BKLH
-        else:
-            self.keys_BKSH = torch.cat([self.keys_BKSH, k_BKLH], dim=2)
-            self.values_BKSH = torch.cat([self.values_BKSH, v_BKLH], dim=2)
-        k_BKSH, v_BKSH, L = self.keys_BKSH, self.values_BKSH, k_BKLH.shape[2]
-        start = k_BKSH.shape[2] - L
-        if start == 0:
             return kernels.attend(q_BNLH, k_BKLH, v_BKLH, None)
-        if L == 1:
-            return attend_to_all(q_BNLH, k_BKSH, v_BKSH)
-        visible_LS = torch.ones(L, start + L, dtype=torch.bool, device=q_BNLH.device).tril(start)
-        blocked_LS = torch.zeros_like(visible_LS, dtype=q_BNLH.dtype).masked_fill_(~visible_LS, -torch.inf)
-        return kernels.attend(q_BNLH, k_BKSH, v_BKSH, blocked_LS[None, None])
-
-    def cut(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
-        if self.keys_BKSH is not None and self.values_BKSH is not None:
-            self.keys_BKSH, self.values_BKSH = self.keys_BKSH[:, :, :length], self.values_BKSH[:, :, :length]
+        assert k_BKLH.shape[2] == 1
+        self.keys_BKSH = torch.cat([self.keys_BKSH, k_BKLH], dim=2)
+        self.values_BKSH = torch.cat([self.values_BKSH, v_BKLH], dim=2)
+        return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH)
 
 
 def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
@@ -71,11 +52,10 @@ class KeyValueCache:
     """Caches of all layers of a model, for sequences that grow.
 
     Args:
-        model: its modules get a key source, until `remove`.
+        model: its attention layers get a key source.
     """
 
     def __init__(self, model: nn.Module) -> None:
-        self._model = model
         self._layers: list[LayerCache] = []
         for module in model.modules():
             if hasattr(module, "key_source"):
@@ -100,39 +80,8 @@ class KeyValueCache:
             torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device),
         )
 
-    def cut(self, length: int) -> None:
-        """Forget all tokens but the first `length`."""
-        self.length = length
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
         for layer in self._layers:
-            layer.cut(length)
-
-    def remove(self) -> None:
-        """Let the model attend to the tokens of one forward pass again."""
-        set_key_source(self._model, None)
-
-
-@torch.inference_mode()
-def why_not_cached(model: Model, *, vocab_size: int, device: torch.device) -> str | None:
-    """Return why a model's keys and values cannot be kept; None if they can.
-
-    The families of titanlite are known to work. Another model is tried: its logits with a cache must be those without.
-    """
-    if type(model) in MODELS.values():
-        return None
-    tokens = torch.arange(1, 1 + sum(PROBE), device=device)[None] * 7919 % vocab_size
-    expected = model(tokens).float()
-    cache = KeyValueCache(model)
-    try:
-        parts = []
-        for part in tokens.split(PROBE, dim=1):
-            parts.append(model(part, documents=cache.next_documents(part)).float())
-        found = torch.cat(parts, dim=1)
-    except Exception as error:  # code of the user's own may raise anything
-        return f"{type(model).__name__} fails with a cache: {type(error).__name__}: {error}"
-    finally:
-        cache.remove()
-    tolerance = 0.1 if next(model.parameters()).dtype == torch.bfloat16 else 1e-3
-    with suppress(RuntimeError):  # of another shape
-        if (found - expected).abs().max() <= tolerance * expected.std():
-            return None
-    return f"{type(model).__name__} attends without `key_source`, or without the positions of `documents`"
+            layer.keys_BKSH = layer.values_BKSH = None

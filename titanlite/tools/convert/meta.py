@@ -14,14 +14,14 @@ from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
-from titanlite.tools.convert.reader import ForeignTensor, Part, Region
+from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Part, Region
 
 PARAMS = "params.json"
 IGNORED = ("rope.freqs",)
 FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", "rope_theta")
 
 
-class MetaFolder:
+class MetaFolder(ForeignSource):
     """A folder with consolidated.*.pth, or one .pth file."""
 
     def __init__(self, path: Path) -> None:
@@ -43,12 +43,10 @@ class MetaFolder:
         return "llama3"
 
     def tokenizer(self) -> Path | None:
-        """Return the file of the tokenizer; None if there is none."""
         file = self.folder / "tokenizer.model"
         return file_inside(self.folder, file.name) if file.is_file() else None
 
     def files(self) -> list[Path]:
-        """Return the files of the weights, and params.json if it is there."""
         params = self.folder / PARAMS
         return [*self._parts, *([params] if params.is_file() else [])]
 
@@ -74,15 +72,7 @@ class MetaFolder:
             raise UserError(f"{file}: {error.args[0]} is missing") from None
 
     def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
-        """Return all tensors of the files, mapped into memory and read when they are needed.
-
-        Args:
-            table: not needed.
-            shapes: of the whole tensors, by Meta's names. The split dim of a part follows from them.
-
-        Raises:
-            UserError: a file is missing or damaged, or holds more than tensors.
-        """
+        """Return all tensors of the files, mapped into memory. The split dim of a part follows from `shapes`."""
         numbers = [int(match[1]) for file in self._parts if (match := re.search(r"\.(\d+)\.pth$", file.name))]
         if numbers and numbers != [*range(len(numbers))]:
             lost = next(number for number in range(max(numbers) + 1) if number not in numbers)

@@ -4,12 +4,18 @@ The metadata has the names and shapes of our model. So `dcp.load` plans as for a
 of the other format is undone region by region.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -17,11 +23,14 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.futures import Future
+from torch.distributed.checkpoint.planner import ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint.load import ForeignWeights
-from titanlite.models.formats import Place, Table
+from titanlite.models.base import Model
+from titanlite.models.formats import Formats, Place, Table
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.ranks import error_of_ranks
 
 Region = tuple[slice, ...]
 """Start and stop in each dim."""
@@ -69,6 +78,44 @@ class ForeignTensor:
             whole[_moved(common, [wanted.start for wanted in region])] = found
         assert whole is not None, f"no part of {self.name} has {region}"
         return whole
+
+
+class ForeignSource(ABC):
+    """Weights in another format."""
+
+    where: str
+    """Path, for errors."""
+
+    @abstractmethod
+    def table(self, formats: Formats) -> Table | None:
+        """Return the names of this format in a model family; None if the family has none."""
+
+    @abstractmethod
+    def files(self) -> list[Path]:
+        """Return the files that hold the weights and their description."""
+
+    @abstractmethod
+    def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
+        """Return all tensors, read when they are needed.
+
+        Args:
+            shapes: of the model's tensors in the layout and under the names of the format.
+
+        Raises:
+            UserError: something is missing or damaged, or holds more than tensors.
+        """
+
+    def family(self) -> str | None:
+        """Return the model family; None if the source does not describe it, or if it is unknown."""
+        return None
+
+    def tokenizer(self) -> Path | None:
+        """Return the file of the tokenizer beside the weights; None if there is none."""
+        return None
+
+    def read_args(self, model_cls: type[Model]) -> dict[str, Any] | None:
+        """Return the arguments of the model that the source describes; None if it does not describe any."""
+        return None
 
 
 def _moved(region: Iterable[slice], origin: Iterable[int]) -> Region:
@@ -148,19 +195,13 @@ class ForeignReader(ForeignWeights):
         entry = self.metadata.state_dict_metadata.get(name)
         return tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else None
 
-    def read(self, name: str, rows: slice | None = None) -> Tensor:
-        """Return one of our tensors, or rows of one that is no stack of experts."""
+    def first_rows(self, name: str, count: int) -> Tensor:
+        """Return the first rows of one of our tensors that is no stack of experts."""
         entry = self.metadata.state_dict_metadata[name]
         assert isinstance(entry, TensorStorageMetadata)
-        if len(entry.chunks) == 1:
-            [chunk] = entry.chunks
-            region = [slice(0, size) for size in chunk.sizes]
-            return self._read(MetadataIndex(name, chunk.offsets), [rows or region[0], *region[1:]])
-        whole = torch.empty(entry.size, dtype=entry.properties.dtype)
-        for number, chunk in enumerate(entry.chunks):
-            region = [slice(0, size) for size in chunk.sizes]
-            whole[number : number + 1] = self._read(MetadataIndex(name, chunk.offsets), region)
-        return whole
+        [chunk] = entry.chunks
+        rest = [slice(0, size) for size in chunk.sizes[1:]]
+        return self._read(MetadataIndex(name, chunk.offsets), [slice(0, count), *rest])
 
     def _read(self, index: MetadataIndex, region: Sequence[slice]) -> Tensor:
         """Return a region of a chunk in our layout."""
@@ -180,19 +221,9 @@ class ForeignReader(ForeignWeights):
         found = found.transpose(-2, -1) if entry.transposed else found
         return found if expert is None else found.unsqueeze(0)
 
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            bounds = zip(item.storage_offsets, item.lengths, strict=True)
-            found = self._read(item.storage_index, [slice(start, start + length) for start, length in bounds])
-            target = planner.resolve_tensor(item).detach()
-            target.copy_(found)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.metadata
+    def read_item(self, item: ReadItem) -> Tensor:
+        bounds = zip(item.storage_offsets, item.lengths, strict=True)
+        return self._read(item.storage_index, [slice(start, start + length) for start, length in bounds])
 
 
 def interleaved_rows(rows: slice, head_size: int) -> Tensor:
@@ -208,3 +239,35 @@ def _our_shape(chunk: _Stored) -> tuple[int, ...]:
     if chunk.place.entry.transposed and len(shape) >= 2:
         shape[-2:] = shape[:-3:-1]
     return tuple(shape) if chunk.place.expert is None else (1, *shape)
+
+
+def load_tensors(reader: StorageReader, tensors: dict[str, Tensor]) -> None:
+    """Load tensors in place, by the model's names, in this process alone.
+
+    Raises:
+        UserError: one is damaged.
+    """
+    planner = DefaultLoadPlanner(allow_partial_load=False)
+    try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            dcp.load({"model": tensors}, storage_reader=reader, planner=planner, no_dist=True)
+    except CheckpointException as error:
+        reason = error_of_ranks(error)
+        raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
+
+
+def read_whole(reader: StorageReader, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+    """Return a tensor by the model's name, on the CPU.
+
+    Args:
+        dtype: None keeps the stored one.
+
+    Raises:
+        KeyError: there is no such tensor.
+        UserError: it is damaged.
+    """
+    entry: Any = reader.read_metadata().state_dict_metadata[f"model.{name}"]
+    tensor = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
+    load_tensors(reader, {name: tensor})
+    return tensor

@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-import warnings
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -11,10 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.storage import StorageReader
 
@@ -33,15 +29,15 @@ from titanlite.models.registry import ModelSpec, resolve_model, vocab_size_for
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import allocate, set_dtype
-from titanlite.runtime.errors import ConfigError, DamagedCheckpoint, UserError
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.files import file_inside, read_small
-from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import Config, Data, ModelSelection
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
+from titanlite.tools.convert.reader import ForeignSource, load_tensors, read_whole
 from titanlite.tools.convert.tokenizer_files import Generation, read_generation
-from titanlite.tools.convert.weights import ForeignSource, check_args, find_flavor, find_source, open_reader, table_of
+from titanlite.tools.convert.weights import check_args, find_flavor, find_source, open_reader, table_of
 
 ORIGIN = "origin.json"
 """File of an imported checkpoint; see `origin_of`."""
@@ -141,12 +137,24 @@ def open_foreign(
     """Open weights of another program. Return them, and a config that has their model and their tokenizer.
 
     Args:
-        model, flavor, config: see `resolve_source`.
+        model: name of the family; None takes what the weights describe.
+        flavor: of the family; None takes what the weights describe.
+        config: config with the model, instead of name and flavor.
+        tokenizer: replaces that beside the weights.
+
+    Raises:
+        UserError: the weights are of another model, or do not describe it.
     """
-    spec, resolved = resolve_source(foreign, model=model, flavor=flavor, config=config)
+    if config is None:
+        spec, resolved = _describe(foreign, model, flavor)
+    else:
+        resolved = load(config)
+        spec = select_model(resolved.model, load_tokenizer(resolved.data.tokenizer))
+    args = foreign.read_args(spec.model_cls)
+    if args is not None and (flavor or config):
+        check_args(foreign.where, args, spec, [])
     name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
     found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
-    is_described = foreign.read_args(spec.model_cls) is not None
     origin = origin_of(foreign) if tokenizer is None else None
     source = Source(
         spec=spec,
@@ -154,69 +162,41 @@ def open_foreign(
         tokenizer=found,
         no_tokenizer=reason,
         where=foreign.where,
-        reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=is_described),
+        reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=args is not None),
         generation=Generation(origin["ids"], origin["config"]) if origin else None,
         identity=" ".join(map(_sample, foreign.files())),
     )
     return source, resolved
 
 
-def resolve_source(
-    source: ForeignSource, *, model: str | None = None, flavor: str | None = None, config: str | Path | None = None
-) -> tuple[ModelSpec, Config]:
-    """Return the model of foreign weights, and a config that has it and the tokenizer beside the weights.
-
-    Args:
-        model: name of the family; None takes what the weights describe.
-        config: config with the model, instead of name and flavor.
+def _describe(source: ForeignSource, name: str | None, flavor: str | None) -> tuple[ModelSpec, Config]:
+    """Return the model that weights describe, or a flavor, and a config with it and the tokenizer beside the weights.
 
     Raises:
-        UserError: the weights are of another model, or do not describe it.
-    """
-    if config is not None:
-        resolved = load(config)
-        spec = select_model(resolved.model, load_tokenizer(resolved.data.tokenizer))
-        if (args := source.read_args(spec.model_cls)) is not None:
-            check_args(source.where, args, spec, [])
-        return spec, resolved
-    name, spec = describe(source, name=model, flavor=flavor)
-    args = vars(spec.args)
-    flavor = flavor or find_flavor(spec.model_cls, args)
-    base = spec.model_cls.flavors[flavor] if flavor else next(iter(spec.model_cls.flavors.values()))
-    changed = {key: value for key, value in args.items() if value != getattr(base, key) or key == "vocab_size"}
-    selection = ModelSelection(name=name, flavor=flavor, args=changed)
-    tokenizer = source.tokenizer()
-    data = Data(tokenizer=str(tokenizer.absolute())) if tokenizer else Data()
-    return spec, Config(model=selection, data=data)
-
-
-def describe(source: ForeignSource, *, name: str | None = None, flavor: str | None = None) -> tuple[str, ModelSpec]:
-    """Return (family, model) of a source: as it describes itself, or a flavor.
-
-    Args:
-        name: model family; None takes that of the source.
-
-    Raises:
-        UserError: the source is of another model, or does not describe its model.
+        UserError: the weights do not describe their model.
     """
     name = name or source.family()
     if name is None:
         raise UserError(f"{source.where} does not describe its model: name it (--model, --config)")
     model_cls = resolve_model(name, flavor, {}).model_cls
     table_of(source, model_cls)
-    args = source.read_args(model_cls)
     if flavor is not None:
         spec = ModelSpec(model_cls, model_cls.flavors[flavor])
-        if args is not None:
-            check_args(source.where, args, spec, [])
-        return name, spec
-    if args is None:
+    elif (described := source.read_args(model_cls)) is None:
         raise UserError(f"{source.where} does not describe its model: name it (--flavor, --config)")
-    try:
-        resolve_model(name, None, args)  # checks the type of each value
-        return name, ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**args))
-    except (ValueError, TypeError) as error:  # values that fit no model
-        raise UserError(f"{source.where}: {error}") from None
+    else:
+        try:
+            resolve_model(name, None, described)  # checks the type of each value
+            spec = ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**described))
+        except (ValueError, TypeError) as error:  # values that fit no model
+            raise UserError(f"{source.where}: {error}") from None
+    args = vars(spec.args)
+    flavor = flavor or find_flavor(model_cls, args)
+    base = model_cls.flavors[flavor] if flavor else next(iter(model_cls.flavors.values()))
+    changed = {key: value for key, value in args.items() if value != getattr(base, key) or key == "vocab_size"}
+    tokenizer = source.tokenizer()
+    data = Data(tokenizer=str(tokenizer.absolute())) if tokenizer else Data()
+    return spec, Config(model=ModelSelection(name=name, flavor=flavor, args=changed), data=data)
 
 
 def origin_of(foreign: ForeignSource) -> dict[str, Any]:
@@ -263,7 +243,7 @@ def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: to
     set_dtype(model, dtype)
     device = torch.device(device)
     allocate(model, device, device)
-    _read(source, stored_tensors(source.reader, model_state(model), where=source.where))
+    load_tensors(source.reader, stored_tensors(source.reader, model_state(model), where=source.where))
     set_kernels(model, pick_kernels(device))
     return model.eval()
 
@@ -279,22 +259,7 @@ def read_tensor(source: Source, name: str, *, dtype: torch.dtype | None = None) 
         KeyError: there is no such tensor.
         UserError: it is damaged.
     """
-    entry: Any = source.metadata.state_dict_metadata[f"model.{name}"]
-    tensor = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
-    _read(source, {name: tensor})
-    return tensor
-
-
-def _read(source: Source, tensors: dict[str, Tensor]) -> None:
-    """Load tensors of the model in place."""
-    planner = DefaultLoadPlanner(allow_partial_load=False)
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"model": tensors}, storage_reader=source.reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        reason = error_of_ranks(error)
-        raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
+    return read_whole(source.reader, name, dtype=dtype)
 
 
 def _read_config(

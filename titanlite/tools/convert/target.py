@@ -2,15 +2,15 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
-from typing import BinaryIO
+
+from safetensors.torch import save_file
+from torch import Tensor
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, lock_file
-from titanlite.storage.storage import sync_folder
-
-Write = Callable[[BinaryIO], object]
+from titanlite.runtime.files import FileLocked, is_taken, lock_file
+from titanlite.storage.storage import sync
 
 
 class Target:
@@ -33,7 +33,7 @@ class Target:
         Raises:
             UserError: something is there.
         """
-        if os.path.lexists(self.path) and not (self.path.is_dir() and not any(self.path.iterdir())):
+        if is_taken(self.path):
             raise UserError(f"{self.place} exists: name another --out, or delete it")
 
     def begin(self) -> None:
@@ -53,20 +53,25 @@ class Target:
             if left.name != ".lock":
                 left.unlink()
 
-    def write(self, name: str, write: Write) -> None:
-        """Write a file. It is durable on return."""
-        with open(self.staging / name, "wb") as file:
-            write(file)
-            file.flush()
-            os.fsync(file.fileno())
+    def write(self, name: str, content: bytes | Mapping[str, Tensor]) -> None:
+        """Write a file, of safetensors if the content is tensors. It is durable on return."""
+        path = self.staging / name
+        if isinstance(content, bytes):
+            path.write_bytes(content)
+        else:
+            path.touch()
+            mode = path.stat().st_mode  # that of the umask: the library leaves files to their owner alone
+            save_file(dict(content), path, metadata={"format": "pt"})
+            path.chmod(mode)
+        sync(path)
 
     def commit(self) -> None:
         """Make the export count."""
         (self.staging / ".lock").unlink()
-        sync_folder(self.staging)
+        sync(self.staging)
         self.check()
         os.rename(self.staging, self.path)
-        sync_folder(self.path.parent)
+        sync(self.path.parent)
         self._lock.close()
 
     def discard(self) -> None:

@@ -7,7 +7,6 @@ finds whole files, and makes the others.
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -26,22 +25,20 @@ from titanlite.config.load import load
 from titanlite.data.loader import to_device
 from titanlite.data.samples import Source, as_batch
 from titanlite.data.sources import open_data
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.mesh import data_parallel_rank, world_group
-from titanlite.models.frozen import FrozenModel
-from titanlite.models.registry import ModelSpec
 from titanlite.ops import pick_kernels
 from titanlite.ops.divergence import most_probable
 from titanlite.ops.kernels import Kernels
 from titanlite.parallelize import build_mesh
 from titanlite.parallelize.frozen import build_frozen
 from titanlite.runtime.console import progress_bar
-from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError
+from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import FileLocked, lock_file, write_atomically
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.runtime.ranks import check_same_everywhere, on_all, on_rank_0
-from titanlite.schema import Config, Validation
 from titanlite.schema import Teacher as TeacherConfig
+from titanlite.schema import Validation
 from titanlite.techniques.distill.cache import cache_folder, data_settings
 from titanlite.techniques.distill.divergence import HeadLogits
 from titanlite.techniques.distill.entries import (
@@ -63,8 +60,6 @@ from titanlite.techniques.distill.teacher import Teacher
 from titanlite.tools.arguments import Count
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.ingest.prepare import prepare_text
-
-GIB = 2**30
 
 
 def cache_teacher(
@@ -119,7 +114,13 @@ def write_cache(
     device, training, folder = pick_device(ranks), config.training, _folder(config.teacher)
     tokenizer = load_tokenizer(config.data.tokenizer)
     student = select_model(config.model, tokenizer)
-    teacher, frozen = _open_teacher(config, student, tokenizer)
+    try:
+        teacher = open_teacher(config, student=student, tokenizer=tokenizer, open_model=open_model)
+    except UserError as error:
+        raise UserError(f"teacher.path: {str(error).removeprefix('teacher.path: ')}") from None
+    assert teacher
+    frozen = teacher.frozen
+    assert frozen
     wanted = data_settings(config, tokenizer=tokenizer.fingerprint, vocab_size=student.args.vocab_size)
     wanted |= {**teacher.settings, "compute_dtype": frozen.dtype}
     settings = _settings(top_k=top_k, dtype=dtype, block_bytes=block_bytes, **wanted)
@@ -256,12 +257,12 @@ def _folder(config: TeacherConfig) -> Path:
     """Return the folder to write.
 
     Raises:
-        ConfigError: there is none, or no teacher.
+        UserError: there is none, or no teacher.
     """
     if config.cache is None:
-        raise _problem("cache", "is not set: name the folder to write, as --teacher.cache=DIR")
+        raise UserError("teacher.cache: is not set: name the folder to write, as --teacher.cache=DIR")
     if config.path is None:
-        raise _problem("path", "is not set: name the weights of the teacher")
+        raise UserError("teacher.path: is not set: name the weights of the teacher")
     return cache_folder(config.cache)
 
 
@@ -292,25 +293,6 @@ def _write(
             f"{sequences * settings.record.itemsize / 2**20:,.1f} MiB in {sum(map(len, sizes)):,} files; {made:,} of "
             "them were made now"
         )
-
-
-def _open_teacher(config: Config, student: ModelSpec, tokenizer: Tokenizer) -> tuple[Teacher, FrozenModel]:
-    """Open the teacher, and check that it fits the student and the data.
-
-    Raises:
-        ConfigError: it does not.
-    """
-    try:
-        teacher = open_teacher(config, student=student, tokenizer=tokenizer, open_model=open_model)
-    except UserError as error:
-        raise _problem("path", str(error).removeprefix("teacher.path: ")) from None
-    assert teacher
-    assert teacher.frozen
-    return teacher, teacher.frozen
-
-
-def _problem(option: str, message: str) -> ConfigError:
-    return ConfigError([Problem(f"teacher.{option}", message)])
 
 
 def _settings(*, top_k: int, block_bytes: int, vocab_size: int, **others: Any) -> CacheSettings:
@@ -369,12 +351,8 @@ def _opened(folder: Path, settings: CacheSettings, group: dist.ProcessGroup) -> 
 
 
 def _missing(folder: Path, sources: Sequence[Source], settings: CacheSettings) -> list[list[int]]:
-    """Return the files of each source that are not there, and remove what an interruption has left.
-
-    Raises:
-        UserError: the disk has too little room for them.
-    """
-    found, needed = [], 0
+    """Return the files of each source that are not there, and remove what an interruption has left."""
+    found = []
     with on_disk(folder):
         for source in sources:
             place = folder / source.fingerprint
@@ -383,11 +361,4 @@ def _missing(folder: Path, sources: Sequence[Source], settings: CacheSettings) -
                 left.unlink()
             sizes = block_sizes(len(source.sequences), settings)
             found.append([block for block, count in enumerate(sizes) if not has_block(place, block, count, settings)])
-            needed += sum(sizes[block] for block in found[-1]) * settings.record.itemsize
-        free = shutil.disk_usage(folder).free
-    if needed > free:
-        raise UserError(
-            f"teacher.cache: there is no room in {folder}: it needs {needed / GIB:,.2f} GiB, and {free / GIB:,.2f} GiB "
-            "are free. Name a folder on a larger disk, or keep fewer tokens (--top-k)"
-        )
     return found

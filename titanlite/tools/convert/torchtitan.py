@@ -1,29 +1,26 @@
 """Weights of a checkpoint of torchtitan 0.2: a folder of DCP, with the model's names at the top."""
 
-import io
-import pickle
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from titanlite.checkpoint.dcp_read import Forbidden, MetadataUnpickler
+from titanlite.checkpoint.dcp_read import load_stored, unpickle_metadata
 from titanlite.checkpoint.manifest import CHECKSUMS, METADATA
-from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
 from titanlite.storage.storage import MANIFEST
-from titanlite.tools.convert.reader import ForeignTensor, Part, Region
+from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Part, Region
 
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 IGNORED = ("freqs_cis", "rope_cache")  # tables of RoPE, in checkpoints of older versions
 
 
-class TorchtitanFolder:
+class TorchtitanFolder(ForeignSource):
     """Folder of one step of torchtitan's checkpoints."""
 
     def __init__(self, path: Path) -> None:
@@ -39,49 +36,17 @@ class TorchtitanFolder:
     def table(self, formats: Formats) -> Table | None:
         return formats.torchtitan
 
-    def family(self) -> None:
-        """Return None: the folder does not describe its model."""
-
-    def tokenizer(self) -> None:
-        """Return None: the folder has no tokenizer."""
-
     def files(self) -> list[Path]:
-        """Return all files of the step."""
         return sorted(file for file in self.folder.iterdir() if file.is_file())
 
-    def read_args(self, model_cls: type[Model]) -> None:
-        """Return None: the folder does not describe its model."""
-
     def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
-        """Return all tensors of the model, read when they are needed.
-
-        Args:
-            table, shapes: not needed.
-
-        Raises:
-            UserError: the checkpoint is damaged, or holds more than tensors where the model is.
-        """
-        metadata = self._read_metadata()
+        file = file_inside(self.folder, METADATA)
+        metadata = unpickle_metadata(file.read_bytes(), str(file))
         found = []
         for fqn, entry in metadata.state_dict_metadata.items():
             name = fqn.removeprefix("model.")
             if isinstance(entry, TensorStorageMetadata) and not fqn.startswith(OTHER_STATES) and name not in IGNORED:
                 found.append(self._tensor(fqn, name, entry, metadata.storage_data or {}))
-        return found
-
-    def _read_metadata(self) -> Metadata:
-        file = self.folder / METADATA
-        try:
-            found = MetadataUnpickler(io.BytesIO(file_inside(self.folder, METADATA).read_bytes())).load()
-        except UserError:
-            raise
-        except Forbidden as error:
-            message = f"{file} names {error}, which is no part of a checkpoint: refused, nothing was run"
-            raise UserError(message) from None
-        except Exception as error:  # an arbitrary pickle can fail in any way
-            raise UserError(f"{file} is not the metadata of a checkpoint: refused ({error!r})") from None
-        if not isinstance(found, Metadata):
-            raise UserError(f"{file} is not the metadata of a checkpoint: refused")
         return found
 
     def _tensor(self, fqn: str, name: str, entry: TensorStorageMetadata, places: Any) -> ForeignTensor:
@@ -111,14 +76,6 @@ class TorchtitanFolder:
             with open(file, "rb") as opened:
                 opened.seek(place.offset)
                 data = opened.read(place.length)
-            try:
-                tensor = torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-            except pickle.UnpicklingError:
-                raise UserError(f"{file} ({fqn}) is not a tensor: refused, nothing was run") from None
-            except Exception as error:  # arbitrary bytes can fail in any way
-                raise UserError(f"{file} ({fqn}) is damaged: {(str(error).splitlines() or [''])[0]}") from None
-            if not isinstance(tensor, Tensor) or tensor.shape != sizes:
-                raise UserError(f"{file} ({fqn}) is not a tensor of shape {[*sizes]}: refused")
-            return tensor[region]
+            return load_stored(data, sizes, f"{file} ({fqn})")[region]
 
         return read

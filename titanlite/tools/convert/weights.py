@@ -3,55 +3,20 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from titanlite.checkpoint.state import model_state, selected
 from titanlite.models.base import Model
-from titanlite.models.formats import Formats, Table
+from titanlite.models.formats import Table
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.meta import MetaFolder
-from titanlite.tools.convert.reader import ForeignReader, ForeignTensor
+from titanlite.tools.convert.reader import ForeignReader, ForeignSource
 from titanlite.tools.convert.torchtitan import TorchtitanFolder
 
 KNOWN = """a checkpoint of titanlite (step-00000100, or the folder of a run), a Hugging Face folder (config.json and \
 *.safetensors), a step of torchtitan (.metadata), or Meta's consolidated.*.pth"""
-
-
-class ForeignSource(Protocol):
-    """Weights in another format."""
-
-    where: str
-    """Path, for errors."""
-
-    def table(self, formats: Formats) -> Table | None:
-        """Return the names of this format in a model family; None if the family has none."""
-        ...
-
-    def family(self) -> str | None:
-        """Return the model family; None if the source does not describe it, or if it is unknown."""
-        ...
-
-    def tokenizer(self) -> Path | None:
-        """Return the file of the tokenizer beside the weights; None if there is none."""
-        ...
-
-    def files(self) -> list[Path]:
-        """Return the files that hold the weights and their description."""
-        ...
-
-    def read_args(self, model_cls: type[Model]) -> dict[str, Any] | None:
-        """Return the arguments of the model that the source describes; None if it does not describe any."""
-        ...
-
-    def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
-        """Return all tensors.
-
-        Args:
-            shapes: of the model's tensors in the layout and under the names of the format.
-        """
-        ...
 
 
 def find_source(path: str) -> ForeignSource | None:
@@ -122,10 +87,9 @@ def open_reader(source: ForeignSource, table: Table, spec: ModelSpec, *, is_desc
     )
     head, embedding = "model.head.output.weight", "model.tok_embeddings.weight"
     if getattr(spec.args, "tied_head", False) and reader.shape(head):
-        if not is_described and reader.shape(head) == reader.shape(embedding):
-            few = slice(0, 8)
-            if not reader.read(head, few).equal(reader.read(embedding, few)):
-                raise UserError(f"{source.where} has a head of its own: set model.args.tied_head = false")
+        alike = reader.shape(head) == reader.shape(embedding)
+        if not is_described and alike and not reader.first_rows(head, 8).equal(reader.first_rows(embedding, 8)):
+            raise UserError(f"{source.where} has a head of its own: set model.args.tied_head = false")
         reader.drop(head)
     return reader
 

@@ -3,13 +3,14 @@
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.data.pieces import pieces
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, need_tokenizers
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import is_taken
 from titanlite.tools.arguments import Count, Inputs
 from titanlite.tools.ingest.documents import read_texts
 from titanlite.tools.ingest.inputs import local_folder
@@ -34,11 +35,11 @@ def train_tokenizer(inputs: Inputs, *, out: str, vocab_size: Count, text_field: 
         'corpus/*.jsonl' --out tokenizers/mine --vocab-size 32000
     """
     folder = local_folder(out)
-    size = train_bpe(read_texts([*inputs], text_field=text_field), vocab_size=vocab_size, out=folder)
-    print(f"{folder}: {vocab_size:,} tokens, trained on {size:,} bytes of text")
+    train_bpe(read_texts([*inputs], text_field=text_field), vocab_size=vocab_size, out=folder)
+    print(f"{folder}: {vocab_size:,} tokens")
 
 
-def train_bpe(texts: Iterable[str], *, vocab_size: int, out: Path) -> int:
+def train_bpe(texts: Iterable[str], *, vocab_size: int, out: Path) -> None:
     """Write the folder `out` with tokenizer.json and tokenizer_config.json, both or nothing.
 
     The same texts, in any order, give the same files. The memory that is taken grows with the different words in the
@@ -47,22 +48,18 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, out: Path) -> int:
     Args:
         vocab_size: of everything: the 256 bytes, the merged tokens, and the 256 special tokens of Llama 3.1 after them.
 
-    Returns:
-        How many bytes of text it was trained on.
-
     Raises:
         UserError: vocab_size is less than 512, or more than the texts give; `out` exists; tokenizers is not installed.
     """
     need_tokenizers("titanlite data tokenizer")
     if vocab_size < LEAST:
         raise UserError(f"a vocabulary has at least {LEAST} tokens: 256 bytes and {LEAST - 256} special tokens")
-    _refuse_to_overwrite(out)
-    counted = _Counted(texts)
-    tokenizer = _train(counted, vocab_size - len(LLAMA3_SPECIAL_TOKENS))
+    if is_taken(out):
+        raise UserError(f"{out} exists")
+    tokenizer = _train((piece for text in texts for piece in pieces(text)), vocab_size - len(LLAMA3_SPECIAL_TOKENS))
     if (found := tokenizer.get_vocab_size()) < vocab_size:
         raise UserError(
-            f"{counted.bytes:,} bytes of text give a vocabulary of {found:,} tokens, not {vocab_size:,}: ask for less, "
-            "or give more text"
+            f"the text gives a vocabulary of {found:,} tokens, not {vocab_size:,}: ask for less, or give more text"
         )
     bos, eos, *_ = LLAMA3_SPECIAL_TOKENS
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
@@ -75,21 +72,6 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, out: Path) -> int:
         staging.rename(out)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
-    return counted.bytes
-
-
-class _Counted:
-    """The pieces of texts, counting bytes."""
-
-    def __init__(self, texts: Iterable[str]) -> None:
-        self.texts = texts
-        self.bytes = 0
-
-    def __iter__(self) -> Iterator[str]:
-        for text in self.texts:
-            for piece in pieces(text):
-                self.bytes += len(piece.encode())
-                yield piece
 
 
 def _train(texts: Iterable[str], count: int) -> "FastTokenizer":
@@ -113,8 +95,3 @@ def _train(texts: Iterable[str], count: int) -> "FastTokenizer":
     tokenizer.train_from_iterator(texts, trainer)
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in LLAMA3_SPECIAL_TOKENS])
     return tokenizer
-
-
-def _refuse_to_overwrite(out: Path) -> None:
-    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
-        raise UserError(f"{out} exists")

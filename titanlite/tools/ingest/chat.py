@@ -1,26 +1,22 @@
 """Chats -> tokens: conversations as JSON lines of messages, rendered by a chat template. Answers count in the loss."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.schema import Data
-from titanlite.tools.ingest.chat_template import Rendered, find_template, open_template
+from titanlite.tools.ingest.chat_template import Refused, find_template, open_template
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
 from titanlite.tools.ingest.reading import Part
 
 KEY = "data.chat_template"
 FIELD = "messages"
 """Field of a JSON line with a chat, unless --text-field names another."""
-TOGETHER = 64
-"""Chats that are rendered at once: the process of the template is asked less often."""
 ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
 """Roles of chat messages with `from` and `value`, as ShareGPT has them."""
 
@@ -33,8 +29,6 @@ class ChatOptions:
     """Text of the template."""
     where: str
     """Place of the template, for errors."""
-    loss_on: Literal["assistant", "all"]
-    """Tokens that count in the loss: those that the template marks, or all."""
 
 
 class ChatDocument(NamedTuple):
@@ -46,19 +40,19 @@ class ChatDocument(NamedTuple):
     text_bytes: int
 
 
-def chat_options(tokenizer: Tokenizer, *, template: Path | None, loss_on: Literal["assistant", "all"]) -> ChatOptions:
+def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
     """Return the options of chats.
 
     Args:
         template: file of a template. None: that of the tokenizer's folder.
 
     Raises:
-        UserError: there is no template, or it does not mark answers, which `loss_on` needs.
+        UserError: there is no template, or it does not mark answers.
     """
     if template is None:
         if not hasattr(tokenizer, "encode_marked"):
             raise UserError(
-                f"--chat: the tokenizer {tokenizer.name} has no chat template: name a file (--chat-template, "
+                f"the tokenizer {tokenizer.name} has no chat template: name a file (--chat-template, "
                 "data.chat_template)"
             )
         where, text = find_template(tokenizer)
@@ -67,13 +61,13 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None, loss_on: Litera
         try:
             text = template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"--chat-template: {template} cannot be read: {error}") from None
-    if loss_on == "assistant" and not open_template(text, tokenizer, where=where).has_marks:
+            raise UserError(f"{template} cannot be read: {error}") from None
+    if not open_template(text, tokenizer, where=where).has_marks:
         raise UserError(
-            f"--chat: {where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
-            "them in a copy, and name that; or count all tokens in the loss (titanlite data prepare --loss-on all)"
+            f"{where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
+            "them in a copy, and name that"
         )
-    return ChatOptions(template=text, where=str(where), loss_on=loss_on)
+    return ChatOptions(template=text, where=str(where))
 
 
 def chats_of(data: Data, tokenizer: Tokenizer) -> ChatOptions | None:
@@ -85,10 +79,7 @@ def chats_of(data: Data, tokenizer: Tokenizer) -> ChatOptions | None:
     if data.chat_template is None:
         return None
     template = None if data.chat_template == "tokenizer" else Path(data.chat_template).expanduser()
-    try:
-        return chat_options(tokenizer, template=template, loss_on="assistant")
-    except UserError as error:
-        raise UserError(re.sub(r"^--chat(-template)?:? ", f"{KEY}: ", str(error))) from None
+    return chat_options(tokenizer, template=template)
 
 
 def template_problems(data: Data, tokenizer: Tokenizer) -> list[Problem]:
@@ -96,7 +87,7 @@ def template_problems(data: Data, tokenizer: Tokenizer) -> list[Problem]:
     try:
         chats_of(data, tokenizer)
     except UserError as error:
-        return [Problem(KEY, str(error).removeprefix(f"{KEY}: "))]
+        return [Problem(KEY, str(error))]
     return []
 
 
@@ -110,7 +101,6 @@ class ChatReader:
     def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
         self._template = open_template(options.template, tokenizer, where=options.where)
         self._tokenizer = tokenizer
-        self._all_count = options.loss_on == "all"
 
     def read(self, part: Part, field: str) -> Iterator[ChatDocument | Document | Bad]:
         """Yield the chats of a part of a file, in order.
@@ -121,46 +111,29 @@ class ChatReader:
         Args:
             field: where the chat messages are, in lines and rows.
         """
-        values = read_values(part, field)
-        while some := [*islice(values, TOGETHER)]:
-            yield from self._read_some(some, field)
-
-    def _read_some(
-        self, values: Sequence[tuple[str, Any, Mapping[str, Any]]], field: str
-    ) -> Iterator[ChatDocument | Document | Bad]:
-        chats: list[tuple[list[dict[str, Any]], Any]] = []
-        done: dict[int, Document | Bad] = {}
-        for number, (place, value, line) in enumerate(values):
+        for place, value, line in read_values(part, field):
             try:
-                if isinstance(value, Bad):
-                    done[number] = value
-                elif messages := _messages(value, field):
-                    chats.append((messages, line.get("tools")))
-                else:
-                    done[number] = Document([], 0)
-            except Wrong as wrong:
-                done[number] = Bad(place, str(wrong))
-        found = iter(self._template.render_all(chats) if chats else [])
-        for number, (place, *_) in enumerate(values):
-            try:
-                yield done.get(number) or self._encode(next(found))
+                yield value if isinstance(value, Bad) else self._read(_messages(value, field), line.get("tools"))
             except Wrong as wrong:
                 yield Bad(place, str(wrong))
 
-    def _encode(self, rendered: Rendered | UserError) -> ChatDocument | Document:
-        if isinstance(rendered, UserError):
-            raise Wrong(str(rendered).removeprefix("--chat: "))
-        text, spans = rendered
+    def _read(self, messages: list[dict[str, Any]], tools: Any) -> ChatDocument | Document:
+        if not messages:
+            return Document([], 0)
+        try:
+            text, spans = self._template.render(messages, tools=tools)
+        except Refused as error:
+            raise Wrong(str(error)) from None
         size = utf8_length(text)
-        if not self._all_count and not any(begin < end for begin, end in spans):
+        if not any(begin < end for begin, end in spans):
             raise Wrong("no token counts in the loss: there is no answer")
         encode = getattr(self._tokenizer, "encode_marked", None)
         if encode is None:
-            return Document([*_segments(text, [(0, len(text))] if self._all_count else spans)], size)
+            return Document([*_segments(text, spans)], size)
         encoding = encode(text)
         starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
-        mask = np.full(len(encoding.ids), self._all_count)
-        for begin, end in [] if self._all_count else spans:
+        mask = np.zeros(len(encoding.ids), dtype=np.bool_)
+        for begin, end in spans:
             mask |= (starts < end) & (begin < ends)  # as transformers 5: a token counts if it shares a character
         return ChatDocument(np.array(encoding.ids, dtype=np.uint32), mask, size)
 

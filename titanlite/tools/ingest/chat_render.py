@@ -10,7 +10,6 @@ import os
 import resource
 import signal
 import sys
-from collections.abc import Callable
 from datetime import datetime
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
@@ -125,25 +124,15 @@ class _Renderer:
         self._template: Template | None = None
         self._names: dict[str, str] = {}
 
-    def answer(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        if self._template is not None:
-            return [self._limited(lambda chat=chat: self._render(chat)) for chat in request["chats"]]
-        self._names = request["names"]
-        return [self._limited(lambda: self._compile(request["template"]))]
-
-    def _compile(self, text: str) -> dict[str, Any]:
-        self._template, has_marks = compiled(text)
-        return {"has_marks": has_marks}
-
-    def _render(self, chat: dict[str, Any]) -> dict[str, Any]:
-        assert self._template is not None
-        return rendered(self._template, {**chat, **self._names}, most=self._most)
-
-    def _limited(self, work: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         what = "is not a template" if self._template is None else "fails"
         signal.setitimer(signal.ITIMER_PROF, self._seconds)
         try:
-            return work()
+            if self._template is not None:
+                return rendered(self._template, {**request, **self._names}, most=self._most)
+            self._names = request["names"]
+            self._template, has_marks = compiled(request["template"])
+            return {"has_marks": has_marks}
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything
@@ -165,8 +154,8 @@ def main(descriptor: int, *, seconds: float, memory: int, most: int) -> None:
     _limit_memory(memory)
     while True:
         try:
-            answers = renderer.answer(connection.recv())
-            connection.send_bytes(json.dumps(answers).encode())
+            answer = renderer.answer(connection.recv())
+            connection.send_bytes(json.dumps(answer).encode())
         except (EOFError, OSError):
             return
         except MemoryError:

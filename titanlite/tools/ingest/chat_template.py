@@ -66,8 +66,7 @@ class ChatTemplate:
         self._begin = {"template": text, "names": dict(names)}
         self._process: _Process | None = None
         self._failed = 0
-        [answer] = self._start()
-        self.has_marks: bool = self._checked(answer)["has_marks"]
+        self.has_marks: bool = self._ask(None)["has_marks"]
         """Presence of marks around answers."""
 
     def render(
@@ -80,65 +79,35 @@ class ChatTemplate:
             add_generation_prompt: end with the beginning of the assistant's next message.
 
         Raises:
-            UserError: the template refuses these messages, or takes too much time or memory for them.
-        """
-        [found] = self.render_all([(messages, tools)], add_generation_prompt=add_generation_prompt)
-        if isinstance(found, UserError):
-            raise found
-        return found
-
-    def render_all(
-        self, chats: Sequence[tuple[Sequence[Mapping[str, Any]], Any]], *, add_generation_prompt: bool = False
-    ) -> list[Rendered | UserError]:
-        """Return the texts of chats, (messages, tools) each, or the errors; see `render`.
-
-        Raises:
-            UserError: the template has reached a limit with several chats in a row.
+            Refused: the template refuses these messages, or takes too much time or memory for them.
+            UserError: it has taken too much for several chats in a row.
         """
         same = {"documents": None, "add_generation_prompt": add_generation_prompt}
-        requests = [{"messages": messages, "tools": tools, **same} for messages, tools in chats]
-        return [self._rendered(answer) for answer in self._answers(requests)]
-
-    def _answers(self, chats: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Return the answers to chats. Where one ends the process, the others are rendered one by one."""
-        if self._process is None and "error" in (begun := self._start()[0]):
-            return [begun] * len(chats)
-        answers = self._ask({"chats": chats})
-        if self._process is not None:
-            self._failed = 0
-        elif len(chats) > 1:
-            return [answer for chat in chats for answer in self._answers([chat])]
-        elif (failed := self._failed + 1) == IN_A_ROW:
-            self._checked(answers[0])
-        else:
-            self._failed = failed
-        return answers
-
-    def _rendered(self, answer: dict[str, Any]) -> Rendered | UserError:
-        try:
-            found = self._checked(answer)
-        except UserError as error:
-            return error
+        found = self._ask({"messages": messages, "tools": tools, **same})
         return found["text"], [(begin, end) for begin, end in found["spans"]]
 
-    def _checked(self, answer: dict[str, Any]) -> dict[str, Any]:
-        if "error" in answer:
-            raise UserError(f"--chat: {self.where} {answer['error']}")
-        return answer
-
-    def _start(self) -> list[dict[str, Any]]:
-        """Start the process, and return what it says of the template."""
-        self._process = _Process(*self._limits)
-        return self._ask(self._begin)
-
-    def _ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Return the answers of the process, or one, the reason for which it has ended."""
-        assert self._process is not None
+    def _ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
+        """Return the answer of the process, which is started if there is none; None asks for nothing else."""
+        answer: dict[str, Any] = {}
         try:
-            return self._process.ask(request)
+            if self._process is None:
+                self._process = _Process(*self._limits)
+                answer = self._process.ask(self._begin)
+            if request is not None:
+                answer = self._process.ask(request)
+            self._failed = 0
         except _Ended as error:
             self._process = None
-            return [{"error": f"fails: {error}"}]
+            self._failed += 1
+            answer = {"error": f"fails: {error}"}
+        if "error" in answer:
+            error_class = UserError if self._failed == IN_A_ROW else Refused
+            raise error_class(f"{self.where} {answer['error']}")
+        return answer
+
+
+class Refused(UserError):
+    """One chat cannot be rendered; others may be."""
 
 
 class _Ended(Exception):
@@ -163,8 +132,8 @@ class _Process:
         there.close()
         self._end = weakref.finalize(self, _end, self._process, here)
 
-    def ask(self, request: dict[str, Any]) -> list[dict[str, Any]]:
-        """Send a request, and return the answers.
+    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        """Send a request, and return the answer.
 
         Raises:
             _Ended: the process has reached one of its limits.
@@ -236,7 +205,7 @@ def find_template(tokenizer: Tokenizer) -> tuple[Path, str]:
     """
     folder = _folder(tokenizer)
     if folder is None:
-        raise UserError(f"--chat: the tokenizer {tokenizer.name} has no chat template: that needs a tokenizer.json")
+        raise UserError(f"the tokenizer {tokenizer.name} has no chat template: that needs a tokenizer.json")
     file = folder / "chat_template.jinja"
     if file.is_file():
         return file, read_small(file_inside(folder, file.name)).decode(errors="replace")
@@ -244,7 +213,7 @@ def find_template(tokenizer: Tokenizer) -> tuple[Path, str]:
     if isinstance(found, list):  # several by name
         found = next((it.get("template") for it in found if isinstance(it, dict) and it.get("name") == "default"), None)
     if not isinstance(found, str):
-        raise UserError(f"--chat: {folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
+        raise UserError(f"{folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
     return folder / CONFIG, found
 
 
@@ -258,7 +227,7 @@ def open_template(text: str, tokenizer: Tokenizer, *, where: object) -> ChatTemp
         UserError: the text is not a template, or jinja2 is not installed.
     """
     if find_spec("jinja2") is None:
-        raise UserError("--chat needs jinja2: pip install jinja2")
+        raise UserError("chats need jinja2: pip install jinja2")
     folder = _folder(tokenizer)
     config = read_json(folder / CONFIG) if folder else {}
     names = {key: name for key in SPECIAL if (name := _text(config.get(key)))}

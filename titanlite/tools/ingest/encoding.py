@@ -26,7 +26,7 @@ from titanlite.tools.ingest.reading import CHUNK_BYTES, Chunk, Part
 from titanlite.tools.ingest.token_writer import SHARD_TOKENS
 
 FIRST = 10
-"""Number of errors and binary files that are named; all are counted."""
+"""Number of errors that are named; all are counted."""
 CHUNKS_AHEAD = 3
 """Chunks read ahead for each worker; this bounds the memory."""
 
@@ -47,7 +47,7 @@ class Options:
     def key(self) -> tuple[Any, ...]:
         """All values, for a hash, but for the place of a template."""
         *of_text, _ = astuple(self)
-        return (*of_text, self.chat.template, self.chat.loss_on) if self.chat else (*of_text,)
+        return (*of_text, self.chat.template) if self.chat else (*of_text,)
 
 
 def options_for(
@@ -74,8 +74,6 @@ class Encoded:
     """Errors by reason."""
     errors: list[str]
     """The first, with file and line."""
-    left_out: list[str]
-    """The first files that are."""
 
 
 class Encoder:
@@ -94,7 +92,6 @@ class Encoder:
             count = out.counts.setdefault(part.source, Counter())
             if part.kind == "binary":
                 count["left_out"] += 1
-                out.left_out.append(part.path)
                 continue
             for document in list(self._read(part)):  # 5 % faster than in turns
                 if isinstance(document, Bad):
@@ -151,7 +148,6 @@ class _Output:
         self.counts: dict[int, Counter[str]] = {}
         self.reasons = Counter[str]()
         self.errors: list[str] = []
-        self.left_out: list[str] = []
 
     def add_chat(self, chat: ChatDocument) -> int:
         """Returns how many tokens there are more. The template has written what begins and ends the document."""
@@ -175,7 +171,6 @@ class _Output:
             counts=self.counts,
             reasons=self.reasons,
             errors=self.errors[:FIRST],
-            left_out=self.left_out[:FIRST],
         )
 
 

@@ -26,13 +26,6 @@ STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_te
 STDLIB_VALIDATION = 16
 """Each file whose number is a multiple of this is for validation."""
 KINDS = {".jsonl": "lines", ".ndjson": "lines", ".jsonlines": "lines", ".json": "json", ".parquet": "parquet"}
-UNREADABLE = {
-    **dict.fromkeys((".xz", ".bz2", ".lz4", ".br"), "pack it with gzip or zstd instead"),
-    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it"),
-    **dict.fromkeys((".bin", ".idx", ".npy", ".npz", ".pkl", ".pt", ".h5"), "name the text that it was made from"),
-    **dict.fromkeys((".orc", ".avro", ".feather", ".xlsx"), "convert it to parquet or JSON lines"),
-    ".arrow": "name the folder that Dataset.save_to_disk wrote, or convert it to parquet",
-}
 READABLE = "text and JSON lines (both also .gz and .zst) and .parquet can be read"
 
 
@@ -158,9 +151,7 @@ def _walk(root: str, source: int) -> Iterator[File]:
             splits = ", ".join(os.path.join(folder, name) for name in folders)
             raise UserError(f"{folder} holds several splits: name those that are meant ({splits})")
         elif {"dataset_info.json", "state.json"} <= set(names):
-            stats = [os.stat(os.path.join(folder, name)) for name in names if name.endswith(".arrow")]
-            size, newest = sum(it.st_size for it in stats), max((it.st_mtime_ns for it in stats), default=0)
-            yield File(folder, source, "dataset", size=size, mtime_ns=newest, identity=identity)
+            yield File(folder, source, "dataset", identity=identity)
             folders.clear()
         else:
             for name in names:
@@ -180,9 +171,6 @@ def _file(path: str, source: int, *, named: bool) -> File:
     if packing := PACKINGS.get(suffix, ""):
         suffix = os.path.splitext(stem)[1]
     kind = KINDS.get(suffix, "text")
-    hint = "unpack it" if packing and kind == "parquet" else UNREADABLE.get(suffix)
-    if named and hint:
-        raise UserError(f"{path} cannot be read; {READABLE}: {hint}")
     try:
         stats = os.stat(path)
         if named and not stat.S_ISREG(stats.st_mode):
@@ -198,7 +186,6 @@ def _file(path: str, source: int, *, named: bool) -> File:
         if named:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         return File(path, source, "text", packing, named, identity=path)
-    kind = "text" if hint else kind
     return File(path, source, kind, packing, named, stats.st_size, stats.st_mtime_ns, _identity(stats))
 
 
@@ -208,8 +195,8 @@ def _identity(stats: os.stat_result) -> tuple[int, int]:
 
 def _check_packages(file: File) -> None:
     package = {"parquet": "pyarrow", "dataset": "datasets"}.get(file.kind)
-    if package is None and file.packing == "zstd":
-        package = "zstandard"
+    if file.packing == "zstd":
+        package = "pyarrow"
     if package and importlib.util.find_spec(package) is None:
         install = "pip install datasets" if package == "datasets" else install_hint("data")
         raise UserError(f"{file.path} cannot be read without the package {package}: {install}")

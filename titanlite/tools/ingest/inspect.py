@@ -1,9 +1,7 @@
 """Inspect a folder of prepared tokens: statistics, samples as text, and a check of every file's checksum."""
 
-import hashlib
 import random
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -175,26 +173,14 @@ def _decode(ids: list[int], tokenizer: Tokenizer | None) -> str:
     return "".join(texts)
 
 
-# Checksums
-
-
 def _check_files(store: TokenStore) -> int:
     """Read every file; returns how many there are."""
     files = list(store.files())
-    with progress_bar("checksums", sum(size for _, size, _ in files)) as advance:
-
-        def checksum(path: Path) -> str:
-            try:
-                with open(path, "rb", buffering=0) as file:
-                    found = hashlib.file_digest(file, "sha256").hexdigest()
-                    advance(file.tell())
-                    return found
-            except OSError as error:
-                raise RunError(f"{path} cannot be read: {error}") from error
-
-        with ThreadPoolExecutor(4) as pool:
-            found = pool.map(checksum, [path for path, _, _ in files])
-            damaged = [path for (path, _, stated), checksum in zip(files, found, strict=True) if checksum != stated]
+    try:
+        with progress_bar("checksums", sum(size for _, size, _ in files)) as advance:
+            damaged = [*store.damaged(advance)]
+    except OSError as error:
+        raise RunError(f"{store.folder} cannot be read: {error}") from error
     if damaged:
         raise UserError(
             "\n".join(f"data.path: {path} is damaged: its SHA-256 is not what {INDEX} states" for path in damaged)

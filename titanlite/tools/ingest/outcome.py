@@ -13,12 +13,12 @@ MOST_INPUTS = 20
 
 def new_notes(paths: list[str], files: list[File]) -> dict[str, Any]:
     """The part of an index that is counted here: text_bytes (UTF-8), empty (documents), errors, errors_by_reason,
-    first_errors, left_out (binary files), first_left_out, and inputs, with the same counts for each path."""
+    first_errors, left_out (binary files), and inputs, with the same counts for each path."""
     inputs = [{"path": path, "files": 0} | dict.fromkeys(COUNTS, 0) for path in paths]
     for file in files:
         inputs[file.source]["files"] += 1
     totals = dict.fromkeys(TOTALS.values(), 0)
-    return totals | {"errors_by_reason": {}, "first_errors": [], "first_left_out": [], "inputs": inputs}
+    return totals | {"errors_by_reason": {}, "first_errors": [], "inputs": inputs}
 
 
 def note(notes: dict[str, Any], encoded: Encoded) -> None:
@@ -31,16 +31,14 @@ def note(notes: dict[str, Any], encoded: Encoded) -> None:
     for reason, count in encoded.reasons.items():
         notes["errors_by_reason"][reason] = notes["errors_by_reason"].get(reason, 0) + count
     notes["first_errors"] = (notes["first_errors"] + encoded.errors)[:FIRST]
-    notes["first_left_out"] = (notes["first_left_out"] + encoded.left_out)[:FIRST]
 
 
 def left_out(notes: dict[str, Any]) -> str:
     """Describe the documents that were left out; empty if there are none."""
     reasons = ", ".join(f"{count:,} {reason}" for reason, count in notes["errors_by_reason"].items())
-    binaries = ", ".join(notes["first_left_out"]) + (", ..." if notes["left_out"] > FIRST else "")
     parts = {
         f"{notes['empty']:,} empty documents": notes["empty"],
-        f"{notes['left_out']:,} binary files ({binaries})": notes["left_out"],
+        f"{notes['left_out']:,} binary files": notes["left_out"],
         f"{notes['errors']:,} that cannot be read ({reasons})": notes["errors"],
     }
     return "; ".join(text for text, count in parts.items() if count)

@@ -9,22 +9,20 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 from typing import Literal
 
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import FORMAT, INDEX, TokenStore
 from titanlite.runtime.allocator import cores
-from titanlite.runtime.console import progress_console
+from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import lock_work, quarantine_path
+from titanlite.runtime.files import is_taken, lock_work, quarantine_path
 from titanlite.schema import Data
 from titanlite.tools.arguments import Count, Inputs
 from titanlite.tools.ingest.chat import chat_options, chats_of
@@ -99,7 +97,6 @@ def prepare_folder(
     no_eos: bool = False,
     chat: bool = False,
     chat_template: Path | None = None,
-    loss_on: Literal["assistant", "all"] | None = None,
 ) -> None:
     """Turn text into token shards, which data.path can name.
 
@@ -116,18 +113,17 @@ def prepare_folder(
         chat: documents are chats: JSON lines with a field "messages" of {"role": ..., "content": ...}, and maybe
             "tools". The chat template of the tokenizer renders them, and answers count in the loss
         chat_template (FILE): template to use; default: that of the tokenizer
-        loss_on: tokens of chats that count in the loss; default: assistant, as the template marks it
 
     Example:
         'corpus/*.jsonl' --out tokens/corpus --tokenizer llama3/tokenizer.model
     """
-    if not chat and (chat_template or loss_on):
-        raise UserError(f"--{'chat-template' if chat_template else 'loss-on'} is for chats: add --chat")
+    if chat_template and not chat:
+        raise UserError("--chat-template is for chats: add --chat")
     known = load_tokenizer(tokenizer)
     template = chat_template.expanduser() if chat_template else None
     options = options_for(
         known,
-        chat=chat_options(known, template=template, loss_on=loss_on or "assistant") if chat else None,
+        chat=chat_options(known, template=template) if chat else None,
         text_field=text_field,
         bos=not no_bos,
         eos=not no_eos,
@@ -186,7 +182,7 @@ def _find(paths: Sequence[str]) -> list[File]:
     """Find files, with the sizes of datasets, which are loaded for it."""
     files = find_files(paths)
     for number, file in enumerate(files):
-        if file.kind == "dataset" and not file.size:
+        if file.kind == "dataset":
             data = open_dataset(file.path)
             times = [os.stat(cached["filename"]).st_mtime_ns for cached in data.cache_files]
             files[number] = file._replace(size=data.data.nbytes, mtime_ns=max(times, default=0))
@@ -218,7 +214,9 @@ def _quarantine_damaged(folder: Path) -> None:
     if not folder.exists():
         return
     try:
-        damage = TokenStore(folder).find_damage(MOST_CHECKED_BYTES)
+        store, damage = TokenStore(folder), None
+        if sum(size for _, size, _ in store.files()) <= MOST_CHECKED_BYTES and (path := next(store.damaged(), None)):
+            damage = f"{path} does not have the checksum that {INDEX} states"
     except (UserError, KeyError, TypeError, AttributeError) as error:
         damage = str(error).removeprefix("data.path: ")
     if damage:
@@ -231,7 +229,7 @@ def _existing(task: _Task) -> TokenStore | None:
     """Return the tokens in the folder, if they are those of the task."""
     folder = task.folder
     if not (folder / INDEX).is_file():
-        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+        if is_taken(folder):
             raise UserError(f"{folder} is there already, and holds no prepared tokens: name another folder")
         return None
     store = TokenStore(folder)
@@ -263,8 +261,8 @@ def _write(task: _Task) -> None:
         shard_tokens=options.shard_tokens,
         key=task.key,
     )
-    started = time.monotonic()
-    with writer, _progress(task) as show:
+    started, read = time.monotonic(), 0
+    with writer, progress_bar("tokenizing", sum(file.size for file in task.files)) as advance:
         about = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "name": tokenizer.name}
         notes = writer.notes or {"key": task.key, "tokenizer": about, **new_notes(task.paths, task.files)}
         writer.notes = notes
@@ -279,9 +277,11 @@ def _write(task: _Task) -> None:
                 _stop_at_errors(task, encoded.errors)
                 note(notes, encoded)
                 if len(encoded.tokens):
-                    writer.add(encoded.tokens, encoded.starts, encoded.mask)
-                writer.end_chunk(chunk.position)
-                show(chunk.done, writer.tokens - before)
+                    writer.add(encoded.tokens, encoded.starts, encoded.mask, position=chunk.position)
+                made = writer.tokens - before
+                rate = made / (time.monotonic() - started)
+                advance(chunk.done - read, f"tokenizing: {made:,} tokens, {rate:,.0f}/s")
+                read = chunk.done
         if writer.tokens == 0:
             raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {left_out(notes)}")
     seconds = time.monotonic() - started
@@ -297,24 +297,3 @@ def _write(task: _Task) -> None:
 def _workers(task: _Task) -> int:
     most = task.workers or cores()
     return min(most, 1 + sum(file.size for file in task.files) // WORKER_BYTES)
-
-
-@contextmanager
-def _progress(task: _Task) -> Iterator[Callable[[int, int], None]]:
-    """A bar of the bytes of the input; gets the bytes done and the tokens made."""
-    columns = (
-        TextColumn("tokenizing"),
-        BarColumn(),
-        DownloadColumn(),
-        TextColumn("{task.fields[tokens]}"),
-        TimeRemainingColumn(),
-    )
-    started = time.monotonic()
-    with Progress(*columns, console=progress_console(), transient=True) as progress:
-        bar = progress.add_task("", total=sum(file.size for file in task.files), tokens="")
-
-        def show(done: int, tokens: int) -> None:
-            text = f"{tokens:,} tokens, {tokens / (time.monotonic() - started):,.0f}/s"
-            progress.update(bar, completed=done, tokens=text)
-
-        yield show

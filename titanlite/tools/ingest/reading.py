@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from titanlite.data.pieces import PIECE_BYTES, cut
 from titanlite.data.prepared import HUGGING_FACE
 from titanlite.runtime.errors import UserError
-from titanlite.tools.ingest.inputs import File, first_object
+from titanlite.tools.ingest.inputs import READABLE, File, first_object
 from titanlite.tools.ingest.streams import Stream
 
 CHUNK_BYTES = 2**20
@@ -120,7 +120,7 @@ def _read_text(file: File, chunk_bytes: int) -> Iterator[Step]:
         data = stream.read(max(chunk_bytes, SNIFFED) + 1)
         only = None
         if b"\0" in data[:SNIFFED]:
-            only = _bad(file, "binary") if file.named else Part(file.source, file.path, "binary", b"")
+            only = _bad(file, f"binary: {READABLE}") if file.named else Part(file.source, file.path, "binary", b"")
         elif stream.damage:
             only = _bad(file, f"damaged: {stream.damage}")
         elif len(data) <= chunk_bytes:
@@ -164,8 +164,6 @@ def _read_lines(file: File, chunk_bytes: int) -> Iterator[Step]:
     number = 1
     with Stream(file.path, file.packing) as stream:
         while data := stream.read_lines(chunk_bytes):
-            if stream.damage and not data.endswith(b"\n"):
-                data = data[: data.rfind(b"\n") + 1]  # what is left of its last line is no line
             lines = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
             yield Part(file.source, file.path, "lines", lines, number), stream.done
             number += data.count(b"\n")

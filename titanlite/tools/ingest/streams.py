@@ -1,17 +1,19 @@
 """The bytes of a file, unpacked where it is packed with gzip or zstd."""
 
+import gzip
 import io
 import zlib
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-BLOCK = 2**17
+BLOCK = 2**13
+"""Bytes that are unpacked at once: damage costs at most these."""
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
 
 
 class Stream:
-    """Reads a file from its beginning.
+    """Reads a file from its beginning. Damage ends the bytes as the end of the file does.
 
     Args:
         packing: gzip, zstd, or empty for a file that is not packed.
@@ -21,9 +23,10 @@ class Stream:
     """
 
     def __init__(self, path: str | Path, packing: str) -> None:
-        self._file = open(path, "rb")  # noqa: SIM115 (open until the `with` block ends)
-        self._unpacked = _Unpacked(self._file, packing) if packing else None
-        self._bytes: IO[bytes] = io.BufferedReader(self._unpacked, BLOCK) if self._unpacked else self._file
+        self.damage = ""
+        """Reason why the bytes ended before all were unpacked; empty if all were."""
+        self._file = open(path, "rb", buffering=2**17)  # noqa: SIM115 (open until the `with` block ends)
+        self._bytes: Any = _unpack(self._file, packing)
 
     def __enter__(self) -> Self:
         return self
@@ -32,70 +35,40 @@ class Stream:
         self._file.close()
 
     @property
-    def damage(self) -> str:
-        """Reason why the bytes ended before all were unpacked; empty if all were."""
-        return self._unpacked.damage if self._unpacked else ""
-
-    @property
     def done(self) -> int:
         """Bytes of the file, as it is, that have been read."""
         return self._file.tell()
 
     def read(self, count: int) -> bytes:
         """Fewer than `count` only at the end."""
-        return self._bytes.read(count)
+        return self._collect(count, lambda left: self._bytes.read1(min(left, BLOCK)))
 
     def read_lines(self, count: int) -> bytes:
-        """`count` bytes, and what is left of the line that they end in."""
-        data = self._bytes.read(count)
-        return data if data.endswith(b"\n") or not data else data + self._bytes.readline()
+        """`count` bytes, and what is left of the line that they end in. A line that damage has cut is left out."""
+        data = self.read(count)
+        if data and not self.damage and not data.endswith(b"\n"):
+            data += self._collect(1, lambda left: self._bytes.readline())
+        return data[: data.rfind(b"\n") + 1] if self.damage else data
 
-
-class _Unpacked(io.RawIOBase):
-    """Unpacked bytes of a file of one or more frames. Damage ends the bytes like the end of the file, so that
-    nothing before it is lost; `damage` describes it."""
-
-    def __init__(self, file: IO[bytes], packing: str) -> None:
-        self.damage = ""
-        self._file = file
-        self._packing = packing
-        self._frame: Any = None
-        self._packed = b""
-        self._ready = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._ready and not self.damage:
-            self._packed = self._packed or self._file.read(BLOCK)
-            if self._frame is None and self._packing == "gzip":
-                self._packed = self._packed.lstrip(b"\0")  # padding may follow a frame, as tapes have it
-            if not self._packed:
-                self.damage = "it ends too early" if self._frame else ""
-                break
-            self._unpack()
-        count = min(len(buffer), len(self._ready))
-        buffer[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
-        return count
-
-    def _unpack(self) -> None:
+    def _collect(self, count: int, read: Any) -> bytes:
+        found: list[bytes] = []
         try:
-            self._frame = self._frame or _new_frame(self._packing)
-            self._ready = memoryview(self._frame.decompress(self._packed))
-        except Exception as error:  # zlib.error or ZstdError: the latter is of a package that may not be there
+            while count > 0 and (data := read(count)):
+                found.append(data)
+                count -= len(data)
+        except (OSError, EOFError, zlib.error) as error:
+            if isinstance(error, OSError) and error.errno:  # of the disk
+                raise
             self.damage = str(error)
-            return
-        self._packed = b""
-        if self._frame.eof:
-            self._packed = self._frame.unused_data
-            self._frame = None
+        return b"".join(found)
 
 
-def _new_frame(packing: str) -> Any:
+def _unpack(file: IO[bytes], packing: str) -> Any:
     if packing == "gzip":
-        return zlib.decompressobj(wbits=31)
-    import zstandard
+        return gzip.GzipFile(fileobj=file)
+    if packing == "zstd":
+        import pyarrow
 
-    return zstandard.ZstdDecompressor(max_window_size=2**31).decompressobj()
+        stream: Any = pyarrow.CompressedInputStream(file, "zstd")
+        return io.BufferedReader(stream, BLOCK)
+    return file

@@ -16,9 +16,9 @@ from typing import IO, Any, Self
 import numpy as np
 
 from titanlite.data.tokens import FORMAT, INDEX
+from titanlite.runtime.files import write_atomically
 
 PROGRESS = "resume.json"
-"""Older versions wrote progress.json, with positions of another kind, and are not resumed."""
 SHARD_TOKENS = 2**27
 
 
@@ -30,7 +30,7 @@ class TokenWriter:
     Args:
         bos, eos: whether documents begin and end with special tokens; recorded in the index.
         key: of all that the result depends on. The writer resumes what an earlier attempt with the same key
-            left, see `position`. Without a key it never resumes.
+            left, see `position`.
     """
 
     def __init__(
@@ -46,7 +46,7 @@ class TokenWriter:
     ) -> None:
         self.folder = folder
         self.position: Any = None
-        """Position after the last finished shard, from `end_chunk`; None at the beginning."""
+        """Position after the last finished shard, from `add`; None at the beginning."""
         self.notes: dict[str, Any] = {}
         """Entries of the caller: kept with the position, and added to the index."""
         self._staging = folder.with_name(f".{folder.name}.partial-{platform.node()}")
@@ -75,56 +75,47 @@ class TokenWriter:
             return
         if self._shard:
             self._shard.close()
-        if not self._key or not self._shards:
+        if not self._shards:
             shutil.rmtree(self._staging, ignore_errors=True)
 
-    def add(self, tokens: np.ndarray, starts: np.ndarray | None = None, mask: np.ndarray | None = None) -> None:
-        """Add tokens of documents.
+    def add(
+        self,
+        tokens: np.ndarray,
+        starts: np.ndarray | None = None,
+        mask: np.ndarray | None = None,
+        *,
+        position: Any = None,
+    ) -> None:
+        """Add tokens of documents. The shard is closed if it is full, and nothing up to here is ever done again.
 
         Args:
             starts: where in `tokens` documents begin. Tokens before the first belong to the document before. Default:
                 all is one document.
             mask: which tokens count in the loss; default: all.
+            position: of types of JSON, from which reading can resume after these tokens.
         """
         if self._shard is None:
             self._shard = _Shard(self._staging, f"{len(self._shards):05d}", np.dtype(self._about["dtype"]))
         self._shard.add(tokens, np.zeros(1, dtype=np.int64) if starts is None else starts, mask)
         self._counts += np.bincount(tokens, minlength=len(self._counts))
-        if not self._key:
-            self.end_chunk(None)
-
-    def end_chunk(self, position: Any) -> None:
-        """Record the position, of types of JSON, from which reading can resume. The shard is closed here if
-        it is full, and then nothing before this position is ever done again."""
-        if self._shard and self._shard.tokens >= self._shard_tokens:
+        if self._shard.tokens >= self._shard_tokens:
             self._close_shard()
             self.position = position
-            if self._key:
-                self._keep()
+            state = {"key": self._key, "shards": self._shards, "position": position, "notes": self.notes}
+            write_atomically(self._staging / PROGRESS, json.dumps({**state, "counts": self._counts.tolist()}))
 
     def _close_shard(self) -> None:
         if self._shard:
             self._shards.append(self._shard.close())
             self._shard = None
 
-    def _keep(self) -> None:
-        counts = self._staging / f"counts-{len(self._shards)}.npy"
-        np.save(counts, self._counts)
-        state = {"key": self._key, "shards": self._shards, "position": self.position, "notes": self.notes}
-        staging = self._staging / f".{PROGRESS}"
-        staging.write_text(json.dumps(state))
-        os.replace(staging, self._staging / PROGRESS)
-        for old in self._staging.glob("counts-*.npy"):
-            if old != counts:
-                old.unlink()
-
     def _resume(self) -> bool:
         try:
             state = json.loads((self._staging / PROGRESS).read_text())
-            if not self._key or state["key"] != self._key:
+            if state["key"] != self._key:
                 return False
-            self._counts = np.load(self._staging / f"counts-{len(state['shards'])}.npy")
-        except (OSError, ValueError):
+            self._counts = np.array(state["counts"])
+        except (OSError, ValueError, KeyError):
             return False
         self._shards, self.position, self.notes = state["shards"], state["position"], state["notes"]
         return True
@@ -141,18 +132,14 @@ class TokenWriter:
             **self.notes,
             "shards": self._shards,
         }
-        with open(self._staging / INDEX, "w") as file:
-            json.dump(index, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
+        write_atomically(self._staging / INDEX, json.dumps(index, indent=1))
         try:
             os.rename(self._staging, self.folder)
         except OSError:  # another machine was faster; others may read its folder already
             shutil.rmtree(self._staging)
             if not (self.folder / INDEX).is_file():
                 raise
-        for left_over in (*self.folder.glob("counts-*.npy"), self.folder / PROGRESS):  # wanted until here
-            left_over.unlink(missing_ok=True)
+        (self.folder / PROGRESS).unlink(missing_ok=True)  # wanted until here
 
 
 class _Shard:

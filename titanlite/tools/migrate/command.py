@@ -8,16 +8,12 @@ counterpart stays as a comment.
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
 import tomli
 
 from titanlite.config.keys import dotted_keys, tables, toml_text
-from titanlite.config.load import read
-from titanlite.config.source import key_lines
-from titanlite.data.tokenizer import find_tokenizer
-from titanlite.runtime.errors import ConfigError, Place, Problem, RunError, UserError, nearest_name
+from titanlite.runtime.errors import RunError, UserError, nearest_name
 from titanlite.tools.arguments import Count
 from titanlite.tools.migrate.rules import FLOAT8, OPTIMIZERS, RULES, Old, convert
 
@@ -85,8 +81,6 @@ def migrate_config(
         raise UserError(f"cannot read {old}: {error}") from None
     migration = migrate(text, old.name, world_size=world_size)
     new = migration.text()
-    for problem in _problems(new, out.name if out else "new.toml", world_size):
-        migration.remark("to mend", problem)
     if out:
         try:
             with out.open("x", encoding="utf-8") as file:
@@ -116,7 +110,7 @@ def migrate(text: str, name: str, *, world_size: int | None = None) -> Migration
         given = _flat(tomli.loads(text))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not valid TOML: {error}") from None
-    _check(given, text, name)
+    _check(given, name)
     migration = Migration()
     old = Old({key: value for key, value in given.items() if key in RULES}, world_size)
     if world_size and world_size % old.model_parallel_degree:
@@ -136,7 +130,7 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def _check(given: dict[str, Any], text: str, name: str) -> None:
+def _check(given: dict[str, Any], name: str) -> None:
     """Raises UserError: it is titanlite's, or neither's, or values have the wrong type. The last names all that is
     wrong, unknown keys too."""
     ours = set(dotted_keys())
@@ -152,9 +146,7 @@ def _check(given: dict[str, Any], text: str, name: str) -> None:
             wrong[key] = f"expected {value_type.__name__}, got {value!r}"
     if wrong:
         wrong |= {key: f"not a key of torchtitan{_hint(key)}" for key in given if key not in RULES}
-        lines = {".".join(key): line for key, line in key_lines(text).items()}
-        places = {key: Place(0, line, f"{name}:{line}") for key, line in lines.items()}
-        raise ConfigError([Problem(key, wrong[key], places.get(key)) for key in given if key in wrong])
+        raise UserError("\n".join(f"{name}: {key}: {problem}" for key, problem in wrong.items()))
 
 
 def _migrate_key(key: str, value: Any, old: Old, migration: Migration) -> None:
@@ -223,17 +215,3 @@ def _write_defaults(old: Old, migration: Migration) -> None:
         )
     if "debug.seed" not in migration.settings:
         migration.remark("note", "debug.seed: torchtitan drew a new seed for each run; it is always 0 here unless set")
-
-
-def _problems(text: str, name: str, world_size: int | None) -> list[str]:
-    """Return the problems that `titanlite check` reports first: the part that needs no PyTorch."""
-    with TemporaryDirectory() as folder:
-        path = Path(folder) / name
-        path.write_text(text, encoding="utf-8")
-        draft = read(path, world_size=world_size)
-    found = [str(problem) for problem in draft.problems]
-    try:
-        find_tokenizer(draft.config.data.tokenizer)
-    except UserError as error:
-        found.append(f"data.tokenizer: {error}")
-    return found

@@ -96,48 +96,38 @@ LOSES: dict[str, tuple[Any, str]] = {
 }  # fmt: skip
 """No counterpart, and training changes unless the value is this one: by what to do instead."""
 
-DROPS = {
-    "the model's blocks are compiled and the loss is not; compile.enable is false if this does not name model":
-        "compile: components",
-    "profiles are in the folder of the run, in profile/": "profiling: save_traces_folder save_memory_snapshot_folder",
-    "the resolved config is config.toml in the folder of the run; titanlite config show prints it":
-        "job: print_config save_config_file",
-    "job.name names the run; comments describe it": "job: description config_file",
-    "metrics.jsonl and tensorboard/ are in the folder of the run": "metrics: save_tb_folder save_for_all_ranks",
-    "the log lists the float8 layers": "model: print_after_conversion",
-    "is not needed here": """
-        metrics: disable_color_printing; optimizer: implementation;
-        training: gc_freq gc_debug; parallelism: enable_compiled_autograd;
-        checkpoint: create_seed_checkpoint enable_first_step_checkpoint""",
-    "goes with a kind of parallelism that is not here": """
-        parallelism:
-        pipeline_parallel_layers_per_stage pipeline_parallel_schedule
-        pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size pipeline_parallel_first_stage_less_layers
-        pipeline_parallel_last_stage_less_layers pipeline_parallel_expert_parallel_overlap module_fqns_per_model_part
-        expert_parallel_comm_backend context_parallel_rotate_method context_parallel_load_balancer""",
-    "data.num_workers processes read ahead, and the loader decides the rest": """
-        training.dataloader: persistent_workers pin_memory prefetch_factor;
-        validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor""",
-    "the last checkpoint is as whole as any":
-        "checkpoint: last_save_model_only",
-    "a run saves what it trains; checkpoint.initial_load_path only reads": "checkpoint: load_only",
-    "has no option here; it costs memory or time, and changes no loss": """
-        activation_checkpoint: early_stop memory_budget
-        per_op_sac_force_recompute_mm_shapes_by_fqns visualize_memory_budget_pareto preserve_rng_state determinism_check
-        debug; compile: backend; parallelism: disable_loss_parallel enable_async_tensor_parallel""",
-    "goes with a converter of model.converters that is not here": """
-        quantize.grouped_mm.float8: fqns;
-        quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns;
-        quantize.grouped_mm.mx: recipe_name fqns""",
-    "PyTorch's defaults hold": "comm: trace_buf_size save_traces_folder save_traces_file_prefix mode",
-    "has no option: titanlite plan predicts the memory of a run": "memory_estimation: enable disable_fake_mode",
-    "goes with fault_tolerance.enable": """checkpoint: enable_ft_dataloader_checkpoints; fault_tolerance: replica_id
-        process_group process_group_timeout_ms group_size min_replica_size semi_sync_method sync_steps should_quantize
-        fragment_sync_delay fragment_update_alpha module_fqns_per_model_fragment num_fragments""",
-    "validation sequences are as long as those of training": "validation: seq_len",
-    "a deterministic run refuses what has no deterministic kernel": "debug: deterministic_warn_only",
-}  # fmt: skip
-"""No counterpart, and training does not change: by what there is instead."""
+DROPS = """
+    compile: components backend;
+    profiling: save_traces_folder save_memory_snapshot_folder;
+    job: print_config save_config_file description config_file;
+    metrics: save_tb_folder save_for_all_ranks disable_color_printing;
+    model: print_after_conversion;
+    optimizer: implementation;
+    training: gc_freq gc_debug;
+    parallelism: enable_compiled_autograd pipeline_parallel_layers_per_stage pipeline_parallel_schedule
+        pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size
+        pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
+        pipeline_parallel_expert_parallel_overlap module_fqns_per_model_part expert_parallel_comm_backend
+        context_parallel_rotate_method context_parallel_load_balancer disable_loss_parallel
+        enable_async_tensor_parallel;
+    checkpoint: create_seed_checkpoint enable_first_step_checkpoint last_save_model_only load_only
+        enable_ft_dataloader_checkpoints;
+    training.dataloader: persistent_workers pin_memory prefetch_factor;
+    validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor;
+    activation_checkpoint: early_stop memory_budget per_op_sac_force_recompute_mm_shapes_by_fqns
+        visualize_memory_budget_pareto preserve_rng_state determinism_check debug;
+    quantize.grouped_mm.float8: fqns;
+    quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns;
+    quantize.grouped_mm.mx: recipe_name fqns;
+    comm: trace_buf_size save_traces_folder save_traces_file_prefix mode;
+    memory_estimation: enable disable_fake_mode;
+    fault_tolerance: replica_id process_group process_group_timeout_ms group_size min_replica_size
+        semi_sync_method sync_steps should_quantize fragment_sync_delay fragment_update_alpha
+        module_fqns_per_model_fragment num_fragments;
+    validation: seq_len;
+    debug: deterministic_warn_only
+"""
+"""No counterpart, and training does not change: keys by section."""
 
 
 def _keys(text: str) -> Iterator[str]:
@@ -157,7 +147,7 @@ RULES: dict[str, Rule] = {
         for note, (default, keys) in LOSES.items()
         for key in _keys(keys)
     },
-    **{key: Rule(None, note=note) for note, keys in DROPS.items() for key in _keys(keys)},
+    **{key: Rule(None, note="has no counterpart, and training does not depend on it") for key in _keys(DROPS)},
 }
 RULES["compile.components"] = RULES["compile.components"]._replace(default=["model", "loss"], value_type=list)
 
