@@ -182,15 +182,6 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
     if differences := config_differences(runs) if len(runs) > 1 else {}:
         rows_of = [[key, *values] for key, values in differences.items()]
         yield {"title": "Options that differ", "columns": columns, "rows": rows_of}
-    for run in runs:
-        if len(run.starts) > 1:
-            rows_of = [[_text(it.get(key)) for key in ("time", "host", "processes", "step")] for it in run.starts]
-            ends = [_text(it["end"].get("reason")) for it in run.starts]
-            yield {
-                "title": f"Starts of {run.name}",
-                "columns": ["began", "host", "processes", "resumed at step", "ended"],
-                "rows": [[*row, end] for row, end in zip(rows_of, ends, strict=True)],
-            }
 
 
 def _steps_of(run: RunRecords) -> str:
