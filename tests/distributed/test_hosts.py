@@ -2,7 +2,6 @@
 
 import json
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,30 +65,6 @@ def newest(tiny: TinyRun) -> int:
 
 def error_lines(job: Job) -> list[str]:
     return [line for line in job.text().splitlines() if line.startswith("error: ")]
-
-
-INTERFACE = """
-from titanlite.tools.launch import use_interface_of
-environ = {}
-use_interface_of(environ, "node0:29500")
-print(environ.get("GLOO_SOCKET_IFNAME"))
-"""
-
-
-def test_names_that_lead_to_the_machine_itself_do_not_reach_gloo(tmp_path: Path, hosts: Network) -> None:
-    """Installers write `127.0.1.1 node0` into /etc/hosts, and gloo would give that address to the other hosts."""
-    command = sys.executable, "-c", INTERFACE
-    assert [host.run(*command) for host in hosts.hosts] == ["None\n", "None\n"], "their names are right"
-    for number, (host, other) in enumerate(zip(hosts.hosts, hosts.hosts[::-1], strict=True)):
-        file = tmp_path / host.name
-        file.write_text(f"127.0.0.1 localhost\n127.0.1.1 {host.name}\n10.77.0.{2 - number} {other.name}\n")
-        host.run("umount", "/etc/hosts")
-        host.run("mount", "--bind", str(file), "/etc/hosts")
-    first, second = hosts.hosts
-    assert second.run(*command) == "eth0\n", "the way to node0"
-    assert first.run(*command) == "None\n"
-    first.run("ip", "route", "add", "default", "via", "10.77.0.2")
-    assert first.run(*command) == "eth0\n", "the default route"
 
 
 @pytest.mark.slow

@@ -33,8 +33,6 @@ SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun for that time; its default is 30 s."""
 GRACE_SECONDS = 10
 """Time that workers have to end after a second signal, until they are killed: a stopped one (SIGSTOP) never ends."""
-DOCUMENTATION = "192.0.2.1"
-"""An address that no machine has (RFC 5737), and that the default route leads to."""
 LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 """Environment variable that PyTorch reads when it is imported."""
 SIOCGIFADDR = 0x8915
@@ -89,7 +87,7 @@ def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: lis
     if code := check.wait():  # mistakes are reported once and at once, not by every process
         return code
     _set_environment(processes)
-    use_interface_of(os.environ, endpoint if int(nodes.rpartition(":")[2]) > 1 else None)
+    use_interface_of(os.environ)
     rendezvous_handler_registry.register(BACKEND, partial(connect, folder=folder, max_restarts=restarts))
     logging.disable(logging.ERROR)  # torchrun reports what is reported here
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup asks for
@@ -135,35 +133,14 @@ def address_options(endpoint: str, environ: Mapping[str, str]) -> list[str]:
     return [f"--local-addr={address}", f"--rdzv-conf={','.join(settings)}"]
 
 
-def use_interface_of(environ: MutableMapping[str, str], endpoint: str | None = None) -> None:
-    """Let gloo use the network interface of LOCAL_ADDR. It would look the machine's name up instead.
-
-    Without LOCAL_ADDR, do so only where that name leads to this machine alone: `127.0.1.1 node0` in /etc/hosts.
-
-    Args:
-        endpoint: host:port of the first of several machines.
-    """
-    address = environ.get("LOCAL_ADDR") or (address_for_others(endpoint) if endpoint else None)
-    if address and "GLOO_SOCKET_IFNAME" not in environ and (name := interface_of(address)):
+def use_interface_of(environ: MutableMapping[str, str]) -> None:
+    """Let gloo use the network interface of LOCAL_ADDR. It would look the machine's name up instead."""
+    if (
+        (address := environ.get("LOCAL_ADDR"))
+        and "GLOO_SOCKET_IFNAME" not in environ
+        and (name := interface_of(address))
+    ):
         environ["GLOO_SOCKET_IFNAME"] = name
-
-
-def address_for_others(endpoint: str) -> str | None:
-    """Return the IPv4 address of this machine that others reach, if its own name leads to the loopback interface.
-
-    It is the one on the way to the endpoint, or, on the endpoint's own machine, that of the default route. No packet is
-    sent. None: the name is right, or there is no such address.
-    """
-    with suppress(OSError):
-        if not socket.gethostbyname(socket.gethostname()).startswith("127."):
-            return None
-    for host in (endpoint.rpartition(":")[0], DOCUMENTATION):
-        with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-            asking.connect((host, 9))
-            address = asking.getsockname()[0]
-            if not address.startswith("127."):
-                return address
-    return None
 
 
 def interface_of(address: str) -> str | None:
