@@ -40,12 +40,6 @@ def toml(tmp_path: Path) -> Path:
     return path
 
 
-def gpu_file(folder: Path, memory_gib: float) -> Path:
-    path = folder / "gpu.toml"
-    path.write_text(f'base = "H100"\nname = "mine"\nmemory_gib = {memory_gib}\n')
-    return path
-
-
 def plan(toml: Path, *arguments: str) -> int:
     return run(["plan", "--config", str(toml), *arguments])
 
@@ -82,15 +76,6 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     traffic = {(it["collective"], it["axis"]): it["bytes"] for it in record["traffic"]}
     assert traffic["reduce_scatter", "shard"] == 8 * traffic["all_reduce", "replicate"] > 0
     assert record["gpu_hours"] == pytest.approx(16 * record["steps"] * record["time"]["total"] / 3600)
-
-
-@pytest.mark.long
-def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = gpu_file(toml.parent, 0.01)
-    assert plan(toml, "--world-size", "2", "--gpu", str(path)) == 0
-    out = capsys.readouterr().out
-    assert "2 x mine" in out
-    assert "does not fit: reserved" in out
 
 
 @pytest.mark.long

@@ -34,7 +34,7 @@ def test_neighbours_in_the_tree_are_neighbours_in_the_batch() -> None:
 def peak() -> int:
     config = read(*ON, "--training.global_batch_size=8", "--model.args.n_layers=1", world_size=2)
     found = trace_step(config, *model_of(config), world_size=2, gpu=True)
-    return profile(found.recorder, found.blocks).peak
+    return profile(found).peak
 
 
 @pytest.mark.long

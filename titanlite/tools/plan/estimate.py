@@ -187,7 +187,9 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     targets = planned_targets(config, vocab_size=spec.args.vocab_size)
     traces = [_traced(config, spec.model_cls, shape, targets, layout) for shape in shapes]
-    found = traces[0] if len(traces) == 1 else _extended(*traces, blocks=depth, edge=edge, period=period)
+    found = traces[0]
+    if len(traces) > 1:
+        found = _extended(*traces, blocks=depth, few=few + period, edge=edge, period=period)
     return replace(
         found,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -199,11 +201,11 @@ def _traced(config: Config, model_cls: type[Model], args: ModelArgs, targets: Ta
     """Trace a step of the whole model of these arguments."""
     fuse = config.compile.enable and layout.is_gpu
     _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
-    traced = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets)
+    recorder = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets)
     return Trace(
-        profile(traced.recorder, traced.blocks, gpu=layout.is_gpu, compiled=fuse, hidden=[*_away(config, layout)]),
-        workload_of(traced.recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
-        traffic_of(traced.recorder, traced=traced.micro_batches, accumulation=accumulation),
+        profile(recorder, gpu=layout.is_gpu, compiled=fuse, hidden=[*_away(config, layout)]),
+        workload_of(recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
+        traffic_of(recorder, accumulation=accumulation),
     )
 
 
@@ -212,13 +214,13 @@ def _away(config: Config, layout: Layout) -> dict[str, str]:
     return {category: place for category, place in places(config).items() if layout.is_gpu or place == "disk"}
 
 
-def _extended(small: Trace, large: Trace, *, blocks: int, edge: int, period: int) -> Trace:
+def _extended(small: Trace, large: Trace, *, blocks: int, few: int, edge: int, period: int) -> Trace:
     """Return the trace of a model with more blocks; arguments as of `extend_workload`."""
-    few = large.profile.blocks
+    sizes = {"blocks": blocks, "few": few, "edge": edge, "period": period}
     factor = (blocks - few) / period
     return Trace(
-        extend(small.profile, large.profile, blocks, edge),
-        extend_workload(small.workload, large.workload, blocks=blocks, few=few, edge=edge, period=period),
+        extend(small.profile, large.profile, **sizes),
+        extend_workload(small.workload, large.workload, **sizes),
         {key: round(size + (size - small.traffic.get(key, 0)) * factor) for key, size in large.traffic.items()},
     )
 
@@ -246,7 +248,6 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops
     return Plan(
         phases={name: {**found, **dict.fromkeys(away, 0)} for name, found in traced.profile.phases.items()},
-        blocks=traced.profile.blocks,
         pools=traced.profile.pools,
         layout=layout,
         parameters=traced.parameters,
