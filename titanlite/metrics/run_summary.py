@@ -249,7 +249,7 @@ def report_end(
         logger.info(f"  resume       {resume}")
         return
     if stopped:
-        logger.info(f"stopped: the skipped steps are in {folder.skipped}, with the sequences in question")
+        logger.info(f"stopped: the skipped steps are in {folder.records('skipped')}, with the sequences in question")
         logger.info(f"  the last step taken is {stopped.taken}")
         logger.info(f"  time         {format_phases(seconds)}")
         if done:
@@ -269,7 +269,7 @@ def report_end(
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
         f"  time         {format_phases(seconds)}",
         f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})" if done else "  no checkpoint was asked for",
-        f"  metrics      {folder.metrics}",
+        f"  metrics      {folder.records('metrics')}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
         *([f"  profile      {titanlite} profile {path}"] if (folder.path / "profile").is_dir() else []),
         "What next?",

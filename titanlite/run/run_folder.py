@@ -52,26 +52,15 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def saves(self) -> Path:
-        return self.path / "checkpoints.jsonl"
-
-    @property
-    def validation(self) -> Path:
-        return self.path / "validation.jsonl"
-
-    @property
-    def skipped(self) -> Path:
-        return self.path / "skipped.jsonl"
+    def records(self, name: str) -> Path:
+        """Return the file of the run's records: of metrics, validation, checkpoints or skipped steps."""
+        return self.path / f"{name}.jsonl"
 
     @property
     def has_saved(self) -> bool:
         """Return whether the run has saved a checkpoint in an earlier start."""
-        return self.saves.exists() and self.saves.stat().st_size > 0
+        saves = self.records("checkpoints")
+        return saves.exists() and saves.stat().st_size > 0
 
     @property
     def tokenizer(self) -> Path:
