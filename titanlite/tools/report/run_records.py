@@ -270,9 +270,3 @@ def slowest_ranks(run: RunRecords, count: int = 8) -> list[tuple[str, int]]:
     named = [record for record in run.metrics if record.get("slowest_rank") is not None]
     found = Counter(f"rank {record['slowest_rank']} ({record.get('slowest_host', '')})" for record in named)
     return found.most_common(count)
-
-
-def best_validation(run: RunRecords) -> tuple[int, float] | None:
-    """Return (step, loss) of the validation with the smallest loss."""
-    found = [(record["loss"], record["step"]) for record in run.validation if record.get("loss") is not None]
-    return (min(found)[1], min(found)[0]) if found else None
