@@ -125,7 +125,7 @@ def measure(words: list[str]) -> Made:
     seconds = [after[0] - start[0] for start, after in steps]
     counts = ([after[1][key] - start[1][key] for start, after in steps] for key in ("read_bytes", "write_bytes"))
     read, written = map(statistics.median, counts)
-    last = json.loads(run.folder.metrics.read_text().splitlines()[-1])["loss"]
+    last = json.loads(run.folder.records("metrics").read_text().splitlines()[-1])["loss"]
     return Made(seconds, peaks.most["RssAnon"], peaks.most["RssFile"], read, written, last)
 
 

@@ -79,7 +79,7 @@ def main() -> None:
                 assert isinstance(run.optimizer, SlicedAdamW)
                 run.optimizer.round = to_nearest
             finish(run, train(run))
-            losses[name] = json.loads((run.folder.validation).read_text())["loss"]
+            losses[name] = json.loads(run.folder.records("validation").read_text())["loss"]
             print(f"{name:<34} {losses[name]:.4f}", flush=True)
     note(arguments, losses)
 

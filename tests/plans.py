@@ -10,7 +10,8 @@ from titanlite.schema import Config
 from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.memory import Profile, profile
-from titanlite.tools.plan.trace import StepTrace, trace_step
+from titanlite.tools.plan.recorder import Recorder
+from titanlite.tools.plan.trace import trace_step
 
 SMALL = (
     "--model.args.dim=64",
@@ -34,14 +35,14 @@ def layout_of(world_size: int, *, gpu: bool = True, gpus_per_node: int = 8) -> L
 
 
 @cache
-def traced(*overrides: str, world_size: int = 1, gpu: bool = False) -> StepTrace:
+def traced(*overrides: str, world_size: int = 1, gpu: bool = False) -> Recorder:
     config = read(*overrides, world_size=world_size)
     return trace_step(config, *model_of(config), world_size=world_size, gpu=gpu)
 
 
 def profiled(*overrides: str, world_size: int = 1, gpu: bool = False) -> Profile:
     found = traced(*overrides, world_size=world_size, gpu=gpu)
-    return profile(found.recorder, found.blocks)
+    return profile(found)
 
 
 def planned(*overrides: str, world_size: int = 8, gpu: str = "H100", gpus_per_node: int = 8) -> Plan:

@@ -154,7 +154,6 @@ def test_empty_data(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         ("trian", "titanlite: unknown command 'trian', did you mean 'train'?"),
-        ("verify outputs", "titanlite: unknown command 'verify', did you mean 'checkpoint verify'?"),
         ("config", "titanlite config: name a command: check, show, schema, migrate"),
         ("train debug qwen3_8b", "titanlite train: unexpected argument 'qwen3_8b'"),
         ("train debug --config=tiny", "titanlite train: two configs, debug and --config tiny: name one"),

@@ -151,7 +151,7 @@ def test_the_plan_counts_what_a_step_sends(tiny: TinyRun) -> None:
     config = tiny.config(*degrees(1, 2, 2), "--activation_checkpoint.mode=full", world_size=4)
     spec = model_of(config)
     traced = trace_step(config, spec.model_cls, spec.args, world_size=4, gpu=False)
-    inside = [it for it in traced.recorder.sent if it.is_inside]
+    inside = [it for it in traced.sent if it.is_inside]
     assert {it.axis for it in inside} == {"context"}
     assert [it.collective for it in inside].count("all_gather") == 2, "again where forward is recomputed"
     assert [it.collective for it in inside].count("reduce_scatter") == 1

@@ -90,4 +90,4 @@ def test_the_diff_is_what_differs_and_from_what(tmp_path: Path) -> None:
         "training": {"steps": 700, "local_batch_size": 2},
         "quantize": {"linear": {"float8": {"emulate": True}}},
     }
-    assert [line.partition("# default")[2] for line in shown.splitlines() if "steps" in line] == [" 1000"]
+    assert [line.partition("# default")[2] for line in shown.splitlines() if line.startswith("steps")] == [" 1000"]

@@ -69,13 +69,13 @@ def test_a_plan_counts_the_exchange_of_tokens() -> None:
     counts, sent = 8 * 4, 2 * 64 * 64 * 2
     received = 2 * round(EXPERT_SKEW * 64) * 64 * 2
     sizes: dict[str, list[int]] = {}
-    for it in found.recorder.sent:
+    for it in found.sent:
         if it.collective == "all_to_all":
-            sizes.setdefault(found.recorder.phases[it.phase][1], []).append(it.bytes)
+            sizes.setdefault(found.phases[it.phase][1], []).append(it.bytes)
             assert (it.axis, it.ranks) == ("expert", (0, 1))
     once = [counts, sent, received]
     assert sizes == {"forward layers.0": once, "backward layers.0": [*once, sent, received]}
-    workload = workload_of(found.recorder, fuse=False, gpus_per_node=8)
+    workload = workload_of(found, fuse=False, gpus_per_node=8)
     block = next(unit for unit in workload.units if unit.name == "layers.0")
     assert [it.bytes for it in block.forward_waits] == once
     # The two ranks that share an expert gather a quarter of the experts each, in bfloat16.

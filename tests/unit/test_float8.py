@@ -18,7 +18,7 @@ from titanlite.schema import Float8
 from titanlite.techniques.float8.layers import check_float8, choose_layers, convert_to_float8
 from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.search import _Search
+from titanlite.tools.plan.search import Layouts
 
 LARGE = Llama3Args(
     dim=4096, n_layers=1, n_heads=32, n_kv_heads=8, hidden_dim=14336, vocab_size=512, max_seq_len=16
@@ -131,8 +131,7 @@ def test_a_missing_torchao_is_reported(tiny: TinyRun, monkeypatch: pytest.Monkey
 def test_a_search_leaves_float8_where_every_layer_is_small() -> None:
     def tried(*options: str) -> list[str]:
         config = load("train_configs/debug.toml", ["--compile.enable", *options])
-        pool: Any = None
-        return [*_Search(config, Layout(2, find_hardware("H100"), 8), pool, 8).variants]
+        return [*Layouts(config, Layout(2, find_hardware("H100"), 8), 8).variants]
 
     assert tried() == [""]
     assert tried("--quantize.linear.float8.skip_small=false") == ["", "float8"]

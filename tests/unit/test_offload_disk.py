@@ -24,7 +24,7 @@ from titanlite.techniques import places
 from titanlite.techniques.offload import disk as offload
 from titanlite.techniques.offload.disk import DiskMemory
 from titanlite.tools.cli import run as run_command
-from titanlite.tools.plan.estimate import _with_disk, estimate, trace
+from titanlite.tools.plan.estimate import estimate, trace
 from titanlite.tools.plan.output import plan_lines, plan_record
 from titanlite.train import train
 
@@ -240,7 +240,7 @@ def test_states_on_disk_are_not_on_the_device() -> None:
     assert {phase["optimizer"] for phase in disk.phases.values()} == {0}
     most = {name: max(phase[name] for phase in disk.phases.values()) for name in ("parameters", "gradients")}
     assert memory.host == disk.disk + sum(most.values())
-    found = estimate(_with_disk(traced, config), config, layout)
+    found = estimate(traced, config, layout)
     assert (found.disk, found.host) == (disk.disk + most["parameters"], most["gradients"])
     assert found.phases == memory.phases
     assert found.time == memory.time

@@ -73,15 +73,15 @@ def test_a_runs_records_are_of_the_form(tiny: TinyRun) -> None:
     validation = "--validation.enable=true", "--validation.freq=2", f"--validation.path={tiny.text}"
     run = train_on_this_rank(tiny.config("--training.steps=4", "--checkpoint.interval=2", *validation), 0, 1)
     for path, fields, steps in (
-        (run.folder.metrics, METRICS, [1, 2, 3, 4]),
-        (run.folder.validation, VALIDATION, [2, 4]),
-        (run.folder.saves, SAVES, [2, 4]),
+        (run.folder.records("metrics"), METRICS, [1, 2, 3, 4]),
+        (run.folder.records("validation"), VALIDATION, [2, 4]),
+        (run.folder.records("checkpoints"), SAVES, [2, 4]),
     ):
         records = [json.loads(line) for line in path.read_text().splitlines()]
         assert [record["step"] for record in records] == steps
         assert [fault for record in records for fault in find_faults(record, fields)] == []
         assert not {name for record in records for name in record} - set(fields), path.name
-    last = json.loads(run.folder.metrics.read_text().splitlines()[-1])
+    last = json.loads(run.folder.records("metrics").read_text().splitlines()[-1])
     assert tuple(last["phase_seconds"]) == CATEGORIES
     # What other tests have compiled in this process counts as compile.
     assert last["phase_seconds"]["compile"] + last["phase_seconds"]["compute"] > 0 < last["phase_seconds"]["validation"]

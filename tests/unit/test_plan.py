@@ -11,7 +11,8 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from tests.plans import layout_of, planned, profiled, read, shapes, traced
 from titanlite.tools.plan.estimate import model_of, trace
 from titanlite.tools.plan.memory import profile
-from titanlite.tools.plan.trace import StepTrace, trace_step
+from titanlite.tools.plan.recorder import Recorder
+from titanlite.tools.plan.trace import trace_step
 
 
 @pytest.fixture(autouse=True)
@@ -66,21 +67,21 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], gpu: bool)
     found = trace(config, layout_of(4, gpu=gpu, gpus_per_node=4))
     assert "backward layers.5" not in found.profile.phases  # it was not all made
     whole = trace_step(config, *model_of(config), world_size=4, gpu=gpu)
-    exact = profile(whole.recorder, 12, gpu=gpu)
+    exact = profile(whole, gpu=gpu)
     assert found.profile.peak == exact.peak
     assert found.profile.peak_phase == exact.peak_phase
     assert found.profile.breakdown == exact.breakdown
     if gpu:
         assert trace(config, layout_of(4, gpus_per_node=4), whole=True).profile.pools == exact.pools
-    made = sum(it.bytes for it in whole.recorder.sent if it.unit)
-    assert sum(found.traffic.values()) - made == sum(it.bytes for it in whole.recorder.sent if not it.unit)
+    made = sum(it.bytes for it in whole.sent if it.unit)
+    assert sum(found.traffic.values()) - made == sum(it.bytes for it in whole.sent if not it.unit)
     assert [unit.name for unit in found.workload.units] == [
         "tok_embeddings",
         *(f"layers.{i}" for i in range(12)),
         "head",
     ]
     in_work = sum(kernel.flops for unit in found.workload.units for kernel in (*unit.forward, *unit.backward))
-    assert in_work * whole.micro_batches == sum(operator.flops for operator in whole.recorder.operators)
+    assert in_work * whole.micro_batches == sum(operator.flops for operator in whole.operators)
 
 
 @pytest.mark.slow
@@ -91,9 +92,9 @@ def test_the_update_of_many_blocks_is_that_of_each(optimizer: str) -> None:
     found = trace(config, layout_of(1))
     assert "backward layers.3" not in found.profile.phases  # it was not all made
     whole = trace_step(config, *model_of(config), world_size=1, gpu=True)
-    [update] = [number for number, (_, name) in enumerate(whole.recorder.phases) if name == "update"]
+    [update] = [number for number, (_, name) in enumerate(whole.phases) if name == "update"]
     expected, sums = Counter[Any](), Counter[Any]()
-    for it in whole.recorder.operators:
+    for it in whole.operators:
         if it.phase == update:
             expected[it.kind, it.dtype, "flops"] += int(it.flops)
             expected[it.kind, it.dtype, "bytes"] += sum(size for _, size in (*it.reads, *it.writes))
@@ -146,7 +147,7 @@ def test_a_plan_does_not_depend_on_what_was_planned_before(overrides: list[str])
 
     def phases() -> dict[str, dict[str, int]]:
         made = trace_step(config, *model_of(config), world_size=2, gpu=True)
-        return profile(made.recorder, 1).phases
+        return profile(made).phases
 
     _clear_sharding_prop_cache()
     fresh, used = phases(), phases()
@@ -162,7 +163,7 @@ def test_collectives_are_those_of_the_layout() -> None:
     """
     found = traced("--parallelism.data_parallel_replicate_degree=2", "--training.local_batch_size=2", world_size=4)
     assert found.micro_batches == 2
-    sent = [it for it in found.recorder.sent if it.unit]
+    sent = [it for it in found.sent if it.unit]
     counts = {
         name: [(it.collective, it.axis) for it in sent if it.unit == name]
         for name in ("layers.1", "tok_embeddings", "head")
@@ -184,10 +185,10 @@ def test_flops_are_those_of_the_model() -> None:
     config = read()
     model = model_of(config).build()
     tokens = config.training.global_batch_size * config.training.seq_len
-    matmuls = sum(it.flops for it in traced().recorder.operators if it.kind == "matmul")
+    matmuls = sum(it.flops for it in traced().operators if it.kind == "matmul")
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "tok_emb" not in name)
     assert matmuls == 6 * weights * tokens
-    attention = sum(it.flops for it in traced().recorder.operators if it.kind == "attention")
+    attention = sum(it.flops for it in traced().operators if it.kind == "attention")
     whole = (model.flops_per_token(config.training.seq_len) - 6 * weights) * tokens
     # Half of it, as it is causal; but backward repeats one matmul of five to save memory.
     assert attention == pytest.approx(whole / 2 * 7 / 6)
@@ -207,16 +208,16 @@ def test_float8_gathers_half() -> None:
     pytest.importorskip("torchao")
     options = ("--compile.enable=true", *FLOAT8)
     eighth = traced(*options, world_size=2, gpu=True)
-    assert "float8" in {it.dtype for it in eighth.recorder.operators if it.kind == "matmul"}
+    assert "float8" in {it.dtype for it in eighth.operators if it.kind == "matmul"}
 
-    def gathered(made: StepTrace) -> int:
-        return sum(it.bytes for it in made.recorder.sent if it.unit == "layers.1" and it.collective == "all_gather")
+    def gathered(made: Recorder) -> int:
+        return sum(it.bytes for it in made.sent if it.unit == "layers.1" and it.collective == "all_gather")
 
     plain = traced("--compile.enable=true", world_size=2, gpu=True)
     assert gathered(eighth) == pytest.approx(gathered(plain) / 2, rel=0.02)
 
     # Wrapped weights are still counted as parameters.
-    assert profile(eighth.recorder, 3).most("parameters") == profiled(world_size=2).most("parameters")
+    assert profile(eighth).most("parameters") == profiled(world_size=2).most("parameters")
 
 
 @pytest.mark.long
@@ -252,7 +253,7 @@ def test_collectives_of_split_layers() -> None:
     """
     options = ["--parallelism.tensor_parallel_degree=2", "--model.args.n_heads=4", "--model.args.n_kv_heads=2"]
     found = traced(*options, world_size=2)
-    inside = [(found.recorder.phases[it.phase][1], it) for it in found.recorder.sent if it.axis == "tensor"]
+    inside = [(found.phases[it.phase][1], it) for it in found.sent if it.axis == "tensor"]
     assert all(it.is_inside for _, it in inside)
     config = read(*options, world_size=2)
     width = dict(model_of(config).build().named_parameters())["layers.0.attention_norm.weight"].numel()

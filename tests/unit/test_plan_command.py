@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from titanlite.config.load import load
-from titanlite.runtime.errors import UserError
 from titanlite.tools.cli import run
 from titanlite.tools.plan.estimate import OUTSIDE, Layout, with_options
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.output import options_to_paste, toml_of
+from titanlite.tools.plan.output import toml_of
 from titanlite.tools.plan.search import search
 
 TOML = """\
@@ -38,12 +37,6 @@ warmup_steps = 10
 def toml(tmp_path: Path) -> Path:
     path = tmp_path / "small.toml"
     path.write_text(TOML)
-    return path
-
-
-def gpu_file(folder: Path, memory_gib: float) -> Path:
-    path = folder / "gpu.toml"
-    path.write_text(f'base = "H100"\nname = "mine"\nmemory_gib = {memory_gib}\n')
     return path
 
 
@@ -83,15 +76,6 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     traffic = {(it["collective"], it["axis"]): it["bytes"] for it in record["traffic"]}
     assert traffic["reduce_scatter", "shard"] == 8 * traffic["all_reduce", "replicate"] > 0
     assert record["gpu_hours"] == pytest.approx(16 * record["steps"] * record["time"]["total"] / 3600)
-
-
-@pytest.mark.long
-def test_an_own_gpu_that_is_too_small(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = gpu_file(toml.parent, 0.01)
-    assert plan(toml, "--world-size", "2", "--gpu", str(path)) == 0
-    out = capsys.readouterr().out
-    assert "2 x mine" in out
-    assert "does not fit: reserved" in out
 
 
 @pytest.mark.long
@@ -168,19 +152,16 @@ def test_search_on_small_devices(toml: Path) -> None:
     assert len(found.best) == 3
     for candidate, planned in found.best:
         assert planned.reserved <= hardware.memory - OUTSIDE
-        assert candidate.reserved == pytest.approx(planned.reserved, rel=0.1)
+        assert candidate.expected.reserved == pytest.approx(planned.reserved, rel=0.1)
         # Kernels so small are nothing but launches, of which layouts have a few more or less.
-        assert candidate.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.2)
+        assert candidate.expected.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.2)
     speeds = [planned.tokens_per_second for _, planned in found.best]
     assert speeds == sorted(speeds, reverse=True)
 
     options = found.best[0][0].options
     pasted = toml.parent / "pasted.toml"
-    pasted.write_text(f'base = "{toml}"\n{toml_of(options_to_paste(options, config))}')
+    pasted.write_text(f'base = "{toml}"\n{toml_of(options)}')
     written, wanted = load(pasted), with_options(config, options)
     assert written.parallelism == wanted.parallelism
     assert written.activation_checkpoint.mode == wanted.activation_checkpoint.mode
     assert written.training.local_batch_size == wanted.training.local_batch_size
-
-    with pytest.raises(UserError, match="nothing fits: the least is"):
-        search(config, Layout(4, replace(hardware, memory=2**20), 2))

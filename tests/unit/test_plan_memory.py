@@ -2,21 +2,19 @@
 
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 
 from titanlite.config.load import load
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
-from titanlite.schema import Degrees
 from titanlite.tools.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.fusion import fused_sizes
 from titanlite.tools.plan.gpu_kernels import attention_scratch
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.recorder import Operator, Recorder, Storage
-from titanlite.tools.plan.search import Candidate, _Search
+from titanlite.tools.plan.search import Candidate, may_fit, nothing_fits
 
 MIB = 2**20
 GIB = 2**30
@@ -96,25 +94,23 @@ def test_scratch_of_flash_attention(keys: int, buffer: int) -> None:
 
 
 @pytest.mark.long
-def test_a_plan_that_fits_only_with_too_much_host_memory_does_not_fit() -> None:
-    options = ["--training.enable_cpu_offload", "--training.global_batch_size=8", "--model.args.n_layers=2"]
-    config, hardware = load("train_configs/llama3_8b.toml", options, world_size=8), find_hardware("H100")
+def test_a_plan_with_too_much_host_memory_does_not_fit_and_is_not_offered() -> None:
+    words = ["--training.enable_cpu_offload", "--training.global_batch_size=8", "--model.args.n_layers=2"]
+    config, hardware = load("train_configs/llama3_8b.toml", words, world_size=8), find_hardware("H100")
     found = plan(config, Layout(8, hardware, 8))
     assert found.fits
     assert found.host_of_node == 8 * found.host > 8 * 3 * 4 * found.parameters / 8
     small = replace(found, layout=replace(found.layout, hardware=replace(hardware, node_memory=found.host_of_node - 1)))
     assert not small.fits
 
-
-def test_a_search_does_not_offer_offload_that_no_host_holds() -> None:
-    config, layout = load("train_configs/llama3_405b.toml", [], world_size=8), Layout(8, find_hardware("H100"), 8)
-    pool: Any = None  # nothing is traced
-    searching = _Search(config, layout, pool, share=1)
-    degrees = Degrees(replicate=1, shard=8)
-    without = Candidate({}, "full", 1, "", "", degrees, "default", reserved=900 * GIB)
-    offload = replace(without, last_resort="CPU offload", reserved=60 * GIB, host_of_node=6048 * GIB)
-    found = searching._confirm([offload], layout.usable, 5)
-    assert found.best == []
-    text = searching._nothing_fits([without, offload], layout.usable)
+    layout, options = Layout(8, hardware, 8), {"parallelism.fsdp_reshard_after_forward": "default"}
+    without, offload = (
+        Candidate(options, ("full", words, 1), replace(found, host=host, pools={(0, False): PoolSize(size, size)}))
+        for words, host, size in (("", 0, 900 * GIB), ("CPU offload", 756 * GIB, 60 * GIB))
+    )
+    assert not may_fit(without.expected, layout)
+    assert not may_fit(offload.expected, layout)
+    assert may_fit(replace(offload.expected, host=200 * GIB), layout)
+    text = nothing_fits([without], [offload], layout)
     assert "the least is 900.0 GiB" in text
     assert "CPU offload needs 6,048 GiB of host memory in a node, which has 2,048" in text

@@ -16,7 +16,7 @@ from titanlite.schema import Config
 from titanlite.tools import cli
 from titanlite.tools.plan.estimate import Layout, Plan, plan, planned_targets, trace, with_options
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.search import _Search
+from titanlite.tools.plan.search import Layouts
 
 RANKS, BLOCKS = 4, 4
 TEACHER: dict[str, Any] = {
@@ -100,25 +100,15 @@ def test_reshard_policies_and_host_memory(options: list[str]) -> None:
 def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
     config = read(*options, world_size=RANKS)
     layout = Layout(RANKS, replace(find_hardware("H100"), link_bandwidth=1e8), RANKS)  # so slow that collectives count
-    unused: Any = None  # nothing is traced in other processes
-    searching = _Search(config, layout, unused, share=4)
-    candidates = [
-        it for it in searching._candidates() if (it.mode, it.reshard) == ("full", "default") and it.batch in (1, 2)
-    ]
-    always, never = ("teacher", "always"), ("teacher", "never")
-    assert {it.frozen for it in candidates if it.degrees.shard > 1} == {always, never}
-    assert {it.frozen for it in candidates if it.degrees.shard == 1} == {always}
-    traces = {
-        (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
-        for it in candidates
-        if it.degrees.shard == RANKS and it.frozen == always
-    }
-    for it in candidates:
-        if it.degrees.shard > 1 and it.batch == 1:
-            expected = searching._expect(it, traces)
-            found = plan(with_options(config, it.options), layout)
-            assert expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title
-            assert expected.reserved == pytest.approx(found.reserved, rel=0.15), it.title
+    searching = Layouts(config, layout, share=4)
+    kernels = "full", "", 1
+    candidates = [*searching.expect(kernels, trace(searching.traced_config(kernels), layout))]
+    policies = {(it.expected.degrees.shard > 1, it.options["teacher.fsdp_reshard_after_forward"]) for it in candidates}
+    assert policies == {(True, "always"), (True, "never"), (False, "always")}
+    for it in [it for it in candidates if it.expected.degrees.shard > 1]:
+        found = plan(with_options(config, it.options), layout)
+        assert it.expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title
+        assert it.expected.reserved == pytest.approx(found.reserved, rel=0.15), it.title
 
 
 @pytest.mark.long

@@ -64,7 +64,6 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert [trace["y"] for trace in shares] == [[0.25] * 6, [0.75] * 6] * 2
     assert charts["run-gradients"]["traces"] == [{"x": [2], "y": ["layers.0", "head"], "z": [[0.5], [0.25]]}]
     summary = {row[0]: row[1] for row in report["tables"][0]["rows"]}
-    assert summary["best validation loss"] == "1.5000 (step 6)"
     assert summary["step"] == "6 of 6"
     assert (summary["loss"], summary["loss, smoothed"]) == ("1.3333", f"{line['y'][-1]:.4f}")
     assert summary["tokens/s"] == "400"  # the median without the first
@@ -184,4 +183,4 @@ def test_files_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     assert capfd.readouterr().out == f"wrote {folder}/report.html\n"
     text = (folder / "report.html").read_text()
     assert len(text) > 1_000_000, "plotly.js is inside"
-    assert read_run(folder).damaged == 1
+    assert len(read_run(folder).metrics) == 6, "without the damaged line"

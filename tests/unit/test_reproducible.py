@@ -1,7 +1,6 @@
 """Parts of `debug.reproducible_layouts`; whole runs: tests/distributed/test_reproducible.py."""
 
 from itertools import islice
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +13,7 @@ from titanlite.schema import Parallelism
 from titanlite.techniques.reproducible.sums import ExactSums, squares
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.memory import profile
-from titanlite.tools.plan.search import _Search  # pyright: ignore[reportPrivateUsage]
+from titanlite.tools.plan.search import Layouts
 from titanlite.tools.plan.trace import trace_step
 
 ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--training.global_batch_size=16"]
@@ -35,7 +34,7 @@ def test_neighbours_in_the_tree_are_neighbours_in_the_batch() -> None:
 def peak() -> int:
     config = read(*ON, "--training.global_batch_size=8", "--model.args.n_layers=1", world_size=2)
     found = trace_step(config, *model_of(config), world_size=2, gpu=True)
-    return profile(found.recorder, found.blocks).peak
+    return profile(found).peak
 
 
 @pytest.mark.long
@@ -47,8 +46,7 @@ def test_a_plan_counts_the_sums_that_wait(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_a_search_tries_no_local_batch_that_training_refuses() -> None:
-    pool: Any = None
-    plain, on = (_Search(read(*options, world_size=2), layout_of(2), pool, 12).batches for options in ((), ON))
+    plain, on = (Layouts(read(*options, world_size=2), layout_of(2), 12).batches for options in ((), ON))
     assert (plain, on) == ([1, 2, 3, 4, 6, 12], [1, 2, 4])
 
 

@@ -12,7 +12,7 @@ from titanlite.schema import Config
 from titanlite.tools.plan.estimate import Layout, plan, trace, with_options
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.layouts import can_have, can_share_experts, further_axes
-from titanlite.tools.plan.search import Found, _Search, best_axes
+from titanlite.tools.plan.search import Found, Layouts, best_axes
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 EXPERT = "--parallelism.expert_parallel_degree=2"
@@ -73,7 +73,7 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
         if asked[-1] not in speeds:
             raise UserError("nothing fits")
         pair: Any = (
-            SimpleNamespace(last_resort=""),
+            None,
             SimpleNamespace(tokens_per_second=speeds[asked[-1]], axis=asked[-1]),
         )
         return Found([pair], tried=1)
@@ -95,18 +95,12 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
 def test_it_expects_what_the_plan_finds(options: tuple[str, ...], world_size: int) -> None:
     config = read(*options, "--training.global_batch_size=16", world_size=world_size)
     layout = Layout(world_size, replace(find_hardware("H100"), link_bandwidth=1e8), 8)  # so slow that collectives count
-    unused: Any = None  # nothing is traced in other processes
     readers = world_size // config.parallelism.tensor_parallel_degree
-    searching = _Search(config, layout, unused, share=16 // readers)
-    candidates = [it for it in searching._candidates() if (it.mode, it.reshard) == ("full", "default")]
-    traces = {
-        (it.mode, it.variant, it.batch): trace(with_options(config, it.options), layout)
-        for it in candidates
-        if it.degrees.sharded == searching.full and it.batch in searching.batches[:2]
-    }
-    assert len({it.degrees for it in candidates}) == len(searching.degrees) > 1
-    for it in [it for it in candidates if it.batch in (1, 4) and it.degrees.sharded > 1]:
-        expected = searching._expect(it, traces)
+    searching = Layouts(config, layout, share=16 // readers)
+    kernels = "full", "", 4
+    candidates = [*searching.expect(kernels, trace(searching.traced_config(kernels), layout))]
+    assert len({it.expected.degrees for it in candidates}) == len(searching.degrees) > 1
+    for it in [it for it in candidates if it.expected.degrees.sharded > 1]:
         found = plan(with_options(config, it.options), layout)
-        assert expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title
-        assert expected.reserved == pytest.approx(found.reserved, rel=0.12), it.title
+        assert it.expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title
+        assert it.expected.reserved == pytest.approx(found.reserved, rel=0.12), it.title

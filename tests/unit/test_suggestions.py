@@ -85,18 +85,6 @@ def test_every_option_that_takes_less_memory_is_offered(tiny: TinyRun) -> None:
     assert "--optimizer.in_backward=true --training.max_norm=0.0" in [it.text for it in found]
 
 
-def test_allocator_numbers_of_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    gib = 2**30
-    stats = {"allocated_bytes.all.current": 70 * gib, "allocated_bytes.all.peak": 75 * gib}
-    stats |= {"reserved_bytes.all.current": 76 * gib}
-    monkeypatch.setattr(torch.cuda, "memory_stats", lambda _: stats)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gib, 79 * gib))
-    assert [*out_of_memory._allocator_lines(torch.device("cuda"))] == [
-        "PyTorch has allocated 70.0 GiB (peak 75.0 GiB) and reserved 76.0 GiB. The GPU has 1.0 GiB free of 79.0 GiB; "
-        "2.0 GiB are used outside PyTorch (CUDA context, NCCL, other processes)."
-    ]
-
-
 def test_the_command_after_an_error_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config, ranks = tmp_path / "my runs" / "config.toml", Ranks(3, 16, 3, 8)
     line = f"titanlite plan '{config}' --world-size 16 --gpus-per-node 8 --gpu"

@@ -110,11 +110,6 @@ def test_the_limit_of_an_earlier_step_does_not_count_for_a_silent_rank() -> None
     assert not may_report(both, [1], [1], replace(mine, step=compiling.step))
 
 
-def test_a_debugger_is_no_hang() -> None:
-    both = beats(beat(0, 7), beat(1, 6, kind="debugger"))
-    assert not may_report(both, [1], [], replace(both[0], quiet=1e6))
-
-
 # A rank
 
 

@@ -73,33 +73,6 @@ def slowest_rank(ranks: RankMetrics[Tensor], hosts: Sequence[str]) -> dict[str, 
     }
 
 
-class _Conspicuous:
-    """Ranks to which a condition applies. Each is new once, and again after it did not apply for as long."""
-
-    def __init__(self, count: int, *, windows: int) -> None:
-        self._windows = windows
-        self._applied = torch.zeros(count, dtype=torch.int64)
-        self._ceased = torch.zeros(count, dtype=torch.int64)
-        self._known = torch.zeros(count, dtype=torch.bool)
-
-    def update(self, applies: Tensor) -> tuple[list[int], list[int]]:
-        """Return the ranks to which the condition applied in all of the last windows, and which of them are new.
-
-        Args:
-            applies: bool [ranks], in this window.
-        """
-        self._applied = (self._applied + 1).where(applies, 0)
-        self._ceased = (self._ceased + 1).where(~applies, 0)
-        lasting = self._applied >= self._windows
-        known = self._known & (self._ceased < self._windows)
-        self._known = known | lasting
-        return _true_of(lasting), _true_of(lasting & ~known)
-
-
-def _true_of(ranks: Tensor) -> list[int]:
-    return ranks.nonzero().flatten().tolist()
-
-
 class RankWatch:
     """Names ranks that differ from the others, once each.
 
@@ -109,9 +82,9 @@ class RankWatch:
 
     def __init__(self, hosts: Sequence[str]) -> None:
         self._hosts = hosts
-        self._slow = _Conspicuous(len(hosts), windows=LAG_WINDOWS)
-        self._large = _Conspicuous(len(hosts), windows=1)
-        self._odd = _Conspicuous(len(hosts), windows=1)
+        self._lagging = torch.zeros(len(hosts), dtype=torch.int64)
+        """Log steps in a row at which each rank lags."""
+        self._named: set[tuple[str, int]] = set()
 
     def warn(self, ranks: RankMetrics[Tensor], *, step: int, is_steady: bool) -> None:
         """Log a warning for each rank or host that is to be named at this log step.
@@ -129,43 +102,45 @@ class RankWatch:
             return []
         median, data_median = float(ranks.own_seconds.median()), float(ranks.data_wait_seconds.median())
         least = max(LAG * median, median + LEAST_LAG)
-        lasting, new = self._slow.update(ranks.own_seconds > least)
+        self._lagging = (self._lagging + 1).where(ranks.own_seconds > least, 0)
+        new = self._new("lag", self._lagging >= LAG_WINDOWS)
         times = ranks.own_seconds.tolist() if new else []
         lines = []
         for host in dict.fromkeys(self._hosts[rank] for rank in new):
-            members = {rank for rank, other in enumerate(self._hosts) if other == host}
-            is_whole = 1 < len(members) < len(times) and members <= {*lasting}
-            named = sorted(members if is_whole else members & {*new})
+            named = [rank for rank in new if self._hosts[rank] == host]
             worst = max(named, key=times.__getitem__)
             waits = float(ranks.data_wait_seconds[worst]) - data_median > (times[worst] - median) / 2
-            who = f"all {len(members)} ranks" if is_whole else ranks_text(named)
+            who = f"{ranks_text(named)} of host {host} {'lags' if len(named) == 1 else 'lag'}"
             lines.append(
-                f"{who} of host {host} {'lags' if len(named) == 1 else 'lag'}, and all others wait: {times[worst]:.3f} "
-                f"s of own time a step, the median of all ranks is {median:.3f} s ({LAG_WINDOWS} log steps in a row, "
-                f"up to step {step}). Most of the difference is {'the wait for data' if waits else 'compute'} "
-                "(docs/running.md, Metrics)"
+                f"{who}, and all others wait: {times[worst]:.3f} s of own time a step, the median of all ranks is "
+                f"{median:.3f} s ({LAG_WINDOWS} log steps in a row, up to step {step}). Most of the difference is "
+                f"{'the wait for data' if waits else 'compute'} (docs/running.md, Metrics)"
             )
         return lines
 
     def _memory(self, ranks: RankMetrics[Tensor]) -> list[str]:
         median = float(ranks.memory_gib.median())
         least = max(MEMORY_EXCESS * median, median + LEAST_MEMORY_EXCESS)
-        _, new = self._large.update(ranks.memory_gib > least)
         return [
             f"{self._name(rank)} takes {ranks.memory_gib[rank]:.2f} GiB of memory, the median of all ranks is "
             f"{median:.2f} GiB"
-            for rank in new
+            for rank in self._new("memory", ranks.memory_gib > least)
         ]
 
     def _gradients(self, ranks: RankMetrics[Tensor], step: int) -> list[str]:
         is_finite = ranks.grad_norm.isfinite()
         if not is_finite.any():
             return []  # that is no matter of one rank
-        _, new = self._odd.update(~is_finite)
         return [
             f"{self._name(rank)}: its part of the gradients of step {step} is not finite, but that of other ranks is"
-            for rank in new
+            for rank in self._new("gradients", ~is_finite)
         ]
+
+    def _new(self, what: str, applies: Tensor) -> list[int]:
+        """Return the ranks [ranks] to which something applies and that were not named for it before."""
+        found = [rank for rank in applies.nonzero().flatten().tolist() if (what, rank) not in self._named]
+        self._named.update((what, rank) for rank in found)
+        return found
 
     def _name(self, rank: int) -> str:
         return f"rank {rank} of host {self._hosts[rank]}"

@@ -169,10 +169,10 @@ class MetricsRecorder:
         """Records of this start."""
         if self._writes:
             self._ranks = RankWatch(self._hosts)
-            self._metrics = RecordFile(folder.metrics, step)
-            self._saves = RecordFile(folder.saves, step)
-            self._validations = RecordFile(folder.validation, step)
-            self._skipped = RecordFile(folder.skipped, None)
+            self._metrics = RecordFile(folder.records("metrics"), step)
+            self._saves = RecordFile(folder.records("checkpoints"), step)
+            self._validations = RecordFile(folder.records("validation"), step)
+            self._skipped = RecordFile(folder.records("skipped"), None)
             self._loggers = Loggers(config.loggers, folder.path, step=step)
 
     @contextmanager

@@ -129,7 +129,7 @@ class RecordFile:
             UserError: the folder of the run was renamed or deleted.
         """
         record = {"schema": SCHEMA, **record, "time": round(self._clock(), 3)}
-        self._waiting.append(json.dumps(_finite(record)).encode() + b"\n")
+        self._waiting.append(json.dumps(finite(record)).encode() + b"\n")
         self._notice_lost_file()
         try:
             self._flush()
@@ -206,9 +206,10 @@ def _step_of(line: bytes) -> int | None:
     return step if type(step) is int else None
 
 
-def _finite(value: Any) -> Any:
+def finite(value: Any) -> Any:
+    """Return a value of JSON with None for each number that is not finite."""
     if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list):
-        return [_finite(part) for part in value]
+        return {name: finite(part) for name, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [finite(part) for part in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -3,9 +3,8 @@
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
-from math import prod
 from pathlib import Path
 
 import torch
@@ -157,27 +156,9 @@ def _report_device(mesh: DeviceMesh) -> None:
     properties = torch.cuda.get_device_properties(torch.cuda.current_device())
     logger.info(
         f"device   {properties.name}, {properties.total_memory / 2**30:.1f} GiB; float32 matmuls "
-        f"{float32_precision(torch.get_float32_matmul_precision())}; allocator {allocator_settings(os.environ)}"
+        f"of {torch.get_float32_matmul_precision()} precision; NCCL {'.'.join(map(str, nccl.version()))}; allocator "
+        f"{allocator_settings(os.environ)}"
     )
-    logger.info(f"         {communicators(axis_sizes(mesh), version=nccl.version())}")
-
-
-def float32_precision(setting: str) -> str:
-    """Describe a setting of `torch.set_float32_matmul_precision`."""
-    return {"highest": "without TF32", "high": "in TF32"}.get(setting, f"of {setting} precision")
-
-
-def communicators(sizes: Mapping[str, int], *, version: Sequence[int | str]) -> str:
-    """Describe the communicators of a mesh: that of all ranks, and those of axes, which are split from it.
-
-    Args:
-        sizes: ranks along each axis.
-        version: of NCCL.
-    """
-    world = prod(sizes.values())
-    split = [f"{axis} {size}" for axis, size in sizes.items() if 1 < size < world]
-    parts = f", split into {' and '.join(split)}" if split else ""
-    return f"NCCL {'.'.join(map(str, version))}: a communicator of {world} ranks{parts}"
 
 
 def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
@@ -268,7 +249,7 @@ def report_end(
         logger.info(f"  resume       {resume}")
         return
     if stopped:
-        logger.info(f"stopped: the skipped steps are in {folder.skipped}, with the sequences in question")
+        logger.info(f"stopped: the skipped steps are in {folder.records('skipped')}, with the sequences in question")
         logger.info(f"  the last step taken is {stopped.taken}")
         logger.info(f"  time         {format_phases(seconds)}")
         if done:
@@ -288,7 +269,7 @@ def report_end(
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
         f"  time         {format_phases(seconds)}",
         f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})" if done else "  no checkpoint was asked for",
-        f"  metrics      {folder.metrics}",
+        f"  metrics      {folder.records('metrics')}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
         *([f"  profile      {titanlite} profile {path}"] if (folder.path / "profile").is_dir() else []),
         "What next?",

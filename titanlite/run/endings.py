@@ -51,7 +51,7 @@ def report_errors(command: Callable[[], None]) -> int:
             return 0  # --help, --version
         if _is_closed_output(error):
             return 1
-        text = describe(error, os.environ, log=_log_traceback(error))
+        text = describe(error, os.environ, log=_log(logging.ERROR, "failed", error))
         _leave_for_torchrun(error)
         with _first_to_fail(1, text) as reports:
             if reports:
@@ -87,14 +87,14 @@ def describe(error: BaseException, environ: Mapping[str, str], *, log: Path | No
     )
 
 
-def _log_traceback(error: BaseException) -> Path | None:
-    """Write the traceback of an exception to the log file of this process; return its path, if there is one."""
+def _log(level: int, text: str, error: BaseException | None = None) -> Path | None:
+    """Write to the log file of this process, an exception with its traceback; return its path, if there is one."""
     from titanlite.runtime.console import LOGGER, LogFileHandler
 
+    about = (type(error), error, error.__traceback__) if error else None
     for handler in logging.getLogger(LOGGER).handlers:
         if isinstance(handler, LogFileHandler):
-            about = type(error), error, error.__traceback__
-            handler.handle(logging.LogRecord(LOGGER, logging.ERROR, "", 0, "failed", (), about))
+            handler.handle(logging.LogRecord(LOGGER, level, "", 0, text, (), about))
             return Path(handler.baseFilename)
     return None
 
@@ -202,11 +202,7 @@ def another_has_ended() -> bool:
 
 def _say(message: str) -> None:
     """Write a line to the log file of this process, then to the console."""
-    from titanlite.runtime.console import LOGGER, LogFileHandler
-
-    for handler in logging.getLogger(LOGGER).handlers:
-        if isinstance(handler, LogFileHandler):
-            handler.handle(logging.LogRecord(LOGGER, logging.WARNING, "", 0, message, (), None))
+    _log(logging.WARNING, message)
     print(message, file=sys.stderr, flush=True)
 
 

@@ -1,6 +1,5 @@
 """The run folder, outputs/<run>/: its files, its lock, and the record of each start."""
 
-import errno
 import json
 import logging
 import os
@@ -53,30 +52,15 @@ class RunFolder:
     def checkpoints(self) -> Path:
         return self.path / "checkpoints"
 
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def saves(self) -> Path:
-        return self.path / "checkpoints.jsonl"
-
-    @property
-    def validation(self) -> Path:
-        return self.path / "validation.jsonl"
-
-    @property
-    def layers(self) -> Path:
-        return self.path / "layers.jsonl"
-
-    @property
-    def skipped(self) -> Path:
-        return self.path / "skipped.jsonl"
+    def records(self, name: str) -> Path:
+        """Return the file of the run's records: of metrics, validation, checkpoints or skipped steps."""
+        return self.path / f"{name}.jsonl"
 
     @property
     def has_saved(self) -> bool:
         """Return whether the run has saved a checkpoint in an earlier start."""
-        return self.saves.exists() and self.saves.stat().st_size > 0
+        saves = self.records("checkpoints")
+        return saves.exists() and saves.stat().st_size > 0
 
     @property
     def tokenizer(self) -> Path:
@@ -107,7 +91,7 @@ def open_run_folder(
     shared: list[Any] = [None]
     if rank == 0:
         try:
-            _make_folder(path, job)
+            _make_folder(path)
             lock = _lock(path)
             shared = [_begin(path, job, newest_saved)]
         except (UserError, CrashLoop) as error:
@@ -117,7 +101,7 @@ def open_run_folder(
         raise shared[0]
     data_cache = Path(data.cache_folder or outputs / "data_cache")
     folder = RunFolder(path, run_id=str(shared[0]), data_cache=data_cache, lock=lock)
-    _make_folder(folder.logs, job)
+    _make_folder(folder.logs)
     log = log_to_file(folder.logs, rank)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes, started by torchrun
         copy_output(log)
@@ -145,30 +129,18 @@ def _begin(path: Path, job: JobConfig, newest_saved: NewestSaved) -> str:
     return str(run["id"])
 
 
-def _make_folder(path: Path, job: JobConfig) -> None:
+def _make_folder(path: Path) -> None:
     """Create a folder that can be written.
 
     Raises:
-        UserError: naming the option that makes it impossible, and what to do.
+        UserError: naming the options, the folder and the reason.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UserError(_folder_problem(error, path, job)) from None
-
-
-def _folder_problem(error: OSError, path: Path, job: JobConfig) -> str:
-    if error.errno == errno.ENAMETOOLONG:
-        return f"job.name: its {len(str(job.name)):,} characters are too long for the file system: give a shorter name"
-    files = [str(place) for place in (path, *path.parents) if place.is_file()]
-    if files:
-        option = "job.name" if Path(files[0]) == Path(job.dump_folder, str(job.name)) else "job.dump_folder"
-        return f"{option}: {files[0]} is a file, and a run needs a folder there: give another {option}"
-    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
-        return f"job.dump_folder: {path} cannot be written ({error.strerror}): name a folder that you may write to"
-    return f"job.dump_folder: {path}: {error.strerror}. Free the disk, or name another folder"
+        raise UserError(f"job.dump_folder, job.name: the run needs a folder {path}: {error.strerror}") from None
 
 
 def _lock(path: Path) -> IO[str] | None:

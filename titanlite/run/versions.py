@@ -1,4 +1,4 @@
-"""Comparison of all ranks at every start: versions and config must be equal, settings of the environment should be.
+"""Comparison of all ranks at every start: versions and config must be equal.
 
 One rank with another PyTorch, another commit or another option trains something else than the others, or hangs in a
 collective that they do not make. So the ranks gather a hash first, and what it is of only if the hashes differ.
@@ -6,8 +6,6 @@ collective that they do not make. So the ranks gather a hash first, and what it 
 
 import hashlib
 import json
-import logging
-import os
 import platform
 import re
 from collections.abc import Mapping, Sequence
@@ -25,8 +23,6 @@ from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import gather, named_ranks
 
-logger = logging.getLogger(__name__)
-
 PACKAGES = ("torchao", "triton")
 """Optional packages that compute, beside PyTorch."""
 
@@ -39,29 +35,19 @@ OWN_PATHS = re.compile(
 The content behind them is compared instead: of code here, of tokens and tokenizer when the data is open.
 """
 
-SETTINGS = re.compile(
-    r"(NCCL|TORCH|PYTORCH|GLOO|OMP|MKL|KMP|CUBLAS|CUDNN|UCX|FI)_\w+|NVIDIA_TF32_OVERRIDE|CUDA_LAUNCH_BLOCKING|"
-    r"CUDA_DEVICE_MAX_CONNECTIONS"
-)
-"""Environment variables that change numerics, speed or communication."""
-PLACES = re.compile(r"\w+_(FILE|DIR|HOME|PATH|PREFIX)")
-"""Environment variables that name a place, which may differ."""
-
 
 @dataclass(frozen=True)
 class Facts:
-    """Versions, config and environment that one rank starts with."""
+    """Versions and config that one rank starts with."""
 
     host: str
     versions: dict[str, str]
     config: dict[str, str]
     """Value of each option, by its dotted key."""
-    settings: dict[str, str]
-    """Environment variables, and the name of the device."""
 
 
 def check_equal_start(config: Mapping[str, Any], device: torch.device) -> None:
-    """Check that all ranks start with the same software and config, and warn of different environment variables.
+    """Check that all ranks start with the same software and config.
 
     All ranks call this together, before anything that depends on the config.
 
@@ -73,19 +59,11 @@ def check_equal_start(config: Mapping[str, Any], device: torch.device) -> None:
     """
     if dist.get_world_size() == 1:
         return
-    facts = facts_of(config, device, os.environ)
-    found = compare(facts)
-    if found is None:
-        return
-    errors, warnings = found
-    if errors:
-        raise UserError("\n".join(errors))
-    if dist.get_rank() == 0:
-        for line in warnings:
-            logger.warning(line)
+    if found := compare(facts_of(config, device)):
+        raise UserError("\n".join(found))
 
 
-def facts_of(config: Mapping[str, Any], device: torch.device, environ: Mapping[str, str]) -> Facts:
+def facts_of(config: Mapping[str, Any], device: torch.device) -> Facts:
     """Collect what this rank starts with."""
     options = flat(config)
     has_place = options.get("checkpoint.folder", "null") != "null" or options.get("checkpoint.enable") == "false"
@@ -96,10 +74,6 @@ def facts_of(config: Mapping[str, Any], device: torch.device, environ: Mapping[s
         host=platform.node(),
         versions=versions_of(device) | {f"{key} with content": digest for key, digest in code.items() if digest},
         config={key: value for key, value in options.items() if not OWN_PATHS.fullmatch(key)},
-        settings={
-            name: value for name, value in environ.items() if SETTINGS.fullmatch(name) and not PLACES.fullmatch(name)
-        }
-        | ({"GPU": torch.cuda.get_device_name(device)} if device.type == "cuda" else {}),
     )
 
 
@@ -145,34 +119,29 @@ def flat(tree: Any, prefix: str = "") -> dict[str, str]:
     }
 
 
-def compare(facts: Facts, group: dist.ProcessGroup | None = None) -> tuple[list[str], list[str]] | None:
-    """Compare the facts of all ranks, which call this together.
-
-    Returns:
-        None if all are equal; else (lines of what must be equal, lines of what should be), the same on every rank.
-    """
+def compare(facts: Facts) -> list[str]:
+    """Return a line for each difference between the facts of all ranks, which call this together."""
     mine = asdict(facts)
     del mine["host"]
     digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-    digests = gather(digest, group)
+    digests = gather(digest)
     if len(set(digests)) == 1:
-        return None
-    return differences([Facts(**one) for one in gather(asdict(facts), group)])
+        return []
+    return differences([Facts(**one) for one in gather(asdict(facts))])
 
 
-def differences(ranks: Sequence[Facts]) -> tuple[list[str], list[str]]:
-    """Return (lines of what must be equal, lines of what should be): one for each value that rank 0 does not have.
+def differences(ranks: Sequence[Facts]) -> list[str]:
+    """Return a line for each value that rank 0 does not have.
 
     Args:
         ranks: facts of every rank, in order.
     """
     hosts = [facts.host for facts in ranks]
     find = partial(_lines, hosts=hosts)
-    errors = [
+    return [
         *find([facts.versions for facts in ranks], "install and check out the same on all hosts"),
         *find([facts.config for facts in ranks], "start all hosts with the same config and options", sign=" = "),
     ]
-    return errors, find([facts.settings for facts in ranks], "set it the same on all hosts", sign="=")
 
 
 def _lines(values: Sequence[Mapping[str, str]], remedy: str, *, hosts: Sequence[str], sign: str = " ") -> list[str]:

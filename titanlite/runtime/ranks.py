@@ -2,7 +2,7 @@
 
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -109,14 +109,18 @@ def check_same_everywhere(value: str, what: str, *, group: dist.ProcessGroup) ->
 
 def ranks_text(ranks: Sequence[int]) -> str:
     """Return words for ranks: rank 1; ranks 0, 2-3."""
+    return f"rank{'s' * (len(ranks) != 1)} {', '.join(runs_of(ranks))}"
+
+
+def runs_of(numbers: Iterable[int]) -> list[str]:
+    """Return numbers in ascending order, and those in a row as one text: 0, 2-3."""
     runs: list[list[int]] = []
-    for rank in sorted(ranks):
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
+    for number in sorted(numbers):
+        if runs and number == runs[-1][1] + 1:
+            runs[-1][1] = number
         else:
-            runs.append([rank, rank])
-    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
-    return f"rank {text}" if len(ranks) == 1 else f"ranks {text}"
+            runs.append([number, number])
+    return [str(first) if first == last else f"{first}-{last}" for first, last in runs]
 
 
 def named_ranks(ranks: Sequence[int], hosts: Sequence[str], *, most: int = 3) -> str:

@@ -238,18 +238,12 @@ class Parser(ArgumentParser):
         if words and words[0] in self.commands:
             return self.commands[words[0]]
         if words and not words[0].startswith("-"):
-            known = self._names()
-            near = nearest_name(words[0], self.commands) or nearest_name(words[0], known)
-            self.error(f"unknown command {words[0]!r}" + (f", did you mean {known[near]!r}?" if near else ""))
+            near = nearest_name(words[0], self.commands)
+            self.error(f"unknown command {words[0]!r}" + (f", did you mean {near!r}?" if near else ""))
         _, rest = self.parse_known_args(words)
         if rest:
             self._refuse(rest[0])
         self.error(f"name a command: {', '.join(self.commands)}")
-
-    def _names(self) -> dict[str, str]:
-        """Return the full name of each command below this one, by its last word."""
-        below = {word: full for parser in self.commands.values() for word, full in parser._names().items()}  # noqa: SLF001
-        return below | {name: parser.prog.partition(" ")[2] for name, parser in self.commands.items()}
 
     def _refuse(self, word: str) -> NoReturn:
         if not word.startswith("-"):

@@ -11,7 +11,7 @@ import re
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from titanlite.config.keys import Node, Option, bare, json_schema, tables, toml_text
 from titanlite.config.load import load
@@ -19,22 +19,6 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 
 BASE = "Path of a TOML file to inherit from, relative to this one: it gives the keys that this file does not set."
-
-
-OFTEN_SET = {
-    "model.name", "model.flavor", "model.file",
-    "data.path", "data.tokenizer", "data.packing", "data.document_mask", "data.num_workers",
-    "training.steps", "training.seq_len", "training.global_batch_size", "training.local_batch_size",
-    "training.max_norm", "training.mixed_precision_param", "guard.nonfinite",
-    "parallelism.data_parallel_replicate_degree", "parallelism.data_parallel_shard_degree",
-    "parallelism.fsdp_reshard_after_forward", "activation_checkpoint.mode", "compile.enable",
-    "quantize.linear.float8.enable", "optimizer.name", "optimizer.lr", "optimizer.weight_decay",
-    "lr_scheduler.warmup_steps", "lr_scheduler.decay_ratio", "lr_scheduler.decay_type", "lr_scheduler.min_lr_factor",
-    "checkpoint.interval", "checkpoint.keep_latest_k", "checkpoint.initial_load_path",
-    "validation.enable", "validation.path", "validation.freq", "metrics.log_freq", "metrics.loggers",
-    "debug.seed",
-}  # fmt: skip
-"""Options that `titanlite init` names even if the config it starts from leaves them at their defaults."""
 
 
 # JSON schema
@@ -81,29 +65,27 @@ def options_help() -> str:
 # A config with comments
 
 
-Form = Literal["all", "changes", "start"]
-
-
 def show(config: Config, *, only_changes: bool = False) -> str:
     """Return TOML that loads to the same config, with the description of each option as a comment.
 
     Args:
         only_changes: write only options that differ from their defaults, with the default as the comment.
     """
-    return "\n".join(_lines(config, "changes" if only_changes else "all")).strip() + "\n"
+    return "\n".join(_lines(config, only_changes=only_changes)).strip() + "\n"
 
 
 def start(config: Config, *, run: str, origin: str) -> str:
-    """Return TOML that loads to the same config, with comments, and with those defaults that are often changed.
+    """Return TOML that loads to the same config: the options that differ from their defaults, with comments.
 
     Args:
         run, origin: names of the run and of the config that the settings are from.
     """
+    job = config.job.model_copy(update={"name": None})  # with its name, a copy of the file would resume the same run
     lines = [
         f"# {run}: a config of titanlite, from {origin}. Check it: titanlite check {run}.toml",
-        f"# Train it: titanlite train {run}.toml. Options behind a # show their defaults.",
-        "# All options: titanlite train --help",
-        *_lines(config, "start"),
+        f"# Train it: titanlite train {run}.toml. Options that are not here have their defaults, which are behind a #",
+        "# beside those that are. All options: titanlite train --help",
+        *_lines(config.model_copy(update={"job": job}), only_changes=True),
     ]
     return "\n".join(lines) + "\n"
 
@@ -130,7 +112,7 @@ def write_config(name: str, *, origin: Path) -> Path:
     return path
 
 
-def _lines(config: Config, form: Form) -> Iterator[str]:
+def _lines(config: Config, *, only_changes: bool = False) -> Iterator[str]:
     """Yield the lines of all sections."""
     tree = config.model_dump()
     for table in tables():
@@ -139,29 +121,28 @@ def _lines(config: Config, form: Form) -> Iterator[str]:
             found = found[name]
         is_list = isinstance(found, list)
         for values in found if is_list else [found]:
-            parts = [part for option in table.options if (part := _option_lines(option, values[option.name], form))]
+            parts = [
+                part
+                for option in table.options
+                if (part := _option_lines(option, values[option.name], only_changes=only_changes))
+            ]
             if is_list or any(part[0] for part in parts):
                 yield from ("", table.header)
             for part in sorted(parts, key=lambda part: part[0] == ""):  # keys after a table would be the table's
                 yield from part
 
 
-def _option_lines(option: Option, value: Any, form: Form) -> list[str]:
+def _option_lines(option: Option, value: Any, *, only_changes: bool) -> list[str]:
     """Return the lines of an option. Those of a table begin with an empty line."""
-    is_default = not option.is_required and value == option.node["default"]
-    is_left_out = form == "changes" or (form == "start" and option.key not in OFTEN_SET)
-    if (is_default and is_left_out) or (form == "start" and option.key == "job.name"):
-        return []  # with its name, a copy of the file would resume the same run
-    wrapped = textwrap.wrap(first_sentence(option.description), 118)
-    comment = [] if form == "changes" else [f"# {line}" for line in wrapped]
-    was = f"  # {option.default}" if form == "changes" and not option.is_required else ""
+    if only_changes and not option.is_required and value == option.node["default"]:
+        return []
+    comment = [f"# {line}" for line in textwrap.wrap(first_sentence(option.description), 118)]
+    was = f"  # {option.default}" if only_changes and not option.is_required else ""
     if isinstance(value, dict):
         pairs = [f"{bare(name)} = {toml_text(entry)}" for name, entry in value.items()]
         return ["", *comment, f"[{option.key.replace('.N.', '.')}]{was}", *pairs]
     if value and option.type == "list of tables":
         return []  # each is a table
-    if form == "start" and is_default:
-        return [*comment, f"#{option.name} = {'...' if value is None else toml_text(value)}"]
     if value is None:
         return [*comment, f"# {option.name} is not set"]
     return [*comment, f"{option.name} = {toml_text(value)}{was}"]

@@ -43,8 +43,6 @@ TIMEOUT = 120
 """Seconds that a rank waits for the others in one test."""
 SIZES = {"cpu": (2**16, 2**24), "cuda": (2**20, 2**28)}
 """Bytes of a collective: of a short one, whose values alone are compared, and of a long one."""
-SLOW = 0.5
-"""Share of the median bandwidth below which a host is slow."""
 MOST_APART = 1.0
 """Seconds between two clocks above which there is a warning."""
 FILE = "data"
@@ -130,11 +128,11 @@ def machine_tests(
     config: Config, resolved: ResolvedConfig, job: Job, device: torch.device
 ) -> dict[str, Callable[[], Result]]:
     """Return the tests by name, in their order. All ranks run each together."""
-    facts = facts_of(config.model_dump(mode="json"), device, os.environ)
+    facts = facts_of(config.model_dump(mode="json"), device)
     tests: dict[str, Callable[[], Result]] = {"versions, config": partial(check_software, facts)}
     if job.ranks.world_size > 1:
         tests["collectives"] = partial(check_values, device, job)
-        tests["bandwidths"] = partial(check_bandwidths, device, job)
+        tests["bandwidths"] = partial(check_bandwidths, device)
     tests["clocks"] = partial(check_clocks, job)
     if config.checkpoint.enable:
         url = config.checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
@@ -197,10 +195,10 @@ def describe(error: Exception) -> str:
 
 
 def check_software(facts: Facts) -> Result:
-    """Compare versions, config and environment of all ranks."""
+    """Compare versions and config of all ranks."""
     versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
     digest = hashlib.sha256(json.dumps(facts.config, sort_keys=True).encode()).hexdigest()[:12]
-    return Result(f"{versions}; config {digest}", *(compare(facts) or ([], [])))
+    return Result(f"{versions}; config {digest}", compare(facts))
 
 
 def check_values(device: torch.device, job: Job, calls: Mapping[str, Call] = COLLECTIVES) -> Result:
@@ -241,39 +239,12 @@ def _wrong_values(name: str, call: Call, length: int, device: torch.device, job:
     ]
 
 
-def check_bandwidths(device: torch.device, job: Job) -> Result:
-    """Measure the bandwidth of each long collective over all ranks, and, of several hosts, within each host.
-
-    A slow link slows all of the ranks that it connects: a slow host is one whose own ranks are slower than others'.
-    """
-    value = f"over all ranks {_rates(_world(), device)[1]}"
-    within = job.ranks.local_world_size
-    if len(job.leaders) == 1 or within == 1:
-        return Result(value)
-    groups = [dist.new_group(range(first, first + within)) for first in job.leaders]
-    mine = groups[job.ranks.rank // within]
-    assert isinstance(mine, dist.ProcessGroup)
-    rates, text = _rates(mine, device)
-    usual = statistics.median(rates[first] for first in job.leaders)
-    slow = [
-        f"{job.hosts[first]}: {rates[first] / 1e9:.3g} GB/s in all_reduce within the host, the median is "
-        f"{usual / 1e9:.3g}"
-        for first in job.leaders
-        if rates[first] < SLOW * usual
-    ]
-    return Result(f"{value}; in a host {text}", warnings=slow)
-
-
-def _rates(group: dist.ProcessGroup, device: torch.device) -> tuple[list[float], str]:
-    """Return (bytes a second of all-reduce on each rank, medians of all collectives over the ranks, as text).
-
-    All groups of the job measure at the same time.
-    """
+def check_bandwidths(device: torch.device) -> Result:
+    """Measure the bandwidth of each long collective over all ranks."""
     size = SIZES[device.type][-1]
-    found = gather({name: bandwidth_at(name, group, device, size, calls=3) for name in COLLECTIVES})
+    found = gather({name: bandwidth_at(name, _world(), device, size, calls=3) for name in COLLECTIVES})
     medians = {name: statistics.median(of_rank[name] for of_rank in found) for name in COLLECTIVES}
-    text = ", ".join(f"{name} {rate / 1e9:.3g}" for name, rate in medians.items())
-    return [of_rank["all_reduce"] for of_rank in found], f"{text} GB/s"
+    return Result(", ".join(f"{name} {rate / 1e9:.3g}" for name, rate in medians.items()) + " GB/s")
 
 
 def check_clocks(job: Job, clock: Callable[[], float] = time.time) -> Result:
@@ -305,7 +276,6 @@ def check_folder(url: str, job: Job, *, wait: float = WAIT) -> Result:
         wait: longest time until a file is seen on other hosts.
     """
     token = gather(uuid.uuid4().hex[:8])[0]
-    made = gather(_missing_folders(url))[job.ranks.rank]
     names = {leader: f"check-{token}-{leader}" for leader in job.leaders}
     try:
         storage = open_storage(url, owner=token)
@@ -333,7 +303,7 @@ def check_folder(url: str, job: Job, *, wait: float = WAIT) -> Result:
 
     written = of_host(write)
     found = written if written.problems else of_host(lambda: _read_all(storage, names, job, wait))
-    of_host(lambda: _delete(storage, names[job.ranks.rank], made))
+    of_host(lambda: _delete(storage, names[job.ranks.rank]))
     return found
 
 
@@ -361,21 +331,10 @@ def _unseen(storage: Storage, names: Mapping[int, str]) -> Iterator[int]:
     yield from (rank for rank, name in names.items() if FILE not in listing.get(name, {}))
 
 
-def _missing_folders(url: str) -> list[Path]:
-    """Return the folders that a write would make, the deepest first."""
-    if "://" in url:
-        return []
-    path = Path(url).expanduser().absolute()
-    return [place for place in (path, *path.parents) if not place.exists()]
-
-
-def _delete(storage: Storage, name: str, made: Sequence[Path]) -> None:
-    """Delete a folder of the test, and the folders above it that were made for it and are empty."""
+def _delete(storage: Storage, name: str) -> None:
+    """Delete a folder of the test."""
     with suppress(OSError):
         storage.delete(name)
-    with suppress(OSError):  # another host's files are there still, or a run has begun
-        for place in made:
-            place.rmdir()
 
 
 def checkpoint_bytes(model: Model, config: Config) -> int:

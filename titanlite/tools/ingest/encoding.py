@@ -47,7 +47,7 @@ class Options:
     def key(self) -> tuple[Any, ...]:
         """All values, for a hash, but for the place of a template."""
         *of_text, _ = astuple(self)
-        return (*of_text, self.chat.template) if self.chat else (*of_text,)
+        return (*of_text, self.chat.template, "assistant") if self.chat else (*of_text,)  # as tokens of before have it
 
 
 def options_for(

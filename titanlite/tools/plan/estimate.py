@@ -1,7 +1,7 @@
 """Estimate: how much memory and time a config takes on given devices."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from titanlite.checks.preflight import select_model
@@ -60,8 +60,10 @@ class Trace:
     profile: Profile
     workload: Workload
     traffic: Traffic
-    on_disk: dict[str, int] = field(default_factory=dict)
-    """Bytes by category in files. The profile does not count them."""
+    parameters: int = 0
+    """Elements of the whole model."""
+    flops_per_token: float = 0.0
+    """FLOPs as MFU counts them, those of a frozen model included."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,8 +173,9 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     Raises:
         UserError: as `plan`.
     """
-    spec = model_of(config)
-    depth = len(spec.build().layers)
+    spec, seq_len = model_of(config), config.training.seq_len
+    model = trained_model(spec, config)
+    depth = len(model.layers)
     period = period_of(config)
     edge = max(2, period)
     few = 2 * edge + (depth - 2 * edge) % period
@@ -184,56 +187,47 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     targets = planned_targets(config, vocab_size=spec.args.vocab_size)
     traces = [_traced(config, spec.model_cls, shape, targets, layout) for shape in shapes]
-    found = traces[0] if len(traces) == 1 else _extended(*traces, blocks=depth, edge=edge, period=period)
-    return _with_disk(found, config)
+    found = traces[0]
+    if len(traces) > 1:
+        found = _extended(*traces, blocks=depth, few=few + period, edge=edge, period=period)
+    return replace(
+        found,
+        parameters=sum(p.numel() for p in model.parameters()),
+        flops_per_token=sum(it.flops_per_token(seq_len) for it in (model, targets.frozen) if it),
+    )
 
 
 def _traced(config: Config, model_cls: type[Model], args: ModelArgs, targets: Targets, layout: Layout) -> Trace:
     """Trace a step of the whole model of these arguments."""
     fuse = config.compile.enable and layout.is_gpu
     _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
-    traced = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets)
+    recorder = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets)
     return Trace(
-        profile(traced.recorder, traced.blocks, gpu=layout.is_gpu, compiled=fuse, hidden=_hidden(config, layout)),
-        workload_of(traced.recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
-        traffic_of(traced.recorder, traced=traced.micro_batches, accumulation=accumulation),
+        profile(recorder, gpu=layout.is_gpu, compiled=fuse, hidden=[*_away(config, layout)]),
+        workload_of(recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
+        traffic_of(recorder, accumulation=accumulation),
     )
 
 
-def _hidden(config: Config, layout: Layout) -> list[str]:
-    """Return the categories that are not in the device's memory."""
-    return [category for category, place in places(config).items() if layout.is_gpu or place == "disk"]
+def _away(config: Config, layout: Layout) -> dict[str, str]:
+    """Return host or disk for each category that is not in the device's memory. That of a CPU is the host's."""
+    return {category: place for category, place in places(config).items() if layout.is_gpu or place == "disk"}
 
 
-def on_host(config: Config) -> list[str]:
-    """Return the categories that are in host memory, with a GPU."""
-    return [category for category, place in places(config).items() if place == "host"]
-
-
-def _extended(small: Trace, large: Trace, *, blocks: int, edge: int, period: int) -> Trace:
+def _extended(small: Trace, large: Trace, *, blocks: int, few: int, edge: int, period: int) -> Trace:
     """Return the trace of a model with more blocks; arguments as of `extend_workload`."""
-    few = large.profile.blocks
+    sizes = {"blocks": blocks, "few": few, "edge": edge, "period": period}
     factor = (blocks - few) / period
     return Trace(
-        extend(small.profile, large.profile, blocks, edge),
-        extend_workload(small.workload, large.workload, blocks=blocks, few=few, edge=edge, period=period),
+        extend(small.profile, large.profile, **sizes),
+        extend_workload(small.workload, large.workload, **sizes),
         {key: round(size + (size - small.traffic.get(key, 0)) * factor) for key, size in large.traffic.items()},
     )
 
 
-def _with_disk(traced: Trace, config: Config) -> Trace:
-    """Move states on disk out of the profile: a trace makes no files. The few slices that an update works on are not
-    counted."""
-    of_disk = [category for category, place in places(config).items() if place == "disk"]
-    on_disk = {category: traced.profile.most(category) for category in of_disk}
-    phases = {name: {**sizes, **dict.fromkeys(on_disk, 0)} for name, sizes in traced.profile.phases.items()}
-    return replace(traced, profile=replace(traced.profile, phases=phases), on_disk=on_disk)
-
-
 def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     """Estimate memory and time of a traced step on this hardware."""
-    training, hardware = config.training, layout.hardware
-    model, workload = trained_model(model_of(config), config), traced.workload
+    training, hardware, workload = config.training, layout.hardware, traced.workload
     degrees = config.parallelism.degrees(layout.world_size)
     micro_batch_size, accumulation = training.batch_split(degrees.data_parallel)
     time = step_time(
@@ -244,28 +238,24 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         accumulation=accumulation,
         whole=workload.whole,
     )
-    phases, host = traced.profile.phases, 0
-    if gone := on_host(config) if layout.is_gpu else []:
-        sizes = {category: traced.profile.most(category) for category in places(config)} | traced.on_disk
-        host = sum(sizes[category] for category in gone)
+    away = _away(config, layout)
+    sizes = {category: traced.profile.most(category) for category in away}
+    host, disk = (sum(sizes[it] for it in away if away[it] == place) for place in ("host", "disk"))
+    if host:
         time = replace(time, total=time.total + host_time(used(config), config, sizes, accumulation))
-        phases = {name: {**sizes, **dict.fromkeys(gone, 0)} for name, sizes in phases.items()}
     tokens = training.global_batch_size * training.seq_len
-    model_flops = model.flops_per_token(training.seq_len) * tokens
-    if frozen := planned_targets(config, vocab_size=model.args.vocab_size).frozen:
-        model_flops += frozen.flops_per_token(training.seq_len) * tokens
+    model_flops = traced.flops_per_token * tokens
     peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops
     return Plan(
-        phases=phases,
-        blocks=traced.profile.blocks,
+        phases={name: {**found, **dict.fromkeys(away, 0)} for name, found in traced.profile.phases.items()},
         pools=traced.profile.pools,
         layout=layout,
-        parameters=sum(p.numel() for p in model.parameters()),
-        degrees=config.parallelism.degrees(layout.world_size),
+        parameters=traced.parameters,
+        degrees=degrees,
         micro_batch_size=micro_batch_size,
         accumulation=accumulation,
         host=host,
-        disk=sum(traced.on_disk.values()),
+        disk=disk,
         flops=layout.world_size * accumulation * sum(it.flops for it in _kernels(workload.units)),
         model_flops=model_flops,
         traffic=traced.traffic,

@@ -1,4 +1,4 @@
-"""Layouts of a world: the degrees that a search tries, and the work of an FSDP unit under each.
+"""Layouts of a world: the degrees that a search tries, and the memory and work of a step under each.
 
 What the search knows of mesh axes stands here.
 """
@@ -8,16 +8,21 @@ from dataclasses import replace
 
 from titanlite.config.checks import find_conflicts
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config, Degrees, Parallelism
-from titanlite.techniques import used
+from titanlite.techniques import places, used
 from titanlite.techniques.expert.exchange import check_experts
 from titanlite.techniques.technique import Options
-from titanlite.tools.plan.estimate import model_of, with_options
-from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, kernel_time, lasting
+from titanlite.tools.plan.allocator import PoolSize
+from titanlite.tools.plan.estimate import Layout, Trace, model_of, with_options
+from titanlite.tools.plan.time import Collective, Group, Unit
 
 MOST_CONTEXT = 64
 """Largest number of ranks that split a sequence in a search."""
+
+STATES = ("parameters", "gradients", "optimizer")
+"""Categories of memory that ranks share."""
+COMPUTE_POOL = 0, False
+"""The pool of large tensors of the stream that computes."""
 
 CONTEXT, EXPERT, TENSOR = (f"parallelism.{axis}_parallel_degree" for axis in ("context", "expert", "tensor"))
 
@@ -81,54 +86,24 @@ def can_share_experts(config: Config, sharded: int) -> bool:
     return True
 
 
-def grow(one: Unit, two: Unit, further: float, hardware: Hardware) -> Unit:
-    """Return the unit with more sequences. Its time grows linearly.
+def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, full: int, frozen: str | None) -> Trace:
+    """Return the trace of a config from that of the same config with full sharding: ranks share, gather and reduce
+    other parts, and may keep them on the host.
 
     Args:
-        one: the unit with the fewest sequences.
-        two: the unit with more of them.
-        further: steps from one to two, and as far again.
-    """
-
-    def grown(first: Iterable[Kernel], second: Iterable[Kernel]) -> tuple[Kernel, ...]:
-        least, more = (sum(kernel_time(kernel, hardware) for kernel in it) for it in (first, second))
-        return (lasting(least + further * (more - least), hardware),)
-
-    def grown_waits(first: Iterable[Collective], second: Iterable[Collective]) -> tuple[Collective, ...]:
-        pairs = zip(first, second, strict=True)
-        return tuple(it._replace(bytes=round(it.bytes + further * (more.bytes - it.bytes))) for it, more in pairs)
-
-    return replace(
-        one,
-        forward=grown(one.forward, two.forward),
-        backward=grown(one.backward, two.backward),
-        forward_waits=grown_waits(one.forward_waits, two.forward_waits),
-        backward_waits=grown_waits(one.backward_waits, two.backward_waits),
-    )
-
-
-def lay_out(
-    unit: Unit,
-    degrees: Degrees,
-    *,
-    full: int,
-    reshard: str,
-    reduce_once: bool,
-    gpus_per_node: int,
-    stays_gathered: bool = False,
-) -> Unit:
-    """Return the unit with the collectives of another layout, from those of full sharding.
-
-    Args:
+        before: the config that was traced.
         full: ranks that share parameters in full sharding. Experts on several ranks are shared by fewer.
-        reshard: the option fsdp_reshard_after_forward.
-        reduce_once: whether gradients are reduced after the last micro-batch only.
-        stays_gathered: whether the unit is gathered in the first step only.
+        frozen: section of a frozen model. Its memory is a category of this name, and names of its units begin with it.
     """
-    neighbours = gpus_per_node // degrees.tensor  # ranks of a node that hold the same part of layers
+    parallelism = config.parallelism
+    degrees, reduce_once = parallelism.degrees(layout.world_size), parallelism.fsdp_reduce_gradients == "last"
+    keeps = layout.world_size > 1 and (parallelism.fsdp_reshard_after_forward == "never" or degrees.sharded == 1)
+    keeps_frozen = bool(frozen) and getattr(config, frozen).fsdp_reshard_after_forward == "never"
+    neighbours = layout.gpus_per_node // degrees.tensor  # ranks of a node that hold the same part of layers
     replicas = Group(degrees.replicate, max(1, min(degrees.replicate, neighbours // degrees.sharded)))
-    if degrees.replicate * degrees.sharded == 1:
-        return unit
+
+    def is_frozen(unit: Unit) -> bool:
+        return unit.name.startswith(f"{frozen}.")
 
     def shards(each: Collective) -> Group:
         experts = full // each.group.size  # ranks with different experts, which are neighbours
@@ -138,20 +113,42 @@ def lay_out(
     def over_shards(collectives: Iterable[Collective]) -> tuple[Collective, ...]:
         return tuple(each._replace(group=shards(each)) for each in collectives if shards(each).size > 1)
 
-    gradients = reductions(unit)
-    all_reduce = tuple(Collective("all_reduce", each.bytes // shards(each).size, replicas) for each in gradients)
+    def laid_out(unit: Unit) -> Unit:
+        gradients = [it for it in (*unit.reduce, *unit.all_reduce) if it.op == "reduce_scatter"]
+        all_reduce = [Collective("all_reduce", each.bytes // shards(each).size, replicas) for each in gradients]
+        return replace(
+            unit,
+            gather=() if keeps_frozen and is_frozen(unit) else over_shards(unit.gather),
+            gather_again=() if keeps else over_shards(unit.gather_again),
+            reduce=() if reduce_once else over_shards(gradients),
+            all_reduce=(
+                *(over_shards(gradients) if reduce_once else ()),
+                *(all_reduce if degrees.replicate > 1 else ()),
+            ),
+        )
+
+    profile, units = traced.profile, traced.workload.units
+    factor = full / degrees.sharded
+    shared = {*STATES, frozen}
+    kept = sum(it.bytes for unit in units for it in unit.gather if (keeps_frozen if is_frozen(unit) else keeps))
+    phases = {
+        name: {
+            category: round(size * factor) if category in shared else size + kept * (category == "all-gather")
+            for category, size in sizes.items()
+        }
+        for name, sizes in profile.phases.items()
+    }
+    added = kept
+    for category in filter(None, shared):
+        added += round(profile.most(category) * factor) if category not in places(config) else 0
+        added -= profile.most(category) if category not in places(before) else 0
+    pools = {
+        name: PoolSize(pool.peak + added, pool.end + added) if name == COMPUTE_POOL else pool
+        for name, pool in profile.pools.items()
+    }
+    update = tuple(it._replace(bytes=it.bytes * full // degrees.sharded) for it in traced.workload.update)
     return replace(
-        unit,
-        gather=() if stays_gathered else over_shards(unit.gather),
-        gather_again=() if reshard == "never" else over_shards(unit.gather_again),
-        reduce=() if reduce_once else over_shards(gradients),
-        all_reduce=(
-            *(over_shards(gradients) if reduce_once else ()),
-            *(all_reduce if degrees.replicate > 1 else ()),
-        ),
+        traced,
+        profile=replace(profile, phases=phases, pools=pools),
+        workload=replace(traced.workload, units=tuple(map(laid_out, units)), update=update),
     )
-
-
-def reductions(unit: Unit) -> tuple[Collective, ...]:
-    """Return the reduce-scatters of a unit, after each micro-batch or after the last."""
-    return tuple(it for it in (*unit.reduce, *unit.all_reduce) if it.op == "reduce_scatter")

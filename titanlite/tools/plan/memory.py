@@ -26,7 +26,6 @@ class Profile:
 
     phases: dict[str, Breakdown]
     """Memory at the peak of each phase, in the order of time. Of a phase that comes once a micro-batch, the highest."""
-    blocks: int
     pools: dict[PoolName, PoolSize] = field(default_factory=dict)
     """Pools of PyTorch's caching allocator. A CPU has none."""
 
@@ -54,9 +53,7 @@ class Profile:
         return max(phase[category] for phase in self.phases.values())
 
 
-def profile(
-    recorder: Recorder, blocks: int, *, gpu: bool = False, compiled: bool = False, hidden: Sequence[str] = ()
-) -> Profile:
+def profile(recorder: Recorder, *, gpu: bool = False, compiled: bool = False, hidden: Sequence[str] = ()) -> Profile:
     """Return the memory profile of the recorded steps, without what was recorded before the first one.
 
     Args:
@@ -84,7 +81,7 @@ def profile(
             if total > highest[phase]:
                 highest[phase], phases[phase] = total, dict(now)
     del phases["start"], phases["end"]
-    return Profile(phases, blocks, replay(_history(recorder, changes, hidden)) if gpu else {})
+    return Profile(phases, replay(_history(recorder, changes, hidden)) if gpu else {})
 
 
 class _Resized(NamedTuple):
@@ -130,21 +127,23 @@ def _history(recorder: Recorder, changes: Sequence[_Resized], hidden: Sequence[s
         yield from (Change(number, 0, 0) for number in alive if number >= made)
 
 
-def extend(small: Profile, large: Profile, blocks: int, edge: int) -> Profile:
+def extend(small: Profile, large: Profile, *, blocks: int, few: int, edge: int, period: int) -> Profile:
     """Return the profile of a model with `blocks` blocks, from two models with fewer.
 
     Args:
+        small: of a model with few - period blocks.
+        large: of a model with `few` blocks.
         edge: number of blocks at the beginning and at the end that are looked at. Blocks between are not higher.
     """
     phases: dict[str, Breakdown] = {}
-    factor = (blocks - small.blocks) / (large.blocks - small.blocks)
+    factor = (blocks - few + period) / period
     for name, above in large.phases.items():
         place = block_of(name)
         if place is None or place < edge:
             at_small, at_blocks = name, name
-        elif place >= large.blocks - edge:
-            at_small = _renamed(name, place - large.blocks + small.blocks)
-            at_blocks = _renamed(name, place - large.blocks + blocks)
+        elif place >= few - edge:
+            at_small = _renamed(name, place - period)
+            at_blocks = _renamed(name, place - few + blocks)
         else:
             continue
         below = small.phases[at_small]
@@ -159,7 +158,7 @@ def extend(small: Profile, large: Profile, blocks: int, edge: int) -> Profile:
         )
         for name, pool in large.pools.items()
     }
-    return Profile(phases, blocks, pools)
+    return Profile(phases, pools)
 
 
 def block_of(phase: str) -> int | None:

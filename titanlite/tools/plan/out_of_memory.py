@@ -18,7 +18,7 @@ def explain(error: torch.OutOfMemoryError, config: Config, ranks: Ranks, device:
     phase = ", ".join(reversed(getattr(error, "__notes__", ["start"])))
     lines = [f"out of memory on rank {ranks.rank}, {phase}: {reason}", *snapshot_lines(config, ranks)]
     command = plan_command(Path(config.job.dump_folder, str(config.job.name), "config.toml"), ranks, device)
-    return "\n".join([*lines, *_allocator_lines(device), f"This finds options that need less memory: {command}"])
+    return "\n".join([*lines, f"This finds options that need less memory: {command}"])
 
 
 def plan_command(config: Path, ranks: Ranks, device: torch.device) -> str:
@@ -41,21 +41,3 @@ def snapshot_lines(
         yield f"The memory snapshot cannot be written: {error}"
     else:
         yield f"Memory snapshot, for pytorch.org/memory_viz: {path}"
-
-
-def _allocator_lines(device: torch.device) -> Iterator[str]:
-    if device.type != "cuda":
-        return
-    stats = torch.cuda.memory_stats(device)
-    free, total = torch.cuda.mem_get_info(device)
-    allocated, reserved = (stats[f"{name}_bytes.all.current"] for name in ("allocated", "reserved"))
-    peak = stats["allocated_bytes.all.peak"]
-    yield (
-        f"PyTorch has allocated {_gib(allocated)} (peak {_gib(peak)}) and reserved {_gib(reserved)}. The GPU has "
-        f"{_gib(free)} free of {_gib(total)}; {_gib(total - free - reserved)} are used outside PyTorch (CUDA context, "
-        "NCCL, other processes)."
-    )
-
-
-def _gib(size: float) -> str:
-    return f"{size / 2**30:,.1f} GiB" if size >= 2**30 else f"{size / 2**30:.3g} GiB"

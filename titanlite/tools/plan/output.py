@@ -6,8 +6,9 @@ from typing import Any
 
 from titanlite.config.keys import toml_text
 from titanlite.schema import Config
+from titanlite.techniques import places
 from titanlite.techniques.technique import Options
-from titanlite.tools.plan.estimate import OUTSIDE, Layout, Plan, on_host
+from titanlite.tools.plan.estimate import OUTSIDE, Layout, Plan
 from titanlite.tools.plan.memory import Breakdown
 from titanlite.tools.plan.search import Found
 
@@ -34,7 +35,8 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
         if size:
             yield f"           {category:15s}{size / GIB:8.2f} GiB{size / planned.peak:7.0%}"
     if planned.host:
-        yield f"           in host memory {planned.host / GIB:8.2f} GiB: {', '.join(on_host(config))}"
+        there = [category for category, place in places(config).items() if place == "host"]
+        yield f"           in host memory {planned.host / GIB:8.2f} GiB: {', '.join(there)}"
         yield (
             f"           host memory of a node: {planned.host_of_node / GIB:,.0f} GiB of "
             f"{hardware.node_memory / GIB:,.0f}, without data, checkpoints and the system"
@@ -149,7 +151,7 @@ def search_lines(found: Found, config: Config, layout: Layout, *, seconds: float
             f"{number}. {planned.tokens_per_second:,.0f} tokens/s ({each:,.0f} a device), "
             f"step {planned.time.total:.3f} s, reserved {planned.reserved / GIB:.1f} GiB: {candidate.title}"
         )
-        yield from indented_toml(options_to_paste(candidate.options, config))
+        yield from indented_toml(candidate.options)
 
 
 def search_record(found: Found) -> dict[str, Any]:
@@ -158,20 +160,6 @@ def search_record(found: Found) -> dict[str, Any]:
         "best": [{"options": candidate.options, **plan_record(planned)} for candidate, planned in found.best],
         "tried": found.tried,
     }
-
-
-def options_to_paste(options: Options, config: Config) -> Options:
-    """Return the options without switches that the config sets already."""
-    tree = config.model_dump()
-
-    def present(key: str) -> Any:
-        value: Any = tree
-        for name in key.split("."):
-            value = value[name]
-        return value
-
-    layout = ("parallelism.", "activation_checkpoint.mode", "training.local_batch_size")
-    return {key: value for key, value in options.items() if key.startswith(layout) or value != present(key)}
 
 
 def indented_toml(options: Options) -> Iterator[str]:

@@ -102,6 +102,8 @@ class Recorder(TorchDispatchMode, StepObserver):
         self.storages: list[Storage] = []
         self.operators: list[Operator] = []
         self.sent: list[Sent] = []
+        self.micro_batches = 0
+        """Number of recorded micro-batches."""
         self.phases: list[tuple[int, str]] = [(0, "start")]
         """(time, name of the phase from then on)."""
         self._number_of: dict[Hashable, int] = {}

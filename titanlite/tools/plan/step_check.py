@@ -18,16 +18,11 @@ from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources, store_of
-from titanlite.loss import build_loss
-from titanlite.models.base import Model
-from titanlite.models.documents import SMALL_LENGTH, small_model
 from titanlite.models.registry import ModelSpec
-from titanlite.ops import pick_kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, Validation
-from titanlite.techniques import used
 from titanlite.tools.plan.estimate import can_vary, period_of
 from titanlite.tools.plan.trace import trace_step
 
@@ -123,13 +118,11 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
             raise
         return str(error)
     except (Exception, SystemExit) as error:  # code of the user's own may raise anything
-        reason = _describe(error)
-        if not _has_own_code(config):
+        reason = _describe(error).replace("FakeTensor", "Tensor")
+        if not _has_own_code(config) or any(word in reason.lower() for word in NEEDS_REAL_TENSORS):
             return f"{what} could not be traced ({reason})"
-        if not any(word in reason.lower() for word in NEEDS_REAL_TENSORS) or not _runs(small, spec):
-            key = "model.file" if config.model.file else "training.loss" if config.training.loss else "optimizer.name"
-            raise UserError(f"{key}: one step fails: {reason.replace('FakeTensor', 'Tensor')}") from error
-        return f"{what} could not be traced ({reason}), and was right at a small size"
+        key = "model.file" if config.model.file else "training.loss" if config.training.loss else "optimizer.name"
+        raise UserError(f"{key}: one step fails: {reason}") from error
     return f"{what} was traced"
 
 
@@ -155,25 +148,6 @@ def _few_blocks(spec: ModelSpec, config: Config, few: int) -> ModelSpec:
 def _has_own_code(config: Config) -> bool:
     optimizers = [config.optimizer.name, *(group.name or "" for group in config.optimizer.groups)]
     return bool(config.model.file or config.training.loss or any("." in it or ":" in it for it in optimizers))
-
-
-def _runs(config: Config, spec: ModelSpec) -> bool:
-    """Return whether forward and backward run on the CPU with values: some code cannot be traced, and is right."""
-    model = small_model(spec)
-    if model is None or any(technique.loss_arguments for technique in used(config)):
-        return False
-    try:
-        _forward_backward(config, model, min(SMALL_LENGTH, spec.args.max_seq_len))
-    except (Exception, SystemExit):
-        return False
-    return True
-
-
-def _forward_backward(config: Config, model: Model, length: int) -> None:
-    tokens = torch.arange(length)[None] % 2
-    kernels = pick_kernels(torch.device("cpu"), compiles=False, attention_backend="auto")
-    loss = build_loss(config.training, kernels)
-    model(tokens, loss=partial(loss, labels_BL=tokens)).total.backward()
 
 
 def _describe(error: BaseException) -> str:

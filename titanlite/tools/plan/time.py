@@ -104,11 +104,6 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     return work + launches if hardware.measured else max(work, launches)
 
 
-def lasting(seconds: float, hardware: Hardware) -> Kernel:
-    """Return a kernel that takes this time."""
-    return Kernel("memory", 0, round(seconds * _bandwidth(hardware)), "float32", 0)
-
-
 def _bandwidth(hardware: Hardware) -> float:
     """Memory bandwidth that kernels reach."""
     return hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY)

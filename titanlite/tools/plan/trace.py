@@ -5,7 +5,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,16 +56,6 @@ MICRO_BATCHES = 2
 """Number of traced micro-batches: the second adds to gradients of the first, and further ones are like the second."""
 
 
-@dataclass(frozen=True)
-class StepTrace:
-    """Record of a step on rank 0, which has the largest shards."""
-
-    recorder: Recorder
-    blocks: int
-    micro_batches: int
-    """Number of traced micro-batches."""
-
-
 def trace_step(
     config: Config,
     model_cls: type[Model],
@@ -75,8 +64,8 @@ def trace_step(
     world_size: int,
     gpu: bool,
     targets: Targets | None = None,
-) -> StepTrace:
-    """Trace a step whose optimizer has its states already.
+) -> Recorder:
+    """Return the record of a step on rank 0, which has the largest shards. The optimizer has its states already.
 
     Args:
         gpu: whether the kernels are those of an NVIDIA GPU, or those of this machine's CPU.
@@ -121,6 +110,7 @@ def trace_step(
                 with recorder.category("other"):
                     fill_states(optimizer, one_by_one=not keeps_gradients(config))
                     batches = [*map(split_batch(config, mesh), _batches(config, data_parallel_rank(mesh)[1], targets))]
+                    recorder.micro_batches = len(batches)
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
                 if not keeps_gradients(config):
@@ -152,7 +142,7 @@ def trace_step(
                 )
                 recorder.unit("end")
                 del waiting
-    return StepTrace(recorder, len(model.layers), min(MICRO_BATCHES, accumulation))
+    return recorder
 
 
 def parallelized(

@@ -8,7 +8,6 @@ from titanlite.metrics.clock import CATEGORIES, format_seconds
 from titanlite.techniques.layer_health.measurement import KINDS
 from titanlite.tools.report.run_records import (
     RunRecords,
-    best_validation,
     config_differences,
     first_difference,
     phase_totals,
@@ -162,7 +161,6 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         "step": lambda run: f"{run.steps[-1]:,} of {_steps_of(run)}",
         "loss": lambda run: _number(run.metrics[-1].get("loss"), 4),
         "loss, smoothed": lambda run: _number(smoothed(run.column("loss"))[-1], 4),
-        "best validation loss": _best,
         "tokens/s": lambda run: _number(_median(run.column("tokens_per_second")), 0),
         "MFU": lambda run: _share(_median(run.column("mfu"))),
         "memory": lambda run: _number(run.metrics[-1].get("memory_gib"), 2, " GiB"),
@@ -182,26 +180,12 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
     if differences := config_differences(runs) if len(runs) > 1 else {}:
         rows_of = [[key, *values] for key, values in differences.items()]
         yield {"title": "Options that differ", "columns": columns, "rows": rows_of}
-    for run in runs:
-        if len(run.starts) > 1:
-            rows_of = [[_text(it.get(key)) for key in ("time", "host", "processes", "step")] for it in run.starts]
-            ends = [_text(it["end"].get("reason")) for it in run.starts]
-            yield {
-                "title": f"Starts of {run.name}",
-                "columns": ["began", "host", "processes", "resumed at step", "ended"],
-                "rows": [[*row, end] for row, end in zip(rows_of, ends, strict=True)],
-            }
 
 
 def _steps_of(run: RunRecords) -> str:
     training = run.config.get("training")
     steps = training.get("steps") if isinstance(training, dict) else None
     return f"{steps:,}" if isinstance(steps, int) else "?"
-
-
-def _best(run: RunRecords) -> str:
-    found = best_validation(run)
-    return f"{found[1]:.4f} (step {found[0]:,})" if found else ""
 
 
 def _in_steps(run: RunRecords) -> str:

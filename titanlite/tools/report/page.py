@@ -2,13 +2,13 @@
 
 import html
 import json
-import math
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
 
+from titanlite.metrics.records import finite
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
@@ -64,12 +64,4 @@ def page(runs: Sequence[RunRecords]) -> str:
 
 def to_json(report: dict[str, Any]) -> str:
     """Return a report as JSON for a script element, which any "<" in a name could end. NaN becomes null."""
-    return json.dumps(_finite(report), separators=(",", ":")).replace("<", "\\u003c")
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return json.dumps(finite(report), separators=(",", ":")).replace("<", "\\u003c")

@@ -6,7 +6,6 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from rich.table import Column, Table
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.ranks import runs_of
 from titanlite.techniques import every_technique
 from titanlite.tools.arguments import Count, Index
 from titanlite.tools.plan.output import format_size
@@ -153,8 +153,8 @@ def _alike(layout: RankLayout, *, whole: bool) -> list[dict[str, list[ParameterL
 
 
 def _unit_name(units: list[str]) -> str:
-    parts = [split_block(name) for name in units]
-    return join_blocks(units[0], [part[1] for part in parts if part])
+    parts = [part for part in map(split_block, units) if part]
+    return f"{parts[0][0]}.{','.join(runs_of(number for _, number, _ in parts))}" if parts else units[0]
 
 
 def _short_name(parameter: ParameterLayout) -> str:
@@ -203,9 +203,6 @@ def show(output: dict[str, Any] | Iterable[str | Table]) -> None:
         console.print(part, soft_wrap=isinstance(part, str))  # in a pipe, lines are not wrapped
 
 
-# Blocks that are alike, as one name: layers.0-31
-
-
 BLOCK = re.compile(r"((?:.*\.)?layers)\.(\d+)(\..+)?")
 
 
@@ -213,31 +210,3 @@ def split_block(name: str) -> tuple[str, int, str] | None:
     """Return (layers, 3, .attention.wq.weight) of layers.3.attention.wq.weight; None for a name outside of blocks."""
     match = BLOCK.fullmatch(name)
     return (match[1], int(match[2]), match[3] or "") if match else None
-
-
-def join_blocks(name: str, numbers: Sequence[int]) -> str:
-    """Return the name of one block, or of a parameter in it, as that of several blocks.
-
-    Args:
-        numbers: of the blocks, ascending.
-    """
-    parts = split_block(name)
-    return f"{parts[0]}.{format_numbers(numbers)}{parts[2]}" if parts else name
-
-
-def format_numbers(numbers: Sequence[int]) -> str:
-    """Return ascending numbers as 0-31, as 0,2,..,30 or as 0-2,7."""
-    steps = {after - before for before, after in pairwise(numbers)}
-    if len(numbers) > 3 and len(steps) == 1 and steps != {1}:
-        return f"{numbers[0]},{numbers[1]},..,{numbers[-1]}"
-    return ",".join(str(run[0]) if run[0] == run[-1] else f"{run[0]}-{run[-1]}" for run in _runs(numbers))
-
-
-def _runs(numbers: Iterable[int]) -> list[list[int]]:
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and runs[-1][-1] == number - 1:
-            runs[-1].append(number)
-        else:
-            runs.append([number])
-    return runs

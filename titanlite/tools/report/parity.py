@@ -111,26 +111,18 @@ def variants(
 
 def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iterator[FurtherLayout]:
     """Yield the layouts with one or two further axes that the config, its model and the processes allow."""
-    from titanlite.techniques import used
-    from titanlite.tools.plan.estimate import model_of  # imports torch
+    from titanlite.tools.plan.layouts import can_have  # imports torch
 
+    config = load(path, [*overrides, f"--{RESHARD}"])
     alone = [{"context": 2}, {"context": processes}, {"expert": 2}, {"expert": processes}, {"tensor": 2}]
     tried = [*alone, {"context": 2, "tensor": 2}, {"context": 2, "expert": 2}, {"expert": 2, "tensor": 2}]
     for degrees in [it for number, it in enumerate(tried) if it not in tried[:number]]:
         axes = {f"parallelism.{axis}_parallel_degree": degrees.get(axis, 1) for axis in AXES}
-        options = tuple(f"{key}={degree}" for key, degree in axes.items())
-        try:
-            config = load(
-                path, [*overrides, *(f"--{it}" for it in (*_degrees(1), RESHARD, *options))], world_size=processes
-            )
-            spec = model_of(config)
-            model = spec.build()
-            for technique in used(config):
-                technique.check_model(config, spec, model, processes)
-        except UserError:
+        if not can_have(config, axes, processes):
             continue
         rest = processes // math.prod(degree for axis, degree in degrees.items() if axis != "expert")
-        yield " x ".join([*(f"{axis} {it}" for axis, it in degrees.items()), f"FSDP {rest}"]), options
+        name = " x ".join([*(f"{axis} {it}" for axis, it in degrees.items()), f"FSDP {rest}"])
+        yield name, tuple(f"{key}={degree}" for key, degree in axes.items())
 
 
 def with_equal_bits(found: Iterable[Variant]) -> list[Variant]:

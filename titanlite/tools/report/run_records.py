@@ -53,8 +53,6 @@ class RunRecords:
     layers: list[Record]
     hashes: list[Record]
     config: Record
-    damaged: int
-    """Lines that could not be read."""
 
     def column(self, name: str) -> list[float | None]:
         """Return a metric of all records; None where it is missing."""
@@ -80,7 +78,7 @@ def read_run(path: Path) -> RunRecords:
         advice = f": name one of {', '.join(inside)} in it" if inside else ""
         raise UserError(f"{path} is no folder of a run, or has no metrics.jsonl yet{advice}")
     files = {name: _read_lines(file_inside(path, f"{name}.jsonl"), fields) for name, fields in FILES.items()}
-    metrics, _ = files["metrics"]
+    metrics = files["metrics"]
     if not metrics:
         raise UserError(f"{path}/metrics.jsonl has no records yet")
     if other := next((it for it in metrics if it.get("schema", 1) != SCHEMA), None):
@@ -96,20 +94,19 @@ def read_run(path: Path) -> RunRecords:
         run_id=run["id"] if isinstance(run.get("id"), str) else "",
         starts=[_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else [],
         metrics=metrics,
-        validation=files["validation"][0],
-        saves=files["checkpoints"][0],
-        skipped=files["skipped"][0],
-        layers=files["layers"][0],
-        hashes=files["hashes"][0],
+        validation=files["validation"],
+        saves=files["checkpoints"],
+        skipped=files["skipped"],
+        layers=files["layers"],
+        hashes=files["hashes"],
         config=_read_config(file_inside(path, "config.toml")),
-        damaged=sum(damaged for _, damaged in files.values()),
     )
 
 
-def _read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[Record], int]:
-    """Return the records of a file, and the number of damaged lines. A part of a line at its end is none of them."""
+def _read_lines(path: Path, fields: Mapping[str, Field]) -> list[Record]:
+    """Return the records of a file, without damaged lines. A part of a line at its end is none of them."""
     if not path.is_file():  # a named pipe would never end
-        return [], 0
+        return []
     *lines, _ = path.read_bytes().split(b"\n")
     records, damaged = [], 0
     for line in lines:
@@ -119,7 +116,7 @@ def _read_lines(path: Path, fields: Mapping[str, Field]) -> tuple[list[Record], 
             damaged += 1
     if damaged:
         logger.warning(f"{path}: {damaged} damaged lines are left out")
-    return records, damaged
+    return records
 
 
 def _record(found: Any, fields: Mapping[str, Field]) -> Record:
@@ -211,7 +208,7 @@ def restarts(run: RunRecords) -> list[tuple[int, str]]:
 
 def hashed_steps(path: Path) -> list[Record]:
     """Return the records of hashes.jsonl in the folder of a run; none if it has no such file."""
-    return _read_lines(file_inside(path, "hashes.jsonl"), {})[0]
+    return _read_lines(file_inside(path, "hashes.jsonl"), {})
 
 
 def first_difference(hashes: Sequence[Record], others: Sequence[Record]) -> tuple[int, str] | None:
@@ -273,9 +270,3 @@ def slowest_ranks(run: RunRecords, count: int = 8) -> list[tuple[str, int]]:
     named = [record for record in run.metrics if record.get("slowest_rank") is not None]
     found = Counter(f"rank {record['slowest_rank']} ({record.get('slowest_host', '')})" for record in named)
     return found.most_common(count)
-
-
-def best_validation(run: RunRecords) -> tuple[int, float] | None:
-    """Return (step, loss) of the validation with the smallest loss."""
-    found = [(record["loss"], record["step"]) for record in run.validation if record.get("loss") is not None]
-    return (min(found)[1], min(found)[0]) if found else None

@@ -126,23 +126,18 @@ def compare_sides(
         UserError: the config or a side is wrong.
         RunError: a side failed, or they differ.
     """
-    stored = [Path(text).is_dir() for text in sides]
-    if path is None and not all(stored):
-        raise UserError("titanlite parity: --where runs a config: name one, or the folders of two dumps")
     root = Path(".")
-    if not all(stored):
-        assert path is not None
-        config = load(path, overrides)
-        root = Path(config.job.dump_folder, f"{config.job.name}-where")
+    if not all(Path(text).is_dir() for text in sides):
+        if path is None:
+            raise UserError("titanlite parity: --where runs a config: name one, or the folders of two dumps")
+        job = load(path, overrides).job
+        root = Path(job.dump_folder, f"{job.name}-where")
     one, other = (parse_side(text, root / name) for text, name in zip(sides, "ab", strict=True))
-    for side in (one, other):
-        if side.processes:
-            assert path is not None
-            _check(path, overrides, side, step)
-    for side in (one, other):
-        if side.processes:
-            assert path is not None
-            _run(path, overrides, side, step)
+    running = [(path, side) for side in (one, other) if path and side.processes]
+    for config, side in running:
+        _check(config, overrides, side, step)
+    for config, side in running:
+        _run(config, overrides, side, step)
     from titanlite.tools.report.value_dump import read_dump
     from titanlite.tools.report.where import compare_dumps, summary, table
 
