@@ -23,6 +23,8 @@ from tests.foreign import (
     save_torchtitan,
     spec_of,
 )
+from tests.helpers import TinyRun
+from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
@@ -281,6 +283,19 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     assert imported(tmp_path / "hf", "--out", tmp_path / "out") == 0
     assert len(most) > 20
     assert max(most) <= 1
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+def test_a_run_begins_from_an_imported_checkpoint(tiny: TinyRun) -> None:
+    oracle = oracle_of("llama3", vocab_size=260)
+    oracle.save_pretrained(tiny.folder / "hf")
+    assert imported(tiny.folder / "hf", "--out", tiny.folder / "out") == 0
+    options = ["--training.steps=1", "--lr_scheduler.warmup_steps=1", "--optimizer.lr=0.0"]
+    options += [*options_of(spec_of("llama3", oracle)), f"--checkpoint.initial_load_path={tiny.folder}/out"]
+    found = trained(tiny.config(*options))
+    for name, tensor in expected_tensors(oracle).items():
+        assert torch.equal(found[name], tensor), name
 
 
 def test_sources_of_other_programs_have_their_tokenizer(folders: Path, tmp_path: Path) -> None:
