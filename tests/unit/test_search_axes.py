@@ -11,7 +11,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.tools.plan.estimate import Layout, plan, trace, with_options
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.layouts import can_have, can_share_experts, further_axes
+from titanlite.tools.plan.layouts import can_have, further_axes
 from titanlite.tools.plan.search import Found, Layouts, best_axes
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
@@ -46,12 +46,8 @@ def test_only_what_the_config_and_its_model_allow() -> None:
         False,
     ]
     assert not can_have(read(HEADS, "--training.loss=own.py:loss"), tensor, 4)
-    assert [can_share_experts(with_options(moe, expert), sharded) for sharded in (1, 2, 4, 3)] == [
-        False,
-        True,
-        True,
-        False,
-    ]
+    assert [can_have(moe, expert, 4, replicas) for replicas in (4, 2, 1)] == [False, True, True]
+    assert not can_have(moe, expert, 3)
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,6 @@ from titanlite.config.checks import find_conflicts
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Degrees, Parallelism
 from titanlite.techniques import places, used
-from titanlite.techniques.expert.exchange import check_experts
 from titanlite.techniques.technique import Options
 from titanlite.tools.plan.allocator import PoolSize
 from titanlite.tools.plan.estimate import Layout, Trace, model_of, with_options
@@ -58,29 +57,21 @@ def further_axes(parallelism: Parallelism, world_size: int, *, seq_len: int, gpu
     ]
 
 
-def can_have(config: Config, options: Options, world_size: int) -> bool:
-    """Return True if the config and its model allow these options of further axes, with full sharding."""
-    full = {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": -1}
-    changed = with_options(config, options | full)
+def can_have(config: Config, options: Options, world_size: int, replicate: int = 1) -> bool:
+    """Return True if the config and its model allow these options of further axes.
+
+    Args:
+        replicate: number of replicas. The ranks of each share its parameters.
+    """
+    shares = {"parallelism.data_parallel_replicate_degree": replicate, "parallelism.data_parallel_shard_degree": -1}
+    changed = with_options(config, options | shares)
+    if any(key.startswith("parallelism.") for key, _ in find_conflicts(changed, world_size, ())):
+        return False
     try:
         spec = model_of(changed)
         model = spec.build()
         for technique in used(changed):
             technique.check_model(changed, spec, model, world_size)
-    except UserError:
-        return False
-    return not any(key.startswith("parallelism.") for key, _ in find_conflicts(changed, world_size, ()))
-
-
-def can_share_experts(config: Config, sharded: int) -> bool:
-    """Return True if the config's experts can be on several ranks, of which so many share parameters."""
-    experts = config.parallelism.expert_parallel_degree
-    if experts == 1 or sharded % experts:
-        return experts == 1
-    try:
-        check_experts(
-            model_of(config).build(), experts, sharded, split_layers=config.parallelism.tensor_parallel_degree > 1
-        )
     except UserError:
         return False
     return True

@@ -28,7 +28,6 @@ from titanlite.tools.plan.layouts import (
     TENSOR,
     all_degrees,
     can_have,
-    can_share_experts,
     further_axes,
     lay_out,
 )
@@ -180,7 +179,8 @@ class Layouts:
         self.layout = layout
         parallelism = config.parallelism
         every = all_degrees(layout.world_size, parallelism.context_parallel_degree, parallelism.tensor_parallel_degree)
-        self.degrees = [it for it in every if can_share_experts(config, it.sharded)]
+        has_experts = parallelism.expert_parallel_degree > 1  # not on each number of ranks
+        self.degrees = [it for it in every if not has_experts or can_have(config, {}, layout.world_size, it.replicate)]
         sizes = range(1, min(share, LARGEST_BATCH) + 1)
         self.batches = [size for size in sizes if share % size == 0 and not self._is_refused(size)]
         frozen = planned_targets(config, vocab_size=model_of(config).args.vocab_size).frozen
