@@ -188,10 +188,10 @@ def test_a_run_whose_checkpoints_are_on_an_s3_server(tiny: TinyRun, s3: str) -> 
 
 
 def given_up(rank: int, world_size: int, config: Config, environment: dict[str, str]) -> str:
-    """Train with a store that is given up after a tenth of the usual time, and return the error."""
+    """Train with a store that is given up after a fifth of the usual time, and return the error."""
     os.environ.update(environment)  # test processes are forked from one that was started before the server
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ObjectStorage, "PATIENCE", 3.0)
+        patch.setattr(ObjectStorage, "PATIENCE", 6.0)
         try:
             train_on_this_rank(config, rank, world_size)
         except RunError as error:
