@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import pickle
 import random
+import re
 import socket
 import subprocess
 import sys
@@ -51,6 +52,11 @@ interval = 100
 """
 """No dimension divides by 4, so that uneven shards are the rule. There is one block: a run is over sooner."""
 THREE_BLOCKS = "--model.args.n_layers=3"
+
+
+def mentions(text: str, *words: object) -> bool:
+    """Tell whether a text has all these words (keys, files, numbers, values), in any order, in whatever sentence."""
+    return all(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text) for word in words)
 
 
 @contextmanager

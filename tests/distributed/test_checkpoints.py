@@ -114,7 +114,7 @@ def test_a_failed_save_ends_every_rank_at_the_same_step(tiny: TinyRun) -> None:
     found = run_in_turn(failing, 2, [*zip(configs, troubles, strict=True)])
     for name, (trouble, mode), [(message, last), other] in zip(names, cases, found, strict=True):
         assert other == (message, last), name
-        assert message.startswith("the checkpoint of step 4 could not be saved: "), name
+        assert "step 4" in message, name
         assert TROUBLE[trouble][1] in message, name
         assert last <= (4 if mode == "disabled" else 6), name  # it fails, and that ends the step under way
         assert steps(tiny, name) == ([] if trouble is folder_lost else [2]), name

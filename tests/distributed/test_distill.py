@@ -127,7 +127,7 @@ def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(tiny: Tin
     for key in ("loss", "distill_loss", "grad_norm"):
         assert [it[key] for it in tiny.records("parts")] == [it[key] for it in tiny.records("whole")]
     more = ["--job.name=parts", "--training.steps=5"]
-    with pytest.raises(UserError, match=r"\n  teacher was [0-9a-f]{16}, is [0-9a-f]{16}\n"):
+    with pytest.raises(UserError, match=r"teacher .*[0-9a-f]{16}.* [0-9a-f]{16}\n"):
         trained(0, 1, tiny.config(*options, other, *more))
     gc.collect()  # the lock of the run's folder goes with what the error held
     trained(0, 1, tiny.config(*options, other, *more, '--checkpoint.allow_changes=["teacher"]'))

@@ -126,7 +126,7 @@ def test_a_frozen_run_resumes_bit_for_bit_on_another_layout(tiny: TinyRun) -> No
     assert tiny.losses("parts") == tiny.losses("whole")
     run_ranks(trained, 2, tiny.config(*options, "--job.name=parts", "--training.steps=5", world_size=2))
     assert len(tiny.losses("parts")) == 5
-    with pytest.raises(Exception, match=r"freeze.parameters was \[.*\], is None"):
+    with pytest.raises(Exception, match=r"freeze\.parameters .*\[.*\].* None"):
         run_ranks(
             trained, 1, tiny.config(THREE_BLOCKS, "--freeze.dtype=bfloat16", "--job.name=parts", "--training.steps=8")
         )

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -12,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun, built, run_in_turn
+from tests.helpers import TinyRun, built, mentions, run_in_turn
 from tests.layouts import degrees, whole
 from titanlite.checkpoint.manifest import Manifest
+from titanlite.guard import REASONS, SkipReason
 from titanlite.loss import TokenLoss
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Config
@@ -22,6 +24,7 @@ from titanlite.train import Run, finish, train
 
 BAD_STEP, BAD_SAMPLE = 3, 21
 """Sample 21 is of rank 2 of 4, in its second micro-batch of one: 16 + 2 x 2 + 1."""
+NONFINITE = REASONS[SkipReason.NONFINITE]
 
 Snapshot = dict[str, torch.Tensor]
 
@@ -108,7 +111,7 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
         assert [bool(changed) for changed in rank["changed"]] == [True, True, False, True, True, True]
     [record] = skipped(tiny.folder, "skip")
     assert (record["step"], record["samples"]) == (BAD_STEP, [BAD_SAMPLE])
-    assert record["reason"] == "loss or gradient is not finite"
+    assert record["reason"] == NONFINITE
     assert [[loss is None for loss in losses] for losses in record["micro_losses"]] == [
         [False, False], [False, False], [False, True], [False, False],
     ]  # fmt: skip
@@ -122,7 +125,7 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
 
     for rank in results["stop"]:
         message, taken = rank["stopped"]
-        assert message.startswith("step 3: loss or gradient is not finite (loss nan, grad_norm nan)")
+        assert message.startswith(f"step 3: {NONFINITE} (loss nan, grad_norm nan)")
         assert taken == 2
         assert [bool(changed) for changed in rank["changed"]] == [True, True, False, False], "until the host looks"
     assert [record["step"] for record in skipped(tiny.folder, "stop")] == [3]
@@ -130,7 +133,7 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
     assert (saved.samples, saved.guard) == (16, {})
 
     for rank in results["forever"]:
-        assert rank["stopped"][0].endswith("2 steps in a row were skipped (guard.max_consecutive_skips)")
+        assert mentions(rank["stopped"][0], "2 steps", "guard.max_consecutive_skips")
         assert rank["stopped"][1] == 2
         assert [bool(changed) for changed in rank["changed"]] == [True, True, False, False, False, False]
     assert [record["step"] for record in skipped(tiny.folder, "forever")] == [3, 4]
@@ -162,7 +165,7 @@ def test_ranks_of_each_axis_do_the_same(
             assert (rank["final"][key] == value).all(), key
     for rank in stop:
         assert rank["stopped"] == stop[0]["stopped"]
-        assert rank["stopped"][0].startswith("step 3: loss or gradient is not finite")
+        assert rank["stopped"][0].startswith(f"step 3: {NONFINITE}")
         assert rank["stopped"][1] == 2
     for name in names:
         [record] = skipped(tiny.folder, name)
@@ -178,7 +181,7 @@ def test_a_stop_waits_for_a_save_in_flight_and_repeats_one_that_fails(tiny: Tiny
         saves = (tiny.folder / "outputs" / name / "checkpoints.jsonl").read_text().splitlines()
         assert [json.loads(line)["step"] for line in saves] == [2]
     log = (tiny.folder / "outputs" / "failing" / "logs" / "rank-0.log").read_text()
-    assert "the checkpoint of step 2 could not be saved: disk full. Continuing without it" in log
+    assert re.search(r"step 2\b.*disk full", log)
 
 
 def test_a_stopped_run_resumes_from_the_last_step_taken(tiny: TinyRun) -> None:

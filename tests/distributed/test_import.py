@@ -6,7 +6,7 @@ import pytest
 import torch.distributed.checkpoint as dcp
 
 from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, save_meta, save_torchtitan, spec_of
-from tests.helpers import TinyRun, run_in_turn
+from tests.helpers import TinyRun, mentions, run_in_turn
 from tests.layouts import built, degrees, whole
 from titanlite.checkpoint.state import model_state
 from titanlite.models.registry import ModelSpec
@@ -76,9 +76,7 @@ def test_mistakes_end_every_rank_alike(tiny: TinyRun) -> None:
     options = [f"--checkpoint.initial_load_path={tiny.folder / 'model'}", *options_of(spec_of("llama3", oracle))]
     config = tiny.config(*options, "--model.args.dim=48", *degrees(1, 2), world_size=2)
     for message in run_in_turn(refused, 2, [config])[0]:
-        assert message.startswith(
-            f"checkpoint.initial_load_path: {tiny.folder}/model is of another model:\n  dim = 24,"
-        )
+        assert mentions(message, f"checkpoint.initial_load_path: {tiny.folder}/model", "dim = 24")
 
 
 def refused(rank: int, world_size: int, config: Config) -> str:

@@ -168,7 +168,7 @@ def test_a_run_begins_with_a_base_and_resumes_with_its_adapters(
 
     # Adapters of another run are taken, too, at the scale that they were trained with.
     other = [*LORA, "--training.steps=1", f"--checkpoint.initial_load_path={tiny.folder}/outputs/whole"]
-    with pytest.raises(UserError, match=r"lora.alpha: .*has adapters that were trained with 6.0, and this is 5.0"):
+    with pytest.raises(UserError, match=r"lora\.alpha: .* 6\.0.* 5\.0"):
         train(0, 1, tiny.config(*other, "--job.name=refused", "--lora.alpha=5"))
     taken = train(0, 1, tiny.config(*other, "--job.name=taken", "--optimizer.lr=0"))
     kept = train(0, 1, tiny.config(*options, "--job.name=whole", "--training.steps=6"))

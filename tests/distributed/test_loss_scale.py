@@ -11,7 +11,7 @@ import torch
 
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import LAYOUTS, built, degrees, job, trained, whole
-from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
+from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
 from titanlite.schema import Config, Guard
 from titanlite.step import StepResult, count_valid_tokens, train_step
 from titanlite.techniques.loss_scale.scale import INITIAL_SCALE, LossScale
@@ -20,8 +20,8 @@ FLOAT16 = "--training.mixed_precision_param=float16"
 CPU = torch.device("cpu")
 TOO_LARGE = 2.0**19
 """Scale at which gradients of tiny runs overflow."""
-REASON = "gradient overflow, so later losses are scaled down"
 TAKEN, NONFINITE, _, AFTER_STOP, OVERFLOW = SkipReason
+REASON = REASONS[OVERFLOW]
 
 
 def guard_of(**options: Any) -> StepGuard:
@@ -154,7 +154,7 @@ def test_at_a_scale_of_1_an_overflow_is_the_guards() -> None:
     guard = guard_of()
     assert skip_reasons(scale, guard, [inf] * 16 + [1.0, inf, 1.0]) == [*[OVERFLOW] * 16, TAKEN, NONFINITE, AFTER_STOP]
     assert guard.state() | scale.state() == {"loss_scale": {"value": 1.0, "finite_steps": 1}}
-    with pytest.raises(StoppedByGuard, match=r"step 18: loss or gradient is not finite") as stopped:
+    with pytest.raises(StoppedByGuard, match=f"step 18: {REASONS[NONFINITE]}") as stopped:
         guard.check(group)
     assert (stopped.value.taken, stopped.value.exit_code) == (17, 3)
     assert [it.reason for it in stopped.value.skipped[:16]] == [REASON] * 16

@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import TinyRun, run_ranks, run_train
+from tests.helpers import TinyRun, mentions, run_ranks, run_train
 from titanlite.checks.preflight import preflight
 from titanlite.run.versions import facts_of
 from titanlite.runtime.errors import UserError
@@ -66,20 +66,17 @@ def test_each_planted_fault_is_found_and_named(tiny: TinyRun) -> None:
     assert found == on_rank_1, "every rank has the same lines"
     assert [result.status for result in first.values()] == ["FAILED", "FAILED", "FAILED", "warning", "FAILED"]
 
-    assert found["collectives"][0].startswith("rank 1 on host-1: all_reduce of 65,536 bytes gives wrong values: 1 of ")
-    assert found["collectives"][0].endswith("the first 14 instead of 12: a faulty link, device or driver")
-    assert found["folder"] == [
-        f"rank {rank} on host-{rank}: {tiny.folder}/own-{rank} does not show what rank {1 - rank} on host-{1 - rank} "
-        "wrote there: it is not shared. Name a folder on a shared file system, or a URL, in checkpoint.folder"
-        for rank in (0, 1)
-    ]
+    assert mentions(found["collectives"][0], "rank 1 on host-1", "all_reduce", "65,536 bytes", 14, 12)
+    for rank, line in zip((0, 1), found["folder"], strict=True):
+        assert line.startswith(f"rank {rank} on host-{rank}: {tiny.folder}/own-{rank} ")
+        assert mentions(line, f"rank {1 - rank} on host-{1 - rank}", "checkpoint.folder")
     [line] = found["unwritable"]
     assert line.startswith(f"rank 0 on host-0: {tiny.folder}/tiny.toml")
     assert line.endswith(("Not a directory", "File exists"))
     [line] = found["clocks"]
     assert line.startswith("host-1 is ")
     assert 89 < float(line.split()[2]) < 91
-    assert line.endswith("s behind host-0: set their clocks with NTP (chrony, systemd-timesyncd)")
+    assert mentions(line, "behind host-0", "NTP")
     assert " has torch 1.0, rank 0 on " in found["software"][0]
     assert not [*tiny.folder.rglob("check-*")], "everything is deleted"
 
@@ -114,5 +111,5 @@ def test_the_script_tests_all_processes(tiny: TinyRun, tmp_path: Path) -> None:
     lines = result.stdout.splitlines()
     assert [line[9:27].strip() for line in lines if line.startswith("FAILED")] == ["disk"]
     assert sum(line.startswith("ok ") for line in lines) >= 5
-    assert lines[-1].startswith("1 FAILED: disk (processes: 2, hosts: 1, time: ")
+    assert mentions(lines[-1], "1 FAILED", "disk", "processes: 2", "hosts: 1")
     assert "error" not in result.stderr

@@ -1,6 +1,7 @@
 """`debug.reproducible_layouts`: the same bits on every layout, also after a kill on another one."""
 
 import json
+import re
 import shutil
 from collections.abc import Mapping
 from fractions import Fraction
@@ -277,7 +278,7 @@ def test_parity_compares_bits_and_names_the_first_tensor_that_differs(
         "        self.tok_embeddings.register_forward_hook(lambda module, args, output: output * factor)\n"
     )
     assert cli.run([*arguments, f"--model.file={broken}", "--model.name=Broken"]) == 1
-    assert "step 1: first tensor that differs: " in capfd.readouterr().out
+    assert re.search("step 1: .*differs: ", capfd.readouterr().out)
 
 
 @pytest.mark.nightly

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 import pytest
 
-from tests.helpers import TinyRun, built, run_ranks
+from tests.helpers import TinyRun, built, mentions, run_ranks
 from tests.processes import newest, started, unhurried
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.schema import Config
@@ -135,7 +135,7 @@ def test_a_signal_in_each_phase(tiny: TinyRun, phase: str, sign: signal.Signals)
         assert "Traceback" not in job.text()
         folder = tiny.folder / "outputs" / "tiny"
         if phase == "export":
-            assert "the export of step 2 was stopped. By hand: titanlite checkpoint export" in job.text()
+            assert re.search(r"step 2\b.*checkpoint export ", job.text())
             assert [*(folder / "exports").glob("*")] == []
         else:
             assert saved == max(job.steps())
@@ -201,7 +201,7 @@ def test_a_second_signal_ends_a_job_that_hangs_in_a_save(tiny: TinyRun) -> None:
         assert job.end(30) == 128 + signal.SIGTERM
         assert job.left() == {}
         assert newest(tiny, killed=True) in (max(job.steps()) - 1, max(job.steps()))
-        assert "stopped at once by a second signal, SIGTERM: no checkpoint was saved" in job.text()
+        assert re.search("second signal.*SIGTERM", job.text())
 
 
 LOSS = """
@@ -232,7 +232,7 @@ def test_an_exception_on_one_rank_is_a_dozen_lines(tiny: TinyRun) -> None:
         assert job.left() == {}
         lines = job.text().splitlines()
         [at] = [number for number, line in enumerate(lines) if line.startswith("error: ")]
-        assert f"rank 1 on {platform.node()} failed at step 3, forward: ValueError: planted" in lines[at]
+        assert mentions(lines[at], f"rank 1 on {platform.node()}", "step 3", "forward", "ValueError: planted")
         assert len(lines) - at <= 12, job.text()
         assert "Traceback" not in job.text()
     logs = tiny.folder / "outputs" / "tiny" / "logs"

@@ -44,7 +44,7 @@ def test_parts_of_a_run_are_there_for_a_loop_of_ones_own(tiny: TinyRun) -> None:
     with titanlite.build_run(config) as run:
         assert run.progress.step == 0
     config = titanlite.load_config(tiny.toml, {"model.args.dim": 25})
-    with pytest.raises(titanlite.ConfigError, match=r"model.args: dim 25 must be .* \(the given config\)$"):
+    with pytest.raises(titanlite.ConfigError, match=r"model\.args: .*\b25\b.*\(the given"):
         titanlite.run_training(config)
 
 
@@ -76,9 +76,9 @@ def test_options_are_values_of_python(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"training.stepss": 3}, "training.stepss: unknown key, did you mean training.steps?"),
-        ({"training.steps": None}, "training.steps: None is no value of TOML; leave the key out for its default"),
-        ({"model.args": {"dim": object}}, "model.args: .* is no value of TOML"),
+        ({"training.stepss": 3}, r"training\.stepss: .*training\.steps\b"),
+        ({"training.steps": None}, r"training\.steps: None .*TOML"),
+        ({"model.args": {"dim": object}}, r"model\.args: .*TOML"),
     ],
 )
 def test_mistakes_are_named(options: dict[str, object], message: str) -> None:

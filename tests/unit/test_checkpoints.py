@@ -18,7 +18,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from tests.object_stores import Flaky
 from tests.whole_runs import assert_equal, trained
 from titanlite.checkpoint import manifest as manifests
@@ -231,7 +231,8 @@ def test_nothing_is_deleted_while_the_newest_is_damaged(
     monkeypatch.setattr(LocalStorage, "publish", publish_and_lose)
     trained(tiny.config("--training.steps=3", "--checkpoint.keep_latest_k=1"))
     assert steps(tiny) == [1, 2, 3]
-    assert warnings() == [f"old checkpoints could not be deleted: {checkpoint(tiny, 3)}/__0_0.distcp is missing"]
+    [warning] = warnings()
+    assert mentions(warning, f"{checkpoint(tiny, 3)}/__0_0.distcp")
 
 
 # The checkpoint at which a run resumes
@@ -248,14 +249,11 @@ def truncate(path: Path) -> None:
 
 
 DAMAGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
-    "a flipped byte": (lambda new, _: flip(new / "__0_0.distcp", 5000), "__0_0.distcp (model.*): wrong checksum"),
-    "a flipped byte of metadata": (lambda new, _: flip(new / ".metadata"), ".metadata: its checksum is not"),
-    "a flipped byte of checksums": (lambda new, _: flip(new / "checksums.json"), "checksums.json: its checksum is not"),
-    "an older file": (
-        lambda new, old: shutil.copy(old / "__0_0.distcp", new),
-        "__0_0.distcp (model.*): wrong checksum",
-    ),
-    "no manifest": (lambda new, _: (new / MANIFEST).unlink(), ""),
+    "a flipped byte": (lambda new, _: flip(new / "__0_0.distcp", 5000), "__0_0.distcp (model."),
+    "a flipped byte of metadata": (lambda new, _: flip(new / ".metadata"), ".metadata"),
+    "a flipped byte of checksums": (lambda new, _: flip(new / "checksums.json"), "checksums.json"),
+    "an older file": (lambda new, old: shutil.copy(old / "__0_0.distcp", new), "__0_0.distcp (model."),
+    "no manifest": (lambda new, _: (new / MANIFEST).unlink(), MANIFEST),
 }
 
 
@@ -269,18 +267,12 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
         trained(tiny.config(*options, "--job.name=good"))
     losses = tiny.losses("good")
     shutil.copytree(folder(tiny, "good").parent, folder(tiny, name).parent)
-    spoil, message = DAMAGE[damage]
+    spoil, place = DAMAGE[damage]
     spoil(checkpoint(tiny, 4, name), checkpoint(tiny, 2, name))
     trained(tiny.config(*options, f"--job.name={name}"))
     [warning] = warnings()
-    if not message:
-        assert warning == f"{checkpoint(tiny, 4, name)} has lost its manifest.json, and does not count"
-    else:
-        before, _, after = message.partition("*")
-        assert warning.startswith(f"damaged checkpoint: {checkpoint(tiny, 4, name)}")
-        assert before in warning
-        assert after in warning
-        assert warning.endswith("It no longer counts; resuming from the one before")
+    assert str(checkpoint(tiny, 4, name)) in warning
+    assert place in warning
     assert tiny.losses(name) == losses  # steps 3 and 4 were done again
     assert [record["step"] for record in tiny.records(name)] == [1, 2, 3, 4]
     assert steps(tiny, name) == [2, 4]
@@ -308,7 +300,7 @@ def test_killed_before_commit_a_run_resumes_from_the_one_before(trained_once: Ti
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=4", "--checkpoint.interval=2"))
     flip(checkpoint(tiny, 4) / "__0_0.distcp", 5000)
-    with pytest.raises(UserError, match=r"load_step names a damaged checkpoint: .*step-00000004/__0_0\.distcp"):
+    with pytest.raises(UserError, match=r"load_step.*step-00000004/__0_0\.distcp"):
         trained(tiny.config("--checkpoint.load_step=4"))
     assert steps(tiny) == [2, 4]
 
@@ -319,7 +311,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tiny: TinyR
     for step in (2, 4):
         truncate(checkpoint(tiny, step) / "__0_0.distcp")
     for _ in range(2):  # the second start refuses too
-        with pytest.raises(UserError, match=r"no good checkpoint is left .* \(damaged: step-00000002, step-00000004\)"):
+        with pytest.raises(UserError, match=r"damaged.* step-00000002.* step-00000004"):
             trained(tiny.config())
     assert {f"{MANIFEST}.{DAMAGED}", "__0_0.distcp"} <= {path.name for path in checkpoint(tiny, 4).iterdir()}
 
@@ -346,7 +338,7 @@ def test_going_back_to_an_older_step(tiny: TinyRun) -> None:
     trained(tiny.config(*options))
     losses = tiny.losses()
     back = ["--checkpoint.load_step=2", "--optimizer.lr=1e-3"]
-    with pytest.raises(UserError, match=r"load_step: .* has no checkpoint of step 3 \(has: 2, 4, 6\)"):
+    with pytest.raises(UserError, match=r"load_step.* step 3 .*2, 4, 6"):
         trained(tiny.config("--checkpoint.load_step=3"))
     trained(tiny.config(*options, *back, "--training.steps=4"))
     assert tiny.losses()[:2] == losses[:2]
@@ -373,10 +365,10 @@ def test_a_branch_resumes_whatever_is_newer(tiny: TinyRun) -> None:
 def test_a_run_whose_checkpoints_are_elsewhere_does_not_start_over(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=2"))
     folder(tiny).rename(tiny.folder / "unmounted")
-    with pytest.raises(UserError, match=r"this run has saved checkpoints, and none is in .*outputs/tiny/checkpoints"):
+    with pytest.raises(UserError, match="outputs/tiny/checkpoints"):
         trained(tiny.config())
     assert len(tiny.records()) == 2
-    with pytest.raises(UserError, match=r"load_step: .* has no checkpoint of step 2 \(has: none\)"):
+    with pytest.raises(UserError, match=r"load_step.* step 2 .*none"):
         trained(tiny.config("--job.name=new", "--checkpoint.load_step=2"))
     trained(tiny.config("--training.steps=4", f"--checkpoint.folder={tiny.folder}/unmounted"))
     assert len(tiny.records()) == 4
@@ -398,7 +390,7 @@ def test_a_host_without_memory_is_not_damage(tiny: TinyRun, monkeypatch: pytest.
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", no_memory)
-        with pytest.raises(RunError, match=r"__0_0\.distcp .*can't allocate memory"):
+        with pytest.raises(RunError, match=r"__0_0\.distcp .*can't allocate"):
             trained(tiny.config())
     assert steps(tiny) == [2]
 
@@ -409,23 +401,23 @@ def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
     with pytest.raises(UserError) as refusal:
         trained(tiny.config(*other, "--model.args.norm_eps=1e-6", "--optimizer.lr=1e-3"))
     lines = str(refusal.value).splitlines()
-    assert lines[1] == "  data.sources.text has its tokens in other sequences (data.packing, training.seq_len)"
-    assert lines[2:6] == [
-        "  debug.seed was 0, is 1",
-        "  model.args.norm_eps was 1e-05, is 1e-06",
-        "  training.global_batch_size was 8, is 4",
-        "  training.seq_len was 32, is 16",
+    assert mentions(lines[1], "data.sources.text", "data.packing", "training.seq_len")
+    changed = [
+        ("debug.seed", 0, 1),
+        ("model.args.norm_eps", 1e-05, 1e-06),
+        ("training.global_batch_size", 8, 4),
+        ("training.seq_len", 32, 16),
     ]
+    for line, (key, before, now) in zip(lines[2:6], changed, strict=True):
+        assert re.match(rf"  {key} .*\b{before}\b.* {now}$", line)
     (tiny.text / "a.txt").write_text("another text " * 100)
-    with pytest.raises(
-        UserError, match=r"\n  data\.sources\.text has other tokens \(.*\n.*accept: data\.on_change = "
-    ) as refusal:
+    with pytest.raises(UserError, match=r"data\.sources\.text .*\n.*data\.on_change\b") as refusal:
         trained(tiny.config("--training.steps=2"))
     assert not re.search(r"[0-9a-f]{16}", str(refusal.value).replace(str(tiny.folder), "")), "no hashes"
     allowed = '--checkpoint.allow_changes=["training.*", "debug.seed", "data.*"]'
     trained(tiny.config(*other, allowed, "--metrics.log_freq=1", "--optimizer.lr=1e-3"))
     assert [record["samples"] for record in tiny.records()] == [8, 12]
-    with pytest.raises(UserError, match=r"is of another model:\n  missing     model\.layers\.0\.feed_forward\.w1"):
+    with pytest.raises(UserError, match=r"missing +model\.layers\.0\.feed_forward\.w1"):
         trained(tiny.config(*other, "--model.args.hidden_dim=64", '--checkpoint.allow_changes=["*"]'))
 
 
@@ -488,14 +480,15 @@ def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[
     with pytest.raises(UserError) as refusal:
         trained(tiny.config(*deeper))
     lines = str(refusal.value).splitlines()
-    assert lines[0] == f"{checkpoint(tiny, 2)} does not fit this model:"
-    assert "  missing     model.layers.0.feed_forward.w1.weight [71, 42], stored as [70, 42]" in lines
-    assert "  missing     model.layers.2.attention.wq.weight [42, 42]" in lines
-    assert '  checkpoint.allow_missing = ["model.layers.*.feed_forward.w1.weight", ' in lines[-1]
+    assert mentions(lines[0], checkpoint(tiny, 2))
+    other, missing = "model.layers.0.feed_forward.w1.weight", "model.layers.2.attention.wq.weight"
+    assert any(mentions(line, "missing", other, [71, 42], [70, 42]) for line in lines)
+    assert any(mentions(line, "missing", missing, [42, 42]) for line in lines)
+    assert 'checkpoint.allow_missing = ["model.layers.*.feed_forward.w1.weight"' in lines[-1]
     allowed = '--checkpoint.allow_missing=["model.layers.*.feed_forward.w*", "model.layers.2"]'
     final = trained(tiny.config(*deeper, allowed))
     assert torch.equal(final["layers.0.attention.wq.weight"], source["layers.0.attention.wq.weight"])
-    assert "missing     model.layers.2.attention.wq.weight" in warnings()[-1]
+    assert mentions(warnings()[-1], "missing", missing)
 
     shallower = ["--job.name=third", *begin]
     with pytest.raises(UserError, match=r"unexpected  model\.layers\.1\.attention"):
@@ -511,9 +504,9 @@ def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[
 def test_initial_load_from_nothing(tiny: TinyRun) -> None:
     trained(tiny.config("--training.steps=1", "--lr_scheduler.warmup_steps=1", "--job.name=source"))
     path = f"--checkpoint.initial_load_path={folder(tiny, 'source')}"
-    with pytest.raises(UserError, match=r"checkpoint\.initial_load: nothing here is called modle"):
+    with pytest.raises(UserError, match=r"checkpoint\.initial_load: .*modle"):
         trained(tiny.config(path, '--checkpoint.initial_load=["modle"]'))
-    with pytest.raises(UserError, match=f"initial_load_path: no good checkpoint in {tiny.folder}"):
+    with pytest.raises(UserError, match=f"initial_load_path: .*{tiny.folder}"):
         trained(tiny.config(f"--checkpoint.initial_load_path={tiny.folder}"))
 
 
@@ -709,10 +702,7 @@ def test_a_store_that_returns_too_few_bytes_costs_no_checkpoint(
         monkeypatch.setattr(ShortReads, "calls", 0)
         with pytest.raises(RunError) as caught:
             trained(tiny.config("--training.steps=4", *store))
-        assert re.match(
-            rf"(rank 0: )?memory://short/run/step-00000002/{file}: \d+ of \d+ bytes arrived, twice", str(caught.value)
-        )
-        assert str(caught.value).endswith("so no checkpoint is taken for damaged: all count. Start again when it works")
+        assert re.search(rf"memory://short/run/step-00000002/{file}: \d+ of \d+ bytes", str(caught.value))
         assert ShortReads.calls == 4  # two of the newest, two of the one before
         assert [name for name, files in sorted(storage.list().items()) if "manifest.json" in files] == good
         assert not [name for files in storage.list().values() for name in files if "damaged" in name]

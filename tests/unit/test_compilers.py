@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import mentions
 from titanlite.runtime.compilers import missing_for_cpu, missing_for_gpu
 
 
@@ -20,40 +21,38 @@ def headers(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("environ", "programs", "problem"),
+    ("environ", "programs", "words"),
     [
         ({}, ["gcc"], None),
-        ({}, ["g++", "cc"], "Triton needs a C compiler, and there is neither gcc nor clang: install one"),
-        ({"CC": "icx"}, ["gcc"], "Triton needs a C compiler, and CC names icx, which is not there: set CC to"),
+        ({}, ["g++", "cc"], ["Triton", "gcc", "clang"]),
+        ({"CC": "icx"}, ["gcc"], ["Triton", "CC", "icx"]),
     ],
 )
 def test_a_gpu_needs_a_c_compiler(
-    environ: dict[str, str], programs: list[str], problem: str | None, headers: Path
+    environ: dict[str, str], programs: list[str], words: list[str] | None, headers: Path
 ) -> None:
     found = missing_for_gpu(environ, has_triton=True, headers=headers, which=machine(*programs))
-    assert (found is None) if problem is None else (found is not None and found.startswith(problem))
+    assert found is None if words is None else mentions(str(found), *words)
 
 
 def test_a_gpu_needs_triton_and_the_headers_of_python(headers: Path, tmp_path: Path) -> None:
     which = machine("gcc")
-    assert missing_for_gpu({}, has_triton=False, headers=headers, which=which) == (
-        "compiling for a GPU needs triton, which is not installed: pip install triton"
-    )
+    found = missing_for_gpu({}, has_triton=False, headers=headers, which=which)
+    assert mentions(str(found), "pip install triton")
     found = missing_for_gpu({}, has_triton=True, headers=tmp_path / "none", which=which)
-    assert found is not None
-    assert found.startswith(f"Triton compiles with Python's headers, and {tmp_path / 'none'} has no Python.h")
+    assert mentions(str(found), tmp_path / "none", "Python.h")
 
 
 @pytest.mark.parametrize(
-    ("environ", "platform", "programs", "problem"),
+    ("environ", "platform", "programs", "words"),
     [
         ({}, "linux", ["g++"], None),
-        ({}, "linux", ["clang++"], "there is no g++ (CXX in the environment selects another)"),
-        ({"CXX": "icpx"}, "linux", ["g++"], "there is no icpx (named by CXX in the environment)"),
+        ({}, "linux", ["clang++"], ["g++", "CXX"]),
+        ({"CXX": "icpx"}, "linux", ["g++"], ["icpx", "CXX"]),
     ],
 )
 def test_a_cpu_needs_a_cpp_compiler(
-    environ: dict[str, str], platform: str, programs: list[str], problem: str | None
+    environ: dict[str, str], platform: str, programs: list[str], words: list[str] | None
 ) -> None:
     found = missing_for_cpu(environ, platform=platform, which=machine(*programs))
-    assert found == (None if problem is None else f"compiling for the CPU needs a C++ compiler, and {problem}")
+    assert found is None if words is None else mentions(str(found), "CPU", *words)

@@ -140,9 +140,9 @@ class Deaf(Llama3):
 def test_models_whose_sequences_cannot_be_split() -> None:
     args = Llama3.flavors["debug"]
     check_context(build_on_meta(Llama3, args))
-    with pytest.raises(UserError, match=r"block 0 of Plain has no `key_source`"):
+    with pytest.raises(UserError, match=r"Plain .*`key_source`"):
         check_context(build_on_meta(Plain, args))
-    with pytest.raises(UserError, match=r"needs a model whose forward takes `documents`, and Deaf.forward does not"):
+    with pytest.raises(UserError, match=r"`documents`.* Deaf\.forward"):
         check_context(build_on_meta(Deaf, args))
 
 

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import pickle
+import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.helpers import mentions
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.packing import Stream
 from titanlite.data.samples import Samples, Source, permute
@@ -62,7 +64,7 @@ def test_a_folder_is_there_whole_or_not_at_all(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
     write_tokens(folder, [[1, 2, 3]])
     (folder / "00000.tokens").write_bytes(b"123")
-    with pytest.raises(UserError, match=r"00000\.tokens is missing or does not have the size"):
+    with pytest.raises(UserError, match=r"00000\.tokens "):
         TokenStore(folder)
 
 
@@ -174,7 +176,7 @@ def test_names_of_shards_are_plain(name: str, tmp_path: Path) -> None:
     index = json.loads((tmp_path / "tokens" / INDEX).read_text())
     index["shards"][0]["name"] = name
     (tmp_path / "tokens" / INDEX).write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"names a file .* which is no plain name of a shard's file"):
+    with pytest.raises(UserError, match=re.escape(f"'{name}.")):
         TokenStore(tmp_path / "tokens")
 
 
@@ -182,7 +184,7 @@ def test_too_little_data_is_an_error(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens", [[1] * 8], tokenizer="bytes", vocab_size=258)
     options: dict[str, Any] = {"tokenizer": ByteTokenizer(), "cache_folder": tmp_path}
     data = Data(path=str(tmp_path / "tokens"))
-    with pytest.raises(UserError, match="holds 8 tokens, less than one sequence of 8"):
+    with pytest.raises(UserError, match=r" 8 tokens.* 8\b"):
         open_sources(data, data, seq_len=8, **options)
     [source] = open_sources(data, data, seq_len=7, **options)
     assert len(source.sequences) == 1
@@ -201,5 +203,5 @@ def test_ids_beyond_the_vocabulary_are_one_line(workers: int, tmp_path: Path) ->
     loader = build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
     with pytest.raises(UserError) as error:
         next(loader)
-    assert str(error.value).startswith(f"data.path: {tmp_path / 'tokens'} has the token id 300 at 9, beyond the 258 of")
+    assert mentions(str(error.value), "data.path", tmp_path / "tokens", 300, 9, 258)
     assert len(str(error.value).splitlines()) == 1

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from tests.distillation import KINDS, VOCABULARY, Given, inputs, plain
-from tests.helpers import TinyRun, one_process, train_on_this_rank
+from tests.helpers import TinyRun, mentions, one_process, train_on_this_rank
 from tests.operators import LargestTensor
 from titanlite.checks.preflight import preflight
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
@@ -153,19 +153,15 @@ def test_vocabularies_that_differ_are_refused(taught: tuple[TinyRun, Path]) -> N
     tiny, folder = taught
     options = teacher_options(folder)
     where = folder / "checkpoints" / "step-00000004"
-    assert refusal(tiny, *options, "--model.args.vocab_size=384").splitlines() == [
-        f"teacher.path: {where} has another vocabulary: it has 259 tokens, and the model 384. Both must be the same: "
-        "set model.args.vocab_size = 259"
-    ]
+    [line] = refusal(tiny, *options, "--model.args.vocab_size=384").splitlines()
+    assert mentions(line, "teacher.path", where, 384, "model.args.vocab_size = 259")
     source = open_source(str(folder))
     other = load_tokenizer("python-2k")
     config = tiny.config(*options)
     with pytest.raises(UserError) as error:
         open_teacher(config, student=source.spec, tokenizer=other, open_model=open_model)
     [line] = str(error.value).splitlines()
-    assert line.startswith(f"{where} has another vocabulary: its tokenizer is another: ")
-    assert "258 tokens, here" in line
-    assert line.endswith("Both must be the same: take the tokenizer of the teacher for the data")
+    assert mentions(line, where, "tokenizer", "258 tokens")
     assert source.tokenizer is not None
     assert different_tokens(source.tokenizer, ByteTokenizer()) == []
 
@@ -209,13 +205,13 @@ def test_sequences_that_are_too_long_for_the_teacher_are_refused(taught: tuple[T
     tiny, folder = taught
     options = [*teacher_options(folder), "--training.seq_len=10000", "--model.args.max_seq_len=10000"]
     [line] = refusal(tiny, *options).splitlines()
-    assert "has 8192 positions, and training.seq_len is 10000" in line
+    assert mentions(line, 8192, "training.seq_len", 10000)
 
 
 def test_a_teacher_that_is_not_there_is_refused(tiny: TinyRun, tmp_path: Path) -> None:
-    assert refusal(tiny, *teacher_options(tmp_path / "none")) == f"teacher.path: no file or folder {tmp_path}/none"
+    assert mentions(refusal(tiny, *teacher_options(tmp_path / "none")), "teacher.path", tmp_path / "none")
     (tmp_path / "empty").mkdir()
-    assert refusal(tiny, *teacher_options(tmp_path / "empty")).startswith("teacher.path: no good checkpoint in ")
+    assert mentions(refusal(tiny, *teacher_options(tmp_path / "empty")), "teacher.path", tmp_path / "empty")
 
 
 def test_a_config_can_describe_the_teacher(taught: tuple[TinyRun, Path]) -> None:
@@ -224,9 +220,7 @@ def test_a_config_can_describe_the_teacher(taught: tuple[TinyRun, Path]) -> None
     manifest = json.loads((bare / "manifest.json").read_text())
     del manifest["files"]["config.toml"], manifest["crc32"]
     (bare / "manifest.json").write_text(json.dumps(manifest))
-    assert refusal(tiny, *teacher_options(bare)) == (
-        f"teacher.path: {bare} was saved without its config: name that of the run, with teacher.config"
-    )
+    assert mentions(refusal(tiny, *teacher_options(bare)), "teacher.path", bare, "teacher.config")
     described = [*teacher_options(bare), f"--teacher.config={tiny.toml}"]
     resolved = preflight(tiny.config(*described), ALONE, CPU, open_model=open_model)
     assert resolved.targets.frozen is not None

@@ -25,16 +25,16 @@ def test_models_that_are_refused() -> None:
     model = build_on_meta(Qwen3Moe, MOE)
     check_experts(model, 4, 4)
     check_experts(model, 2, 16)
-    with pytest.raises(UserError, match=r"^3 does not divide the 8 experts of a layer"):
+    with pytest.raises(UserError, match=r"^3 .* 8 experts"):
         check_experts(model, 3, 3)
-    with pytest.raises(UserError, match=r"^2 leaves 128 processes to share each expert, and no dim of \[24, 64\]"):
+    with pytest.raises(UserError, match=r"^2 .* 128 .*\[24, 64\]"):
         check_experts(model, 2, 256)
     check_experts(model, 2, 16, split_layers=True)
     check_experts(model, 2, 48)
-    with pytest.raises(UserError, match=r"^2 leaves 24 processes to share each expert, and no dim of \[64\]"):
+    with pytest.raises(UserError, match=r"^2 .* 24 .*\[64\]"):
         check_experts(model, 2, 48, split_layers=True)
     llama = build_on_meta(Llama3, Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=99))
-    with pytest.raises(UserError, match=r"^needs a model with experts, and Llama3 has none"):
+    with pytest.raises(UserError, match=r"experts.* Llama3"):
         check_experts(llama, 2, 2)
 
 

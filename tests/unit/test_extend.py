@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.data.custom import CustomSequences
@@ -56,17 +56,17 @@ def test_names_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "words"),
     [
-        ("nowhere", "expected package.module:Name or file.py:Name, got 'nowhere'"),
-        ("missing.py:thing", "no file missing.py"),
-        ("single.py:thong", "single.py has no thong, did you mean thing?"),
-        ("broken.py:thing", "cannot import broken.py: line 2: SyntaxError: invalid syntax"),
-        ("raising.py:thing", "cannot import raising.py: raising.py:3: ZeroDivisionError: division by zero"),
+        ("nowhere", ["package.module:Name", "file.py:Name", "'nowhere'"]),
+        ("missing.py:thing", ["missing.py"]),
+        ("single.py:thong", ["single.py", "thong", "thing"]),
+        ("broken.py:thing", ["broken.py", "line 2", "SyntaxError"]),
+        ("raising.py:thing", ["raising.py:3", "ZeroDivisionError", "division by zero"]),
     ],
 )
 def test_what_cannot_be_found_is_explained(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, message: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: list[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "single.py").write_text("thing = 1\n")
@@ -74,7 +74,7 @@ def test_what_cannot_be_found_is_explained(
     (tmp_path / "raising.py").write_text("thing = 1\n\nthing = 1 / 0\n")
     with pytest.raises(UserError) as error:
         find_object(name)
-    assert str(error.value).startswith(message)
+    assert mentions(str(error.value), *words)
 
 
 def test_a_model_is_found_in_a_file_and_in_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -134,7 +134,7 @@ def test_training_and_planning_resolve_the_same_vocabulary(tiny: TinyRun) -> Non
         assert resolved.model.args.vocab_size == model_of(config).args.vocab_size == size
         assert model_of(with_vocab_size(config)) == model_of(config) == resolved.model
     config = tiny.config("--data.tokenizer=python-2k", "--model.args.vocab_size=300")
-    with pytest.raises(ConfigError, match=r"data.tokenizer: has 2048 tokens, the model only 300"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: .*2048.* 300\b"):
         preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))
 
 
@@ -164,52 +164,54 @@ class Mine(Model):
 """
 
 
-ADVICE = "return a distribution such as Normal(std=0.02) (docs/add_a_model.md)"
+ADVICE = ["Normal(std=0.02)", "docs/add_a_model.md"]
 
 
 @pytest.mark.parametrize(
-    ("method", "message"),
+    ("method", "words"),
     [
-        ("", "Mine does not define init_weight: see docs/add_a_model.md"),
-        ("return 0.02", f"Mine.init_weight returns 0.02 for parameter wide: {ADVICE}"),
+        ("", ["Mine", "init_weight", "docs/add_a_model.md"]),
+        ("return 0.02", ["Mine.init_weight", "0.02", "wide", *ADVICE]),
         (
             "if 'bias' not in name: return Normal(std=1 / shape[1])",
-            f"Mine.init_weight returns None for parameter layers.0.bias: {ADVICE}",
+            ["Mine.init_weight", "None", "layers.0.bias", *ADVICE],
         ),
-        ("return Halves()", None),
-        ("return OneValue()", "OneValue.values must return a finite number for each index of wide"),
+        ("return Halves()", []),
+        ("return OneValue()", ["OneValue.values", "wide"]),
     ],
 )
 def test_initial_values_of_an_own_model_are_checked(
-    method: str, message: str | None, tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
+    method: str, words: list[str], tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tiny.folder)
     body = f"    def init_weight(self, name, shape):\n        {method}\n" if method else ""
     (tiny.folder / "own_weights.py").write_text(OWN_MODEL + body)
     tiny.toml.write_text(f'[model]\nfile = "own_weights.py"\n[data]\npath = "{tiny.text}"\n')
-    if message is None:
+    if not words:
         preflight(tiny.config(), Ranks(0, 1, 0, 1), torch.device("cpu"))
         return
     with pytest.raises(ConfigError) as error:
         preflight(tiny.config(), Ranks(0, 1, 0, 1), torch.device("cpu"))
-    assert str(error.value) == f"model.file: {message}"
+    [problem] = error.value.problems
+    assert problem.key == "model.file"
+    assert mentions(problem.message, *words)
 
 
-WIDTH = "self.layers = nn.ModuleList([nn.Linear(4, args.width)])", "fails: own_init.py:18: AttributeError: "
+WIDTH = "self.layers = nn.ModuleList([nn.Linear(4, args.width)])", ["own_init.py:18", "AttributeError"]
 
 
 @pytest.mark.parametrize(
-    ("command", "line", "message"),
+    ("command", "line", "words"),
     [
         (["train"], *WIDTH),
         (["plan", "--world-size=2", "--gpu=H100"], *WIDTH),
-        (["config", "check"], "self.blocks = nn.ModuleList()", "defines no layers: "),
+        (["config", "check"], "self.blocks = nn.ModuleList()", ["layers"]),
     ],
 )
 def test_an_own_model_whose_init_fails_is_one_line(
     command: list[str],
     line: str,
-    message: str,
+    words: list[str],
     tiny: TinyRun,
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
@@ -220,7 +222,7 @@ def test_an_own_model_whose_init_fails_is_one_line(
     tiny.toml.write_text(f'[model]\nfile = "own_init.py"\n[data]\npath = "{tiny.text}"\n')
     assert cli.run([*command, str(tiny.toml)]) == 2
     [error] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error")]
-    assert error.startswith(f"error: model.file: Mine.__init__ {message}")
+    assert mentions(error, "model.file", "Mine.__init__", *words)
 
 
 def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, mentions, train_on_this_rank
 from titanlite.config.load import load
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -34,13 +34,13 @@ def on_meta(model_cls: type[Model], args: Any) -> Any:
 def test_small_layers_stay_and_the_log_has_the_reason(log: Callable[[], list[str]]) -> None:
     pytest.importorskip("torchao")
     convert_to_float8(on_meta(Llama3, LARGE), float8=Float8(enable=True), shard_degree=8)
-    assert log() == [
-        "float8 (tensorwise): converted 5 linear layers: layers.0.attention.wq, layers.0.attention.wo, "
-        "layers.0.feed_forward.w1, ... (2 of 4096 x 4096, 2 of 14336 x 4096, 1 of 4096 x 14336)",
-        "float8: kept 2 linear layers (1024 x 4096: slower in float8 up to 1024 x 4096): layers.0.attention.wk, "
-        "layers.0.attention.wv",
-        "float8: kept 1 linear layers (the loss computes its matmul itself): head.output",
-    ]
+    converted, small, output = log()
+    assert mentions(
+        converted, "tensorwise", 5, "layers.0.attention.wq", "layers.0.attention.wo", "layers.0.feed_forward.w1"
+    )
+    assert mentions(converted, "2 of 4096 x 4096", "2 of 14336 x 4096", "1 of 4096 x 14336")
+    assert mentions(small, 2, "1024 x 4096", "layers.0.attention.wk", "layers.0.attention.wv")
+    assert mentions(output, 1, "head.output")
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
@@ -65,10 +65,11 @@ def test_the_limits_are_those_of_torchao(recipe: str) -> None:
 def test_nothing_to_convert_names_the_option(tiny: TinyRun) -> None:
     pytest.importorskip("torchao")
     args = Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=64, max_seq_len=16)
-    with pytest.raises(UserError, match=r"no layer can be converted.*skip_small = false converts small ones too"):
+    with pytest.raises(UserError, match="skip_small = false"):
         convert_to_float8(on_meta(Llama3, args), float8=Float8(enable=True), shard_degree=1)
-    with pytest.raises(UserError, match=r"see the reasons above$"):
+    with pytest.raises(UserError) as error:
         convert_to_float8(on_meta(Llama3, args), float8=Float8(enable=True, filter_fqns=["layers"]), shard_degree=1)
+    assert "skip_small" not in str(error.value)
 
 
 def test_experts_stay_and_the_log_has_the_reason(log: Callable[[], list[str]]) -> None:
@@ -80,11 +81,8 @@ def test_experts_stay_and_the_log_has_the_reason(log: Callable[[], list[str]]) -
     model = on_meta(Qwen3Moe, args)
     convert_to_float8(model, float8=Float8(enable=True, skip_small=False), shard_degree=1)
     [line] = [line for line in log() if "experts" in line]
-    assert line == (
-        "float8: kept 6 stacks of experts' weights (grouped matmuls have no float8 kernel): "
-        "layers.0.feed_forward.w1, layers.0.feed_forward.w2, layers.0.feed_forward.w3, ..."
-    )
-    assert log()[0].startswith("float8 (tensorwise): converted 8 linear layers: layers.0.attention.wq")
+    assert mentions(line, 6, "layers.0.feed_forward.w1", "layers.0.feed_forward.w2", "layers.0.feed_forward.w3")
+    assert mentions(log()[0], "tensorwise", 8, "layers.0.attention.wq")
 
 
 def test_rows_that_do_not_divide_are_not_gathered_in_float8(log: Callable[[], list[str]]) -> None:
@@ -94,18 +92,16 @@ def test_rows_that_do_not_divide_are_not_gathered_in_float8(log: Callable[[], li
         model = on_meta(Llama3, LARGE)
         convert_to_float8(model, float8=Float8(enable=True), shard_degree=shard_degree)
         assert hasattr(model.layers[0].attention.wq.weight, "_precomputed_scale") is wrapped
-    assert [line for line in log() if "gathered" in line] == [
-        "float8: weights are not gathered in float8 (the rows of 5 of them do not divide by the shard degree 3): "
-        "layers.0.attention.wq, layers.0.attention.wo, layers.0.feed_forward.w1, ..."
-    ]
+    [line] = [line for line in log() if "gathered" in line]
+    assert mentions(line, 5, 3, "layers.0.attention.wq", "layers.0.attention.wo", "layers.0.feed_forward.w1")
 
 
 @pytest.mark.parametrize(
     ("capability", "recipe", "refusal"),
     [
-        (None, "tensorwise", "this machine has no hardware float8"),
+        (None, "tensorwise", r"enable: .* 8\.9.*emulate = true"),
         ((8, 9), "tensorwise", None),
-        ((8, 9), "rowwise", "recipe_name: rowwise needs compute capability 9.0 .Hopper., and this GPU has 8.9"),
+        ((8, 9), "rowwise", r"recipe_name: rowwise.*9\.0.*8\.9.*tensorwise"),
         ((9, 0), "rowwise", None),
     ],
 )

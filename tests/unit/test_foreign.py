@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.chat_tokenizer import write_chat_tokenizer
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, mentions, train_on_this_rank
 from tests.weights import save_random, small_toml
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import MANIFEST
@@ -108,8 +108,7 @@ def test_code_that_a_checkpoint_names_is_not_run(
     assert cli.run(words) == 2
     [line] = capfd.readouterr().err.splitlines()
     key = "base" if place == "a base" else "model.file"
-    assert f'step-00000010: the config names {key} = "{named}", and it may be of others: refused' in line
-    assert "--config" in line
+    assert mentions(line, "step-00000010", f'{key} = "{named}"', "--config")
     assert ("--model-file" in line) == (key == "model.file")
     assert not canary.exists()
     assert not (tmp_path / "out").exists()
@@ -129,12 +128,12 @@ def test_code_that_the_user_names_is_run(download: Path, tmp_path: Path, capfd: 
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in "ab"]
     assert weights[0] == weights[1]
     assert cli.run(["generate", str(tmp_path / "a"), "--prompt", "a", "--model-file", str(file)]) == 2
-    assert "of another program: name a config with the model, with --config" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, f"--model-file: {tmp_path}/a", "--config")
 
 
 def test_a_teacher_names_its_code_in_the_config_of_the_user(download: Path) -> None:
     with_config(download, '[model]\nfile = "/somewhere/teacher.py"\n')
-    with pytest.raises(UserError, match=r"names model.file = .*name it yourself, with teacher.config$"):
+    with pytest.raises(UserError, match=r"model\.file = .*teacher\.config$"):
         open_model(str(download), None, "teacher")
 
 
@@ -234,18 +233,18 @@ def test_the_copy_beside_a_checkpoint_is_checked_as_weights_are(
     copy = download / "tokenizer"
     copy.symlink_to(tokenizer)
     assert cli.run(words) == 2
-    assert f"{download}: 'tokenizer' leads out of the folder: refused" in capfd.readouterr().err
+    assert f"{download}: 'tokenizer' " in capfd.readouterr().err
     copy.unlink()
     copy.mkdir()
     (copy / "tokenizer.json").symlink_to(tokenizer / "tokenizer.json")
     assert cli.run(words) == 2
-    assert f"{copy}: 'tokenizer.json' leads out of the folder: refused" in capfd.readouterr().err
+    assert f"{copy}: 'tokenizer.json' " in capfd.readouterr().err
     assert [file for file in opened if "my tokenizer" in file] == []
     (copy / "tokenizer.json").unlink()
     (copy / "tokenizer.json").touch()
     os.truncate(copy / "tokenizer.json", 2**28 + 1)  # takes no space
     assert cli.run(words) == 2
-    assert "has 268,435,457 bytes, and 268,435,456 are read at most" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, copy / "tokenizer.json", "268,435,457", "268,435,456")
     shutil.copy(tokenizer / "tokenizer.json", copy)
     assert cli.run(words) == 0
     alone = tmp_path / "alone" / "step-00000010"
@@ -305,7 +304,7 @@ def test_a_run_keeps_its_tokenizer(tiny: TinyRun, tokenizer: Path, caplog: pytes
     assert (copy / "tokenizer.json").exists()
     assert (copy / "chat_template.jinja").read_text() == "new"
     assert (run / "tokenizer-until-step-3" / "tokenizer_config.json").exists()
-    assert "the tokenizer has other files now" in caplog.text
+    assert str(run / "tokenizer-until-step-3") in caplog.text
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -344,7 +343,7 @@ def test_an_export_copies_nothing_that_a_link_leads_to(
         (folder / name).symlink_to(private)
         assert cli.run([*export, str(folder)]) == 2
         [line] = capfd.readouterr().err.splitlines()
-        assert f"{folder}: {name!r} leads out of the folder: refused" in line
+        assert f"{folder}: {name!r} " in line
         assert not (tmp_path / "out").exists()
     (folder / name).unlink()
     shutil.copy(private, folder / "inside")
@@ -362,7 +361,7 @@ def test_a_template_that_is_a_link_is_not_read(tmp_path: Path, saved: Path, capf
     (folder / "chat_template.jinja").symlink_to(tmp_path / "private")
     assert cli.run(["generate", str(saved), "--tokenizer", str(folder), "--chat", "--prompt", "a"]) == 2
     written = capfd.readouterr()
-    assert "'chat_template.jinja' leads out of the folder: refused" in written.err
+    assert "'chat_template.jinja'" in written.err
     assert SECRET not in written.out + written.err
 
 

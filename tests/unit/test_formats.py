@@ -84,14 +84,14 @@ def _not_in_config(args: Any) -> dict[str, Any]:
 def test_other_models_are_refused_with_every_reason() -> None:
     _, args, hugging_face = small("llama3")
     config = hugging_face.to_config(args)
-    with pytest.raises(ValueError, match=r"^model_type is 'gpt2', not 'llama'$"):
+    with pytest.raises(ValueError, match=r"model_type.*'gpt2'.*'llama'"):
         hugging_face.to_args({**config, "model_type": "gpt2"})
     del config["hidden_size"]
     yarn = {"rope_type": "yarn", "factor": 4.0}
-    with pytest.raises(ValueError, match=r"hidden_size is missing; mlp_bias = True is not supported.*; RoPE .*yarn"):
+    with pytest.raises(ValueError, match=r"hidden_size.*mlp_bias = True.*RoPE.*yarn"):
         hugging_face.to_args({**config, "mlp_bias": True, "rope_scaling": yarn})
     _, args, hugging_face = small("qwen3_moe")
-    with pytest.raises(ValueError, match=r"^norm_topk_prob = False is not supported, only True$"):
+    with pytest.raises(ValueError, match=r"norm_topk_prob = False.* True"):
         hugging_face.to_args({**hugging_face.to_config(args), "norm_topk_prob": False})
 
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from titanlite.guard import SkipReason, StepGuard, StoppedByGuard
+from tests.helpers import mentions
+from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
 from titanlite.schema import Guard
 from titanlite.step import StepResult
 
@@ -54,14 +55,15 @@ def test_a_check_returns_the_skipped_steps() -> None:
     guard = guard_of(nonfinite="skip", max_consecutive_skips=3)
     skip_reasons(guard, [(3, 1), (NAN, 2), (3, 1)])
     [skipped] = guard.check(world())
-    assert (skipped.step, skipped.reason, skipped.grad_norm) == (2, "loss or gradient is not finite", 2)
+    assert (skipped.step, skipped.reason, skipped.grad_norm) == (2, REASONS[SkipReason.NONFINITE], 2)
     assert math.isnan(skipped.loss)
     assert math.isnan(skipped.micro_losses[0][0])
     assert skipped.shard_grad_norms == [2]
     assert guard.check(world()) == []
     skip_reasons(guard, [(INF, 1), (INF, 1), (INF, 1), (3, 1)], first=4)
-    with pytest.raises(StoppedByGuard, match=r"step 6: .* \(loss inf, grad_norm 1\); 3 steps in a row") as stopped:
+    with pytest.raises(StoppedByGuard) as stopped:
         guard.check(world())
+    assert mentions(str(stopped.value), "step 6", "loss inf", "grad_norm 1", "3 steps", "guard.max_consecutive_skips")
     assert stopped.value.taken == 3
     assert [one.step for one in stopped.value.skipped] == [4, 5, 6]
     assert stopped.value.exit_code == 3

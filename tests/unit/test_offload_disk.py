@@ -193,7 +193,7 @@ def full(*_: Any) -> None:
 @pytest.mark.usefixtures("_tiny_slices")
 def test_a_disk_that_is_full_at_the_start(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(UserError, match=r"^offload.path: there is no room in .*/tiny/offload: it needs 0.00 GiB, and "):
+    with pytest.raises(UserError, match=r"^offload\.path: .*/tiny/offload.*0\.00 GiB"):
         train_on_this_rank(tiny.config(*MOMENTS), 0, 1)
 
 
@@ -222,7 +222,7 @@ def test_a_disk_that_fails_while_training(tiny: TinyRun, monkeypatch: pytest.Mon
 
     run = built(0, 1, tiny.config(*MOMENTS))
     monkeypatch.setattr(os, "fdatasync", fail)
-    with pytest.raises(RunError, match=r"^offload.path: .*/tiny/offload can no longer be written: Input/output error$"):
+    with pytest.raises(RunError, match=r"^offload\.path: .*/tiny/offload.*Input/output error$"):
         train(run)
 
 

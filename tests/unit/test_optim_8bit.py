@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Placement, Shard, distribute_tensor
 
-from tests.helpers import TinyRun, fake_mesh
+from tests.helpers import TinyRun, fake_mesh, mentions
 from tests.layouts import whole
 from tests.plans import profiled, shapes
 from titanlite.checks.model import check_quantized_moments
@@ -168,26 +168,21 @@ def test_compiled_code_of_one_class_is_not_used_for_another(tmp_path: Path, monk
             assert torch.allclose(updated(class_name), expected, rtol=1e-3, atol=1e-3), class_name
 
 
-REFUSED: dict[str, tuple[tuple[int, ...], list[Placement]]] = {
-    "[64, 256] cannot have quantized moments on 4 shards: it is sharded by dimension 1, and": ((64, 256), [Shard(1)]),
-    "on 4 shards: shards have 3,840 to 4,096 elements, and torchao quantizes only those with at least 4,096": (
-        (63, 256), [Shard(0)]
-    ),
-    "on 4 shards: 62 rows do not divide evenly, and rows are not whole blocks of 256 elements": (
-        (62, 384), [Shard(0)]
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("message", REFUSED)
-def test_other_shards_are_refused(message: str) -> None:
-    shape, placements = REFUSED[message]
+@pytest.mark.parametrize(
+    ("shape", "placements", "words"),
+    [
+        ((64, 256), [Shard(1)], ["4 shards", "dimension 1"]),
+        ((63, 256), [Shard(0)], ["4 shards", "3,840", "4,096 elements", "at least 4,096"]),
+        ((62, 384), [Shard(0)], ["4 shards", "62 rows", "256 elements"]),
+    ],
+    ids=["columns", "too small", "uneven"],
+)
+def test_other_shards_are_refused(shape: tuple[int, ...], placements: list[Placement], words: list[str]) -> None:
     with fake_mesh(0, (4,)) as mesh:
         weight = distribute_tensor(torch.ones(shape), mesh, placements, src_data_rank=None)
         with pytest.raises(UserError) as error:
             check_shards("weight", weight, 256)
-    assert message in str(error.value)
-    assert str(error.value).startswith(f"weight {[*shape]} cannot have quantized moments")
+    assert mentions(str(error.value), f"weight {[*shape]}", *words)
 
 
 ARGS: dict[str, Any] = {"dim": 128, "n_layers": 1, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 128, "vocab_size": 256}
@@ -196,30 +191,30 @@ MOE = build_on_meta(Qwen3Moe, Qwen3MoeArgs(**ARGS, n_experts=4, n_active_experts
 
 
 @pytest.mark.parametrize(
-    ("model", "degrees", "world_size", "groups", "message"),
+    ("model", "degrees", "world_size", "groups", "parameter"),
     [
-        (QWEN, {"tensor": 2}, 2, [], "wo.weight, whose columns parallelism.tensor_parallel_degree shards: give it an"),
-        (QWEN, {"tensor": 2}, 4, ["layers*"], "tok_embeddings.weight, whose columns parallelism.tensor_parallel_"),
+        (QWEN, {"tensor": 2}, 2, [], "wo.weight"),
+        (QWEN, {"tensor": 2}, 4, ["layers*"], "tok_embeddings.weight"),
         (QWEN, {"tensor": 2}, 2, ["layers*"], None),  # rows alone
         (QWEN, {"context": 2}, 4, [], None),
-        (MOE, {"expert": 2}, 4, [], "feed_forward.w1, whose columns parallelism.expert_parallel_degree shards: give"),
+        (MOE, {"expert": 2}, 4, [], "feed_forward.w1"),
     ],
 )
 def test_axes_that_shard_by_columns_are_refused_at_the_check(
-    model: Model, degrees: dict[str, int], world_size: int, groups: list[str], message: str | None
+    model: Model, degrees: dict[str, int], world_size: int, groups: list[str], parameter: str | None
 ) -> None:
     """groups: parameters with another optimizer."""
     parallelism = Parallelism.model_validate({f"{axis}_parallel_degree": it for axis, it in degrees.items()})
     rest = [name for name, _ in model.named_parameters() if not any(fnmatchcase(name, it) for it in groups)]
     given = [OptimizerGroup(match=groups, name="AdamW"), OptimizerGroup(match=rest)] if groups else []
     config = Config(optimizer=Optimizer(name=named("AdamW8bit"), groups=given), parallelism=parallelism)
-    if message is None:
+    if parameter is None:
         check_quantized_moments(model, config, world_size)
         return
     with pytest.raises(UserError) as error:
         check_quantized_moments(model, config, world_size)
-    assert str(error.value).startswith("AdamW8bit cannot keep moments of ")
-    assert message in str(error.value)
+    options = [f"parallelism.{axis}_parallel_degree" for axis in degrees]
+    assert mentions(str(error.value), "AdamW8bit", parameter, *options)
 
 
 def test_the_check_names_the_option(tiny: TinyRun) -> None:
@@ -227,7 +222,5 @@ def test_the_check_names_the_option(tiny: TinyRun) -> None:
     options = [f"--model.args.{name}={value}" for name, value in sizes.items()]
     options += [f"--optimizer.name={named('AdamW8bit')}", "--parallelism.tensor_parallel_degree=2"]
     config = tiny.config(*options, world_size=2)
-    with pytest.raises(
-        ConfigError, match=r"^optimizer\.name: AdamW8bit cannot keep moments of layers\.0\.attention\.wo"
-    ):
+    with pytest.raises(ConfigError, match=r"^optimizer\.name: AdamW8bit .*layers\.0\.attention\.wo"):
         preflight(config, Ranks(0, 2, 0, 2), torch.device("cpu"))

@@ -11,6 +11,7 @@ from typing import TextIO
 
 import pytest
 
+from tests.helpers import mentions
 from titanlite.runtime.output import MOST_WAITING, WAIT_SECONDS, queued
 
 
@@ -48,10 +49,9 @@ def test_a_full_pipe_holds_a_line_up_once_and_says_what_was_dropped(pipe: tuple[
     while not text.endswith(b"next\n"):
         text += os.read(reader, 65536)
     kept = [str(number) for number in range(MOST_WAITING + 1)]
-    dropped = lines - len(kept)
-    assert text[filled:].decode().splitlines() == [
-        *kept, f"[{dropped} lines were dropped: nobody read them]", "the next"
-    ]  # fmt: skip
+    *found, dropped, last = text[filled:].decode().splitlines()
+    assert (found, last) == (kept, "the next")
+    assert mentions(dropped, lines - len(kept))
 
 
 def test_a_reader_that_has_ended_is_no_error_and_takes_no_time() -> None:

@@ -209,7 +209,7 @@ def test_remains_of_a_killed_process_are_no_plan(tmp_path: Path, monkeypatch: py
 
 def test_a_plan_that_cannot_be_kept_is_logged(tmp_path: Path) -> None:
     (tmp_path / "plans").touch()
-    with pytest.raises(RunError, match=r"plans cannot be written: \[Errno 17\] File exists"):
+    with pytest.raises(RunError, match=r"plans.*\[Errno 17\]"):
         BestFit(write(tmp_path / "a", [3]), seq_len=4, plan_folder=tmp_path / "plans")
 
 

@@ -20,6 +20,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from tests.helpers import mentions
 from tests.manifests import save
 from titanlite.checkpoint.dcp_read import Piece, find_fault
 from titanlite.checkpoint.manifest import folder_name
@@ -35,22 +36,23 @@ FRAME = 10
 
 
 @pytest.mark.parametrize(
-    ("shape", "pieces", "fault"),
+    ("shape", "pieces", "words"),
     [
         ([7, 6], ROWS, None),
         ([7, 6], [*ROWS, ([7, 0], [0, 6])], None),  # a rank without rows
-        ([7, 6], ROWS[:1], "elements [4:7, :] are in no piece"),
-        ([7, 6], [*ROWS, ([2, 1], [1, 2])], "elements [2:3, 1:3] are in 2 pieces"),
-        ([7, 6], [([0, 0], [4, 6]), ([3, 0], [3, 6])], "elements [3:4, 0:6] are in 2 pieces"),  # as many as there are
-        ([2, 4], [([0, 0], [2, 1]), ([0, 1], [1, 3]), ([1, 2], [1, 2])], "elements [1:2, 1:2] are in no piece"),
-        ([7, 6], [([4, 0], [4, 6])], "a piece at [4, 0] of size [4, 6] is not within [7, 6]"),
-        ([], [], "its value is in no piece"),
-        ([], [([], []), ([], [])], "its value is in 2 pieces"),
-        ([3, 2, 2], [([0, 0, 0], [3, 2, 1]), ([0, 0, 1], [3, 1, 1])], "elements [0:3, 1:2, 1:2] are in no piece"),
+        ([7, 6], ROWS[:1], ["[4:7, :]"]),
+        ([7, 6], [*ROWS, ([2, 1], [1, 2])], ["[2:3, 1:3]", "2 pieces"]),
+        ([7, 6], [([0, 0], [4, 6]), ([3, 0], [3, 6])], ["[3:4, 0:6]", "2 pieces"]),  # as many as there are
+        ([2, 4], [([0, 0], [2, 1]), ([0, 1], [1, 3]), ([1, 2], [1, 2])], ["[1:2, 1:2]", "no piece"]),
+        ([7, 6], [([4, 0], [4, 6])], ["[4, 0]", "[4, 6]", "[7, 6]"]),
+        ([], [], ["no piece"]),
+        ([], [([], []), ([], [])], ["2 pieces"]),
+        ([3, 2, 2], [([0, 0, 0], [3, 2, 1]), ([0, 0, 1], [3, 1, 1])], ["[0:3, 1:2, 1:2]", "no piece"]),
     ],
 )
-def test_faults(shape: list[int], pieces: list[Box], fault: str | None) -> None:
-    assert find_fault(shape, [Piece(*piece) for piece in pieces]) == fault
+def test_faults(shape: list[int], pieces: list[Box], words: list[str] | None) -> None:
+    fault = find_fault(shape, [Piece(*piece) for piece in pieces])
+    assert fault is None if words is None else mentions(str(fault), *words)
 
 
 def test_faults_are_those_that_counting_each_element_finds() -> None:
@@ -96,16 +98,15 @@ OVERLAP = {"model.w": ([7, 6], [([0, 0], [4, 6]), ([3, 0], [3, 6])])}
 
 
 @pytest.mark.parametrize(
-    ("tensors", "error"),
-    [
-        (GAP, ".metadata: model.w is not complete (elements [4:7, :] are in no piece): refused"),
-        (OVERLAP, ".metadata: model.w is not complete (elements [3:4, 0:6] are in 2 pieces): refused"),
-    ],
+    ("tensors", "elements"),
+    [(GAP, "[4:7, :]"), (OVERLAP, "[3:4, 0:6]")],
 )
-def test_damage_is_one_line(tmp_path: Path, capfd: Ends, tensors: dict[str, Any], error: str) -> None:
+def test_damage_is_one_line(tmp_path: Path, capfd: Ends, tensors: dict[str, Any], elements: str) -> None:
     stored(tmp_path, tensors)
     assert run(["checkpoint", "show", str(tmp_path)]) == 2
-    assert capfd.readouterr() == ("", f"error: {tmp_path / folder_name(3)}/{error}\n")
+    out, error = capfd.readouterr()
+    assert (out, len(error.splitlines())) == ("", 1)
+    assert mentions(error, f"{tmp_path / folder_name(3)}/.metadata", "model.w", elements)
 
 
 def test_a_file_of_another_size_than_the_manifest_states(tmp_path: Path, capfd: Ends) -> None:
@@ -115,4 +116,4 @@ def test_a_file_of_another_size_than_the_manifest_states(tmp_path: Path, capfd: 
     assert run(["checkpoint", "show", str(tmp_path)]) == 2
     out, error = capfd.readouterr()
     assert (out, len(error.splitlines())) == ("", 1)
-    assert "__1_0.distcp has 245 bytes, its manifest states 246" in error
+    assert mentions(error, "__1_0.distcp", 245, 246)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.profiler import record_function
 
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, mentions, train_on_this_rank
 from titanlite.observer import Phase
 from titanlite.runtime.console import shell_command
 from titanlite.runtime.process_group import Ranks
@@ -120,7 +120,7 @@ def test_a_run_by_epochs_that_is_too_short_warns(tmp_path: Path, caplog: pytest.
     config = Profiling(enable_profiling=True, profile_freq=50)
     options: dict[str, Any] = {"run": tmp_path, "ranks": ONE, "device": torch.device("cpu")}
     Profiler(config, steps=49, not_training=nullcontext, **options)
-    assert "profiling.profile_freq: no window ends within the 49 steps of the run" in caplog.text
+    assert mentions(caplog.text, "profiling.profile_freq", 49)
     caplog.clear()
     Profiler(config, steps=50, not_training=nullcontext, **options)
     assert caplog.text == ""
@@ -163,7 +163,9 @@ def test_out_of_memory_leaves_a_snapshot_of_the_rank(tiny: TinyRun) -> None:
         raise OSError("No space left on device")
 
     path = tiny.folder / "outputs/tiny/profile/out-of-memory/memory-rank-3.pickle"
-    assert [*snapshot_lines(config, rank_3, save)] == [f"Memory snapshot, for pytorch.org/memory_viz: {path}"]
+    [line] = snapshot_lines(config, rank_3, save)
+    assert mentions(line, path)
     assert path.read_text() == "snapshot"
-    assert [*snapshot_lines(config, rank_3, fail)] == ["The memory snapshot cannot be written: No space left on device"]
+    [line] = snapshot_lines(config, rank_3, fail)
+    assert mentions(line, "No space left on device")
     assert [*snapshot_lines(tiny.config(), rank_3, fail)] == []

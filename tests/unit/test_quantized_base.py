@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from tests.adapted import adapted, filled
-from tests.helpers import TinyRun, train_on_this_rank
+from tests.helpers import TinyRun, mentions, train_on_this_rank
 from tests.layouts import whole
 from tests.weights import one_process, random_model, save_model, small_toml, state
 from titanlite.checkpoint.load import resume_settings, to_quantize
@@ -178,7 +178,7 @@ def test_checkpoints_keep_codes_and_merged_logits_are_those_of_the_adapters(
         assert (merged(TOKENS) - wanted).abs().max() < 1e-4
         assert wanted.abs().max() > 0.5
     assert cli.run(["checkpoint", "export", str(checkpoint), "--out", f"{tmp_path}/hf", "--merge", "--check"]) == 0
-    assert "transformers computes the same on 128 tokens" in capsys.readouterr().out
+    assert mentions(capsys.readouterr().out, "transformers", "128 tokens")
     assert cli.run(["checkpoint", "export", str(checkpoint), "--out", f"{tmp_path}/peft"]) == 0
     adapters = load_file(tmp_path / "peft" / "adapter_model.safetensors")
     assert len(adapters) == 28
@@ -216,17 +216,17 @@ def test_weights_are_quantized_when_they_are_loaded_and_a_quantized_base_needs_t
         squares = sum(value.double().square().sum() for value in measured)
         assert record["layers"]["layers.0"]["parameters"]["norm"] == pytest.approx(float(squares) ** 0.5)
         initial = f"--checkpoint.initial_load_path={tiny.folder}/outputs/int8"
-        with pytest.raises(UserError, match=r"lora.quantize_base: the base of .* as torch.int8, and this run's is not"):
+        with pytest.raises(UserError, match=r"lora\.quantize_base: .* torch\.int8"):
             train_on_this_rank(tiny.config(*options, initial, "--job.name=refused"), 0, 1)
         other = tiny.config(*options, "--job.name=int8", "--training.steps=2")
-        with pytest.raises(UserError, match=r"lora.quantize_base was int8, is None"):
+        with pytest.raises(UserError, match=r"lora\.quantize_base .*int8.*None"):
             train_on_this_rank(other, 0, 1)
 
 
 def test_float8_codes_of_an_older_release_are_refused() -> None:
     codes = TensorStorageMetadata(TensorProperties(dtype=torch.float8_e4m3fn), torch.Size([4, 8]), [])
     wanted = {"w.weight": torch.empty(4, 8, dtype=torch.int8), "w.weight_scale": torch.empty(4)}
-    with pytest.raises(UserError, match=r"as torch.float8_e4m3fn, and this run's as torch.int8"):
+    with pytest.raises(UserError, match=r"torch\.float8_e4m3fn.*torch\.int8"):
         to_quantize(wanted, Metadata({"w.weight": codes, "w.weight_scale": codes}), "it")
 
 

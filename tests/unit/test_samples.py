@@ -178,7 +178,7 @@ def test_steps_of_finite_data() -> None:
     assert count_steps(once, step=100, samples=800, limit=1003) == 125
     assert count_steps(once, step=125, samples=1000, limit=1003) == 125
     assert count_steps(once, step=130, samples=1040, limit=1003) == 130, "what is done is done"
-    with pytest.raises(UserError, match=r"training\.epochs: 7 sequences are less than one batch of 8"):
+    with pytest.raises(UserError, match=r"training\.epochs: 7 .* 8$"):
         count_steps(once, step=0, samples=0, limit=7)
     steps = Training(steps=126, global_batch_size=8)
     assert count_steps(steps, step=0, samples=0, limit=None) == 126

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import mentions
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, shipped_folder
 from titanlite.tools import cli
@@ -44,9 +45,9 @@ def test_files_come_first(folder: Path) -> None:
 def test_commands_take_bare_names(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     for config in (["debug"], ["--config", "debug.toml"], []):
         assert cli.run([*command.split(), *config, "--training.stepss=3"]) == 2
-        assert capfd.readouterr().err == (
-            "error: training.stepss: unknown key, did you mean training.steps? (command line)\n"
-        )
+        [line] = capfd.readouterr().err.splitlines()
+        assert line.startswith("error: training.stepss: ")
+        assert mentions(line, "training.steps", "command line")
 
 
 def test_a_base_can_be_a_shipped_config(folder: Path) -> None:
@@ -81,12 +82,12 @@ def test_init_overwrites_nothing(folder: Path, capfd: pytest.CaptureFixture[str]
     (folder / "mine.toml").write_text("precious")
     for name in ("mine", "mine.toml"):
         assert cli.run(["init", name]) == 2
-        assert capfd.readouterr().err == "error: mine.toml exists; choose another name\n"
+        assert mentions(capfd.readouterr().err, "mine.toml")
     assert (folder / "mine.toml").read_text() == "precious"
     assert cli.run(["init", "no/folder"]) == 2
-    assert capfd.readouterr().err == "error: cannot write no/folder.toml: No such file or directory\n"
+    assert mentions(capfd.readouterr().err, "no/folder.toml")
     assert cli.run(["init", "new", "--from", "debgu"]) == 2
-    assert capfd.readouterr().err == "error: no config file debgu, did you mean debug?\n"
+    assert mentions(capfd.readouterr().err, "debgu", "debug")
     assert not (folder / "new.toml").exists()
 
 
@@ -104,7 +105,7 @@ def test_the_first_command_shows_what_pip_does(tmp_path: Path) -> None:
     shown = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
     assert shown.stdout == f"{python}\n" * 2
     beginning, pip, end, *more = shown.stderr.splitlines()
-    assert beginning.startswith(f"installing titanlite[start] into {tmp_path}/.venv, once")
+    assert mentions(beginning, "titanlite[start]", tmp_path / ".venv")
     assert pip.endswith(f"--editable {tmp_path}[start]")
     assert "--quiet" not in pip
     assert end.startswith("installed, in 0 min ")

@@ -1,6 +1,7 @@
 """Requests to stop a run: what a signal means when, and planned ends. Signals to real jobs: tests/distributed."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, built
+from tests.helpers import TinyRun, built, mentions
 from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
 from titanlite.tools import cli
 from titanlite.train import finish, train
@@ -31,7 +32,8 @@ def never() -> bool:
 def test_before_a_step_is_complete_a_signal_ends_the_process() -> None:
     ended, requests = Ended(), StopRequests()
     requests.receive(signal.SIGUSR1, ended, never)
-    assert ended == [("stopped by SIGUSR1 before a step was complete: nothing is lost", 75)]
+    [(line, code)] = ended
+    assert (mentions(line, "SIGUSR1"), code) == (True, 75)
     assert not requests.requested()
 
 
@@ -46,7 +48,8 @@ def test_a_second_signal_ends_the_process_unless_it_repeats_the_first() -> None:
     assert ended == []
     time.sleep(SAME_SECONDS + 0.1)
     requests.receive(signal.SIGINT, ended, never)
-    assert ended == [("stopped at once by a second signal, SIGINT: no checkpoint was saved", 130)]
+    [(line, code)] = ended
+    assert (mentions(line, "SIGINT"), code) == (True, 130)
 
 
 def test_torchrun_ends_the_others_of_a_failed_process() -> None:
@@ -97,7 +100,8 @@ def test_a_worker_that_begins_prints_nothing_when_a_signal_ends_its_process(tmp_
     script.write_text(STARTS_A_WORKER)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=False)
     assert (ended.returncode, ended.stdout) == (75, "")
-    assert ended.stderr == "stopped by SIGTERM before a step was complete: nothing is lost\n"
+    [line] = ended.stderr.splitlines()
+    assert mentions(line, "SIGTERM")
 
 
 @pytest.mark.parametrize(
@@ -169,10 +173,10 @@ def test_planned_ends_of_a_run(
 ) -> None:
     command = ["train", f"--config={tiny.toml}", "--training.steps=1000000", "--checkpoint.interval=1000000"]
     assert cli.run([*command, "--training.max_duration=1s"]) == 75
-    assert f"by training.max_duration; step {len(tiny.losses())} is saved in" in capfd.readouterr().out
+    assert re.search(rf"training\.max_duration.* step {len(tiny.losses())}\b", capfd.readouterr().out)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
     assert cli.run([*command, "--job.name=slurm"]) == 75
-    assert f"by the end of the Slurm job; step {len(tiny.losses('slurm'))} is saved in" in capfd.readouterr().out
+    assert re.search(rf"Slurm.* step {len(tiny.losses('slurm'))}\b", capfd.readouterr().out)
 
 
 @pytest.mark.usefixtures("own_process_group")
