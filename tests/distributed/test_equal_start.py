@@ -32,13 +32,5 @@ def test_a_difference_is_found_on_every_rank(tiny: TinyRun) -> None:
     equal, errors, config = first
     assert equal == []
     assert len(errors) == 1
-<<<<<<< HEAD
-    assert errors[0].startswith("rank 1 on ")
-    assert f" has torch 1.0, rank 0 on {os.uname().nodename} has torch {torch.__version__}: install" in errors[0]
-    assert "has optimizer.lr = 2.0, rank 0 on" in config
-=======
     assert mentions(errors[0], "rank 1", "torch 1.0", f"rank 0 on {os.uname().nodename} has torch {torch.__version__}")
-    assert none == []
-    assert mentions(warnings[0], "OMP_NUM_THREADS=1", "rank 0")
     assert mentions(config, "optimizer.lr = 2.0", "rank 0")
->>>>>>> words
