@@ -1,11 +1,12 @@
 """Commands in processes of their own: a run from start to resume, and run_train.sh on several processes and nodes."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, run_train, titanlite
+from tests.helpers import TinyRun, mentions, run_train, titanlite
 from titanlite.runtime.console import shell_command
 from titanlite.tools import cli
 
@@ -27,10 +28,10 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()
     assert list((run / "tensorboard").glob("events*"))
     assert cli.run([*resume.split()[1:], "--training.steps=5"]) == 0
-    assert "resuming after step 3, 24 sequences into the data\n" in capfd.readouterr().out
+    assert re.search(r"step 3\b.* 24 ", capfd.readouterr().out)
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5]
     assert cli.run([*command, "--training.steps=5"]) == 0
-    assert "this run is complete at step 5; to continue it, raise training.steps\n" in capfd.readouterr().out
+    assert re.search(r"step 5\b.* training\.steps\b", capfd.readouterr().out)
 
 
 @pytest.mark.slow
@@ -64,9 +65,9 @@ def test_umlauts_in_paths_where_the_locale_is_ascii(tmp_path: Path, monkeypatch:
 def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
     result = run_train("--config", str(tiny.toml), "--training.stepss=3", cwd=tiny.folder, NPROC="2")
     assert result.returncode == 2
-    assert result.stderr.splitlines() == [
-        "error: training.stepss: unknown key, did you mean training.steps? (command line)"
-    ]
+    [line] = result.stderr.splitlines()
+    assert line.startswith("error: training.stepss: ")
+    assert mentions(line, "training.steps", "command line")
     without_place = run_train("--config", str(tiny.toml), cwd=tiny.folder, NNODES="2")
     assert without_place.returncode == 2
     assert "RDZV_ENDPOINT" in without_place.stderr
@@ -89,10 +90,10 @@ def test_a_run_that_stops_itself_reports_why_and_exits_with_3(tiny: TinyRun, cap
     assert cli.run(["train", "--config", str(tiny.toml), "--optimizer.lr=1e36"]) == 3
     out, err = capfd.readouterr()
     [error] = [line for line in err.splitlines() if line.startswith("error: ")]
-    assert error.startswith("error: step 2: loss or gradient is not finite (loss ")
-    assert "types    weights float32, compute float32, reduction float32, moments float32" in out
+    assert re.match(r"error: step 2: .*\(loss ", error)
+    assert mentions(out, "weights float32", "compute float32", "reduction float32", "moments float32")
     skipped = tiny.folder / "outputs" / "tiny" / "skipped.jsonl"
-    assert f"stopped: the skipped steps are in {skipped}" in out
+    assert str(skipped) in out
     [record] = [json.loads(line) for line in skipped.read_text().splitlines()]
     assert (record["step"], record["samples"]) == (2, [*range(8, 16)])
     assert [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").glob("step*")] == ["step-00000001"]

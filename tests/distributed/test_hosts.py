@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from tests.hosts import Network, network
 from tests.processes import SCRIPT, Job, started, unhurried
 from titanlite.checkpoint import manifest as manifests
@@ -107,8 +107,7 @@ def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyR
         first.wait_until(lambda: "hang: " in first.text(), SECONDS)
         reported = time.monotonic() - began
         [line] = [line for line in first.text().splitlines() if "hang: " in line]
-        assert "rank 1 on node1 " in line
-        assert "sends no heartbeat: the process is stopped, or the host is dead or unreachable" in line
+        assert mentions(line, "rank 1 on node1", "no heartbeat", "host")
         hosts.tell("restore")
         wait_for_steps(first, 2)
         assert first.steps() == list(range(1, max(first.steps()) + 1))
@@ -202,5 +201,5 @@ def test_the_example_of_two_hosts(tiny: TinyRun, hosts: Network) -> None:
         started(tiny.folder, "--training.steps=3", command=commands[1]) as second,
     ):
         assert [code for code, _ in ends([first, second], SECONDS)] == [0, 0], [first.text(), second.text()]
-        assert "mesh     replicate 2 x shard 1" in first.text()
+        assert "replicate 2 x shard 1" in first.text()
     assert [record["step"] for record in tiny.records()] == [1, 2, 3]

@@ -1,12 +1,13 @@
 """Memory runs out in a real run: what is printed, and what the printed command suggests."""
 
 import json
+import re
 import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.helpers import THREE_BLOCKS, TinyRun, run_train
+from tests.helpers import THREE_BLOCKS, TinyRun, mentions, run_train
 from titanlite.tools import cli
 
 CODE = """
@@ -69,9 +70,8 @@ def test_one_rank_prints_the_command_that_suggests_options(
     result = run_train("--config", str(tiny.toml), THREE_BLOCKS, loss, cwd=tiny.folder, NPROC="2", OMP_NUM_THREADS="1")
     assert result.returncode == 1
     head, last = errors(result.stderr)
-    assert head.startswith("out of memory on rank ")
-    assert ", step 2, backward" in head
-    assert head.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
+    assert re.search(r"rank [01]\b", head)
+    assert mentions(head, "step 2", "backward", "2.00 GiB")
     name, command, *words = shlex.split(last.partition(": ")[2])
     assert (name, command) == ("titanlite", "plan")
     assert cli.run([command, *words, "--json"]) == 0
@@ -89,7 +89,5 @@ def test_one_rank_prints_the_command_that_suggests_options(
 def test_an_error_of_one_process_names_its_phase(tiny: TinyRun, code: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["train", "--config", str(tiny.toml), f"--training.loss={code}:in_forward"]) == 1
     [head, last] = errors(capfd.readouterr().err)
-    assert head.startswith("out of memory on rank 0, step 2, forward")
-    assert head.endswith(": CUDA out of memory. Tried to allocate 2.00 GiB.")
-    config = "outputs/tiny/config.toml"
-    assert last.endswith(f"{config} --world-size 1 --gpus-per-node 1 --gpu cpu --suggest")
+    assert mentions(head, "rank 0", "step 2", "forward", "2.00 GiB")
+    assert mentions(last, "outputs/tiny/config.toml", "--world-size 1", "--gpus-per-node 1", "--gpu cpu", "--suggest")

@@ -1,5 +1,6 @@
 """Restarts of real jobs: by torchrun after a crash, with fewer machines, and the end of a loop of crashes."""
 
+import re
 import signal
 import socket
 import struct
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, free_port
+from tests.helpers import TinyRun, free_port, mentions
 from tests.processes import newest, started, unhurried
 from titanlite.tools import cli
 
@@ -52,7 +53,7 @@ def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> N
         assert job.left() == {}
     assert addresses == {"127.0.0.1"}
     [line] = [line for line in job.text().splitlines() if line.startswith("restart ")]
-    assert line.startswith("restart 1 of 3: rank-1 was killed")
+    assert mentions(line, "1 of 3", "rank-1")
     saved = newest(tiny)
     assert saved > reached
     assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
@@ -87,7 +88,7 @@ def test_a_machine_is_lost_and_another_joins(tiny: TinyRun) -> None:
             assert (joined.end(), first.end()) == (75, 75), first.text() + joined.text()
         assert first.left() | lost.left() == {}
     assert "restart 1 of 3: " in first.text()
-    assert "the number of machines changes; the run resumes from its newest checkpoint" in first.text()
+    assert re.search("machines.*newest checkpoint", first.text())
     saved = newest(tiny)
     assert f"step {saved} is saved in" in first.text()
     assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
