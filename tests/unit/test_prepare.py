@@ -164,7 +164,7 @@ def test_a_dataset_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert tokens_of(store) == TOKENS
     assert list(dict.fromkeys(asked)) == [("me/mine", "train"), ("me/mine", "test"), ("me/mine", "part", "test[:10%]")]
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: 1 / 0)
-    with pytest.raises(UserError, match=r"hf://me/none .*division by zero"):
+    with pytest.raises(UserError, match=r"hf://me/none .*by zero"):
         make(["hf://me/none"], tmp_path / "none")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "dict")
     with pytest.raises(UserError, match=r"/dict .*/dict/train\b"):
@@ -488,7 +488,7 @@ def test_only_the_first_of_a_document_begins_it(tmp_path: Path, monkeypatch: pyt
 def test_tokens_that_a_tokenizer_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.txt", "a")
     monkeypatch.setattr(ByteTokenizer, "bos_id", None)
-    with pytest.raises(UserError, match=r"bytes .*data\.add_bos = false.*--no-bos"):
+    with pytest.raises(UserError, match=r"data\.add_bos = false.*--no-bos"):
         make(tmp_path / "a.txt", tmp_path / "out")
     assert tokens_of(make(tmp_path / "a.txt", tmp_path / "out", bos=False)) == [97, EOS]
     with pytest.raises(UserError, match=r"data\.add_bos: .*/out\b.*false.*true"):
