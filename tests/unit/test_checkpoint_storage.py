@@ -178,7 +178,7 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     save(storage, 1)
     path = tmp_path / "step-00000001" / MANIFEST
     path.write_text(json.dumps({"step": 1, "format": 1}))  # as titanlite wrote it before there were checksums
-    with pytest.raises(UserError, match=r"manifest\.json .*format 1\b.*format 2\b"):
+    with pytest.raises(UserError, match=r"manifest\.json\b.*format 1\b.*format 2\b"):
         manifests.read_manifest(storage, folder_name(1))
 
 

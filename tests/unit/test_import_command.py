@@ -251,7 +251,8 @@ def test_a_failed_import_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "publish", full)
         assert imported(folders / "hf", "--out", tmp_path / "out") == 1
-    assert mentions(capfd.readouterr().err, "[Errno 28]")
+    [line] = capfd.readouterr().err.splitlines()
+    assert mentions(line, "error", "[Errno 28]")
     assert list((tmp_path / "out").iterdir()) == []
     (tmp_path / "out" / ".staging-step-00000000-import").mkdir()  # of a killed one
     (tmp_path / "out" / ".staging-step-00000000-import" / "__0_0.distcp").write_bytes(b"half")

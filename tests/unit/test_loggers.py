@@ -84,7 +84,7 @@ def test_a_logger_that_hangs_loses_records_and_nothing_else(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tensorbord", ["tensorbord", "tensorboard, wandb, trackio"]),
+        ("tensorbord", ["tensorbord", "tensorboard?", "tensorboard, wandb, trackio"]),
         ("os.path:sep", ["os.path:sep"]),
     ],
 )
@@ -115,5 +115,5 @@ def test_a_logger_that_raises_is_one_line_and_gets_no_more(tmp_path: Path, caplo
     loggers.log({"step": 2, "loss": 2.0})
     loggers.close()
     [record] = caplog.records
-    assert mentions(record.getMessage(), "Raises", "raises.py:4: RuntimeError: no answer")
+    assert mentions(record.getMessage(), "Raises", "raises.py:4", "RuntimeError: no answer")
     assert record.exc_info is None

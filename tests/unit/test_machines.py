@@ -47,7 +47,7 @@ def test_an_error_names_test_and_rank() -> None:
         raise RuntimeError("Timed out waiting 120000ms for recv operation")
 
     lines: list[str] = []
-    with pytest.raises(UserError, match=r"^links: .*rank 0 .*RuntimeError.*120000ms"):
+    with pytest.raises(UserError, match=r"^links: .*rank 0\b.*RuntimeError.*120000ms"):
         run({"clocks": lambda: Result("0 s apart"), "links": fails}, lines.append)
     assert lines == ["ok       clocks             0 s apart"]
 

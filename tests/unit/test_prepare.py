@@ -680,7 +680,8 @@ def test_a_folder_that_is_there_is_never_written_over(tmp_path: Path) -> None:
     make(path, tmp_path / "out")
     before = contents(tmp_path / "out")
     make(path, tmp_path / "out", report=reported.append)
-    assert mentions("\n".join(reported), tmp_path / "out", "1 documents", "5 tokens")
+    [line] = reported
+    assert mentions(line, tmp_path / "out", "1 documents", "5 tokens")
     for change in ({"bos": False}, {"text_field": "b"}, {"shard_tokens": 3}):
         with pytest.raises(UserError, match=r"/out "):
             make(path, tmp_path / "out", **change)

@@ -196,7 +196,7 @@ def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, caplog: pytest.Lo
     job.run(60)
     [line] = hang(caplog, 1)
     assert mentions(line, "rank 1", platform.node(), f"process {os.getpid()}", "mine.py:3, loss")
-    assert re.search(r"mine\.py:3, loss\).*\b2\d s\b", line)
+    assert re.search(r"loss\).*\b2\d s\b.*\b2\d\d s\b", line)
     assert line.startswith("hang: no step for 2")
     assert mentions(
         line, "rank 0 waits", "comm.train_timeout_seconds", "rank 0 in step 7, backward", "rank 1 in step 7, data"
@@ -207,7 +207,7 @@ def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, caplog: pytest.Lo
     for rank in job.ranks:
         rank.phase.begin_step(8)
     job.run(2)
-    assert re.search(r"hang is over: .*step 8, data.*\b7\d s\b", hang(caplog, 2)[1])
+    assert re.search(r"over.*step 8, data.*\b7\d s\b", hang(caplog, 2)[1])
     assert [rank.watchdog.report for rank in job.ranks] == ["", ""]
     job.run(60)  # the next hang is another one, and steps are expected to take as long as before
     assert hang(caplog, 3)[2].startswith("hang: ")
