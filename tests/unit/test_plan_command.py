@@ -100,7 +100,7 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--world-size", "8", "--gpu", "H1000"], ["did you mean H100"]),
+        (["--world-size", "8", "--gpu", "H1000"], ["H100?"]),
         (["--world-size", "eight", "--gpu", "H100"], ["--world-size", "'eight'"]),
         (["--world-size", "8", "--gpu", "/no/such.toml"], ["/no/such.toml"]),
         (["--world-size", "8", "--gpu", "H100", "--suggest", "--search"], ["--suggest", "--search"]),
