@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file
 from torch import Tensor
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
 from titanlite.checks.preflight import preflight
 from titanlite.models.base import Model
@@ -82,7 +82,7 @@ def test_merged_logits_are_those_of_the_adapters(
 
     out = tmp_path / "merged"
     assert export(checkpoint, "--out", out, "--merge", "--check") == 0
-    assert "transformers computes the same on 128 tokens" in capsys.readouterr().out
+    assert mentions(capsys.readouterr().out, "transformers", "128 tokens")
     assert (logits(transformers_model(out)) - wanted).abs().max() < LIMIT
 
 
@@ -163,9 +163,9 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     model.get_buffer("layers.1.feed_forward.bias_E")[2] = 0.25
     with one_process():
         biased = save_model(tmp_path / "run", model, toml, step=11)
-    assert "layers.1.feed_forward.bias_E has no place in this format" in refusal(capsys, biased, "--out", out)
+    assert "layers.1.feed_forward.bias_E" in refusal(capsys, biased, "--out", out)
     assert export(biased, "--out", out, "--drop", "layers.*.bias_E") == 0
-    assert f"error: {out} exists" in refusal(capsys, biased, "--out", out)
+    assert mentions(refusal(capsys, biased, "--out", out), out)
 
 
 OWN_MODEL = """
@@ -195,7 +195,7 @@ def test_a_layer_of_another_layout_can_only_be_merged(tmp_path: Path, capsys: py
         checkpoint = save_model(tmp_path, model, toml)
     own = "--model-file", file
     error = refusal(capsys, checkpoint, "--out", tmp_path / "out", *own)
-    assert "layers.0.attention.wk has another layout in this format, so its adapter cannot be written" in error
+    assert mentions(error, "layers.0.attention.wk", "adapter")
     assert export(checkpoint, "--out", tmp_path / "out", "--merge", "--no-tokenizer", *own) == 0
 
 

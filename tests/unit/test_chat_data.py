@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer
 
 from tests.chat_tokenizer import write_chat_tokenizer
+from tests.helpers import mentions
 from tests.models import SMALL, built
 from titanlite.config.load import load
 from titanlite.data.loader import MicroBatches
@@ -258,15 +259,15 @@ def test_bad_chats_can_be_left_out(tmp_path: Path, tokenizer: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "words"),
     [
-        (["--chat-template", "{folder}/unmarked.jinja"], "does not mark answers: put {% generation %}"),
-        (["--chat-template", "{folder}/none.jinja"], "{folder}/none.jinja cannot be read: "),
-        (["--chat-template", "{folder}/broken.jinja"], "{folder}/broken.jinja is not a template: "),
+        (["--chat-template", "{folder}/unmarked.jinja"], ["{% generation %}"]),
+        (["--chat-template", "{folder}/none.jinja"], []),
+        (["--chat-template", "{folder}/broken.jinja"], ["template"]),
     ],
 )
 def test_templates_that_cannot_be_used(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], options: list[str], message: str
+    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]
 ) -> None:
     (tmp_path / "unmarked.jinja").write_text("{% for it in messages %}{{ it.content }}{% endfor %}")
     (tmp_path / "broken.jinja").write_text("{% for %}")
@@ -275,7 +276,7 @@ def test_templates_that_cannot_be_used(
     assert code == 2
     assert not out.exists()
     [line] = capsys.readouterr().err.splitlines()
-    assert message.replace("{folder}", str(tmp_path)) in line
+    assert mentions(line, options[1].replace("{folder}", str(tmp_path)), *words)
 
 
 TOO_MUCH = {
@@ -311,33 +312,33 @@ DOUBLING = "{% set it = namespace(x='ab') %}{% for i in range(60) %}{% set it.x 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("body", "message"),
+    ("body", "words"),
     [
-        (LOOP, "it takes more than 0.2 s of processor time for one chat"),
-        (DOUBLING, "it takes more than 100 MiB for one chat"),
-        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "the text of one chat has more than 1,000,000 char"),
+        (LOOP, "0.2 s"),
+        (DOUBLING, "100 MiB"),
+        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "1,000,000"),
     ],
 )
-def test_a_template_without_end_is_ended(body: str, message: str) -> None:
+def test_a_template_without_end_is_ended(body: str, words: str) -> None:
     """The chats before and after the one that ends the process are rendered."""
     text = f"{{{{ messages[0] }}}}{{% if messages[0] == 'bad' %}}{body}{{% endif %}}"
     seconds = 0.2 if body == LOOP else 5.0
     template = ChatTemplate(text, where="it", names={}, seconds=seconds, memory=100 * 2**20, longest=10**6)
     for word in ("one", "bad", "two", "bad", "bad"):
         if word == "bad":
-            with pytest.raises(Refused, match=f"^it fails: {message}"):
+            with pytest.raises(Refused, match=f"^it .*{words}"):
                 template.render([word])  # pyright: ignore
         else:
             assert template.render([word]) == (word, [])  # pyright: ignore
     with pytest.raises(UserError, match="more than") as raised:  # 3 in a row: the rest would be like them
         template.render(["bad"])  # pyright: ignore
-    assert isinstance(raised.value, Refused) == ("text of" in message)
+    assert isinstance(raised.value, Refused) == (words == "1,000,000")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("text", [LOOP.replace("99999", "2") * 10**5, "{{ " + "(" * 5000, "{% if 1 %}" * 3000])
 def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"^it (fails|is not a template): [^\n]+$"):
+    with pytest.raises(UserError, match=r"^it [^\n]+$"):
         ChatTemplate(text, where="it", names={}, seconds=0.2)
 
 
@@ -362,7 +363,7 @@ def test_a_chat_that_ends_the_process_can_be_left_out(
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], [turn("user", "bad"), ASSISTANT], CHATS[2]])
     assert prepare(chats, tokenizer, "--chat-template", template)[0] == 2
     last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"error: {chats}:2: {template} fails: it takes more than 512 MiB for one chat")
+    assert mentions(last, f"{chats}:2: {template}", "512 MiB")
     code, out = prepare(chats, tokenizer, "--chat-template", template, "--on-error", "skip")
     assert code == 0
     assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT], CHATS[2]])
@@ -372,10 +373,9 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     chats = write_chats(tmp_path / "chats.jsonl", CHATS)
     words = ["data", "prepare", str(chats), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
     assert cli.run([*words, "--chat-template", "any"]) == 2
-    assert capsys.readouterr().err == "error: --chat-template is for chats: add --chat\n"
+    assert {"--chat-template", "--chat"} <= {*capsys.readouterr().err.split()}
     assert cli.run([*words, "--chat"]) == 2
-    expected = "error: the tokenizer bytes has no chat template: name a file (--chat-template, data.chat_template)\n"
-    assert capsys.readouterr().err == expected
+    assert mentions(capsys.readouterr().err, "bytes", "--chat-template", "data.chat_template")
 
 
 def test_another_template_makes_other_tokens(
@@ -384,10 +384,10 @@ def test_another_template_makes_other_tokens(
     chats = write_chats(tmp_path / "chats.jsonl", CHATS)
     assert prepare(chats, tokenizer)[0] == 0
     assert prepare(chats, tokenizer)[0] == 0
-    assert "holds these tokens already" in capsys.readouterr().out
     (tmp_path / "other.jinja").write_text(CHATML.replace("assistant\\n", "assistant "))
-    assert prepare(chats, tokenizer, "--chat-template", tmp_path / "other.jinja")[0] == 2
-    assert "made of other text or in another way" in capsys.readouterr().err
+    code, out = prepare(chats, tokenizer, "--chat-template", tmp_path / "other.jinja")
+    assert code == 2
+    assert mentions(capsys.readouterr().err, out)
 
 
 def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenizer: Path) -> None:
@@ -487,7 +487,7 @@ def test_raw_chats_of_a_config_are_the_tokens_of_the_command(tmp_path: Path, tok
     (tmp_path / "b.jinja").write_text(CHATML.replace("assistant\\n", "assistant "))
     other = of_config(data.model_copy(update={"chat_template": f"{tmp_path}/b.jinja"}), tmp_path)
     assert other.fingerprint != store.fingerprint
-    with pytest.raises(UserError, match=r"data.chat_template: .* holds tokens, not chats: leave it out, or name the"):
+    with pytest.raises(UserError, match=rf"data\.chat_template: .*{out}\b"):
         open_tokens(
             str(out), data=data, tokenizer=load_tokenizer(str(name)), cache_folder=tmp_path, prepare_text=prepare_text
         )
@@ -515,16 +515,16 @@ def test_chats_and_templates_are_found_beside_the_config(tmp_path: Path, monkeyp
 
 @pytest.mark.usefixtures("own_process_group")
 @pytest.mark.parametrize(
-    ("template", "message"),
+    ("template", "key", "words"),
     [
-        ("none.jinja", "data.chat_template: none.jinja cannot be read: "),
-        ("unmarked.jinja", "data.chat_template: {folder}/unmarked.jinja does not mark answers: put {{% generation %}}"),
-        ("tokenizer", "data.chat_template: the tokenizer bytes has no chat template: name a file"),
-        ("refuses.jinja", "{folder}/chats.jsonl:1: {folder}/refuses.jinja fails: no such role"),
+        ("none.jinja", "data.chat_template: ", ["none.jinja"]),
+        ("unmarked.jinja", "data.chat_template: ", ["{folder}/unmarked.jinja", "{% generation %}"]),
+        ("tokenizer", "data.chat_template: ", ["bytes"]),
+        ("refuses.jinja", "", ["{folder}/chats.jsonl:1", "{folder}/refuses.jinja", "no such role"]),
     ],
 )
 def test_mistakes_in_a_config_are_one_line(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], template: str, message: str
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], template: str, key: str, words: list[str]
 ) -> None:
     marked = "{% for it in messages %}{% generation %}{{ it.content }}{% endgeneration %}{% endfor %}"
     for name, text in (("unmarked", "no marks"), ("refuses", marked + "{{ raise_exception('no such role') }}")):
@@ -536,10 +536,10 @@ def test_mistakes_in_a_config_are_one_line(
         "[model.args]\ndim = 16\nn_layers = 1\nn_heads = 1\nn_kv_heads = 1\nhidden_dim = 16\nvocab_size = 259\n"
         "[training]\nsteps = 1\nseq_len = 16\nglobal_batch_size = 1\n"
     )
-    is_of_text = "chats.jsonl:" in message  # `check` does not read it
-    assert cli.run(["train" if is_of_text else "check", str(toml)]) == 2
-    [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.removeprefix("error: ").removeprefix("data.path: ").startswith(message.format(folder=tmp_path))
+    # `check` does not read the text
+    assert cli.run(["check" if key else "train", str(toml)]) == 2
+    [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith(f"error: {key}")]
+    assert mentions(line, *(word.replace("{folder}", str(tmp_path)) for word in words))
 
 
 @pytest.mark.slow

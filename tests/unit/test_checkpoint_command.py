@@ -11,7 +11,7 @@ from typing import Any
 import fsspec
 import pytest
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from tests.manifests import CONTENTS, save
 from titanlite.checkpoint.manifest import committed_steps, folder_name
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
@@ -87,20 +87,19 @@ def test_list_shows_each_state(titanlite: Command, tmp_path: Path) -> None:
     folders[7].rename(Path(place, ".deleted-step-00000007-me"))
     save(place, 8, publish=False)
     Path(place, "notes").mkdir()
-    assert titanlite.table(str(tmp_path / "run")) == [
+    listed = titanlite.table(str(tmp_path / "run"))
+    *rows, damaged = zip(*(listed.pop(1) for _ in range(3)), strict=True)
+    assert rows == [("2", "3", "4"), ("2.9 MiB",) * 3]
+    assert listed == [
         ["1", "3 min", "2.9 MiB", "whole"],
-        ["2", "2.9 MiB", "damaged: .metadata has 1 bytes, its manifest states 2"],
-        ["3", "2.9 MiB", "damaged: manifest.json: Expecting property name enclosed in double quotes: "
-         "line 1 column 2 (char 1)"],
-        ["4", "2.9 MiB", "damaged: manifest.json is missing"],
         ["5", "2.9 MiB", "damaged: quarantined earlier"],
         ["6", "2.9 MiB", "superseded"],
         ["7", "2.9 MiB", "being deleted"],
         ["8", "2.9 MiB", "being written"],
-    ]  # fmt: skip
-    assert titanlite.table(str(folders[2])) == [
-        ["2", "2.9 MiB", "damaged: .metadata has 1 bytes, its manifest states 2"]
     ]
+    words = ([".metadata", 1, 2], ["manifest.json", "line 1 column 2"], ["manifest.json", "missing"])
+    assert all(mentions(state, "damaged", *its) for state, its in zip(damaged, words, strict=True))
+    assert titanlite.table(str(folders[2])) == [["2", "2.9 MiB", damaged[0]]]
     assert titanlite.table(str(folders[1]) + "/") == [["1", "3 min", "2.9 MiB", "whole"]]
 
 
@@ -114,9 +113,7 @@ def test_list_of_a_folder_of_runs(titanlite: Command, tmp_path: Path, monkeypatc
         "outputs/a/checkpoints", "outputs/b/checkpoints", "outputs/group/c/elsewhere",
     ]  # fmt: skip
     assert len(lines) == 9
-    assert titanlite.refusal("show", "outputs") == (
-        "error: outputs holds 3 runs, name one: outputs/a/checkpoints, outputs/b/checkpoints, outputs/group/c/elsewhere"
-    )
+    assert mentions(titanlite.refusal("show", "outputs"), "outputs", *(line for line in lines if "/" in line))
 
 
 def test_what_a_run_deletes_between_listing_and_reading_is_skipped(
@@ -218,18 +215,15 @@ def test_prune_keeps_the_newest(titanlite: Command, place: str) -> None:
     assert sorted(open_storage(place).list()) == [folder_name(step) for step in (2, 4, 5, 12)]
     assert len(titanlite("prune", place, "--keep-latest-k=1")) == 3
     assert titanlite("prune", place, "--keep-latest-k=1") == []
-    assert titanlite("verify", place)[1:] == ["step 12: whole, 2 files, 2.9 MiB"]
+    assert [line.split(":")[0] for line in titanlite("verify", place)[1:]] == ["step 12"]
 
 
 def test_prune_refuses_if_the_newest_is_damaged(titanlite: Command, place: str) -> None:
     for step in (1, 2, 3):
         save(place, step)
     change(place, f"{folder_name(3)}/.metadata", b"")
-    url = open_storage(place).url
-    assert titanlite.refusal("prune", place, "--keep-latest-k=1", "--quarantined") == (
-        f"error: nothing is deleted: the newest, {url}/step-00000003, is not whole: "
-        "damaged: .metadata has 0 bytes, its manifest states 2"
-    )
+    error = titanlite.refusal("prune", place, "--keep-latest-k=1", "--quarantined")
+    assert mentions(error, f"{open_storage(place).url}/step-00000003", ".metadata", "0 bytes", 2)
     assert steps(place) == [1, 2, 3]
 
 
@@ -248,7 +242,7 @@ def test_prune_of_what_is_quarantined(titanlite: Command, place: str) -> None:
     assert [folder for folder in left if folder_name(10) in folder], "what a run is writing stays"
     assert len(left) == 2
     storage.quarantine(folder_name(3), "superseded")
-    assert titanlite.refusal(*everything).startswith("error: nothing is deleted: the newest, ")
+    assert mentions(titanlite.refusal(*everything), folder_name(10))
     assert len(storage.list()) == 2
 
 
@@ -278,7 +272,7 @@ def test_show(titanlite: Command, trained: TinyRun) -> None:
     }
     assert "  model.args.dim = 42" in lines
     # Of each parameter: itself, its two moments and its number of steps.
-    assert values["tensors"] == "48; of the model 12, 35,406 parameters"
+    assert mentions(values["tensors"], 48, 12, "35,406 parameters")
 
 
 def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, tmp_path: Path) -> None:
@@ -287,11 +281,10 @@ def test_show_takes_the_newest_whole_one(titanlite: Command, trained: TinyRun, t
     newest = run / "checkpoints" / "step-00000003"
     (newest / ".metadata").write_bytes(b"")
     assert titanlite("show", str(run))[1] == "step      2"
-    reason = r"damaged: \.metadata has 0 bytes, its manifest states \d+"
-    assert re.fullmatch(f"error: {newest} is not whole: {reason}", titanlite.refusal("show", str(newest)))
+    assert mentions(titanlite.refusal("show", str(newest)), newest, ".metadata", "0 bytes")
     older = run / "checkpoints" / "step-00000002" / ".metadata"
     older.write_bytes(b"x" * older.stat().st_size)
-    assert titanlite.refusal("show", str(run)) == f"error: {older}: its checksum is not that of the manifest"
+    assert mentions(titanlite.refusal("show", str(run)), older, "checksum")
 
 
 # The command line
@@ -319,7 +312,8 @@ def test_a_disk_that_fails_is_no_mistake_of_the_user(
     assert titanlite("list", f"{tmp_path}/", code=2) == []  # nothing to look into
     (tmp_path / folder_name(1)).mkdir()
     titanlite("list", str(tmp_path), code=1)
-    assert titanlite.errors == ["error: [Errno 5] Input/output error: 'disk'"]
+    [error] = titanlite.errors
+    assert mentions(error, "[Errno 5]", "'disk'")
 
 
 def test_odd_manifests_and_links_are_a_line_each_and_the_others_count(titanlite: Command, tmp_path: Path) -> None:
@@ -340,7 +334,7 @@ def test_odd_manifests_and_links_are_a_line_each_and_the_others_count(titanlite:
     assert sorted(found) == [1, 2, 3, 4, 5, 6], states
     assert "manifest.json is missing" in found[1]
     assert "recursion" in found[2]
-    assert "settings: not of the right type" in found[3]
-    assert "files: not of the right type" in found[4]
+    assert mentions(found[3], "settings")
+    assert mentions(found[4], "files")
     assert "whole" in found[5]
     assert "whole" in found[6]

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers import mentions
 from tests.manifests import manifest_of
 from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
@@ -115,9 +116,7 @@ def test_what_is_no_folder_in_the_place_of_a_checkpoint_is_put_aside(
     assert sorted(os.listdir(tmp_path / "run")) == [folder_name(1), f"{folder_name(1)}.damaged-1"]
     assert other.is_dir()
     [record] = caplog.records
-    assert record.message == (
-        f"{place} is no folder of a checkpoint: it is now {folder_name(1)}.damaged-1, and {folder_name(1)} is saved"
-    )
+    assert mentions(record.message, place, f"{folder_name(1)}.damaged-1")
 
 
 def test_a_quarantined_checkpoint_is_not_swept(storage: Storage) -> None:
@@ -179,7 +178,7 @@ def test_another_format_is_named(tmp_path: Path) -> None:
     save(storage, 1)
     path = tmp_path / "step-00000001" / MANIFEST
     path.write_text(json.dumps({"step": 1, "format": 1}))  # as titanlite wrote it before there were checksums
-    with pytest.raises(UserError, match=r"manifest\.json has format 1, this version of titanlite reads format 2"):
+    with pytest.raises(UserError, match=r"manifest\.json\b.*format 1\b.*format 2\b"):
         manifests.read_manifest(storage, folder_name(1))
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import TinyRun, closed_stdout
+from tests.helpers import TinyRun, closed_stdout, mentions
 from titanlite.metrics import run_summary
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.files import lock_file
@@ -44,34 +44,30 @@ def test_a_run_folder_records_how_it_was_made(
 
 
 @pytest.mark.parametrize(
-    ("options", "message"),
+    ("options", "key", "words"),
     [
-        (["--data.tokenizer=/no/such"],
-         "data.tokenizer: no file /no/such (a tiktoken rank file, a tokenizer.json, or one of the names bytes, "),
-        (["--model.args.n_layer=3"],
-         "model.args.n_layer: unknown key 'n_layer', did you mean n_layers? (known: vocab_size, max_seq_len, dim,"),
-        (["--checkpoint.initial_load_path=/no/such"], "checkpoint.initial_load_path: no file or folder /no/such"),
-        (["--data.path=http://127.0.0.1:9/tokens"],
-         "data.path: http://127.0.0.1:9/tokens is a web address, which is not read: copy what it holds here first "),
-        (["-training.steps=4"], "titanlite config check: unknown option -training.steps: options of the config begin "),
-        (["--metrics.loggers=['os.path:join']"],
-         "metrics.loggers: os.path:join is called with folder, step, and takes (a, *p): got an unexpected keyword "),
-        (["--training.seq_len=10000"], "training.seq_len: 10000 is more than the 8192 positions of the model"),
+        (["--data.tokenizer=/no/such"], "data.tokenizer", ["/no/such", "bytes"]),
+        (["--model.args.n_layer=3"], "model.args.n_layer", ["n_layers?", "vocab_size, max_seq_len, dim"]),
+        (["--checkpoint.initial_load_path=/no/such"], "checkpoint.initial_load_path", ["/no/such"]),
+        (["--data.path=http://127.0.0.1:9/tokens"], "data.path", ["http://127.0.0.1:9/tokens"]),
+        (["-training.steps=4"], "titanlite config check", ["-training.steps"]),
+        (["--metrics.loggers=['os.path:join']"], "metrics.loggers", ["os.path:join", "folder, step", "(a, *p)"]),
+        (["--training.seq_len=10000"], "training.seq_len", ["10000", "8192"]),
     ],
-)  # fmt: skip
+)
 def test_bad_input_is_one_line(
-    options: list[str], message: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
+    options: list[str], key: str, words: list[str], tiny: TinyRun, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    lines = refusal(capfd, "config", "check", "--config", str(tiny.toml), *options)
-    assert len(lines) == 1
-    assert lines[0].startswith(f"error: {message}")
+    [line] = refusal(capfd, "config", "check", "--config", str(tiny.toml), *options)
+    assert line.startswith(f"error: {key}: ")
+    assert mentions(line, *words)
     assert not (tiny.folder / "outputs").exists()
 
 
 def test_check_prints_warnings(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.run(["check", str(tiny.toml), "--training.steps=3", "--lr_scheduler.warmup_steps=4"]) == 0
     [warning] = capfd.readouterr().err.splitlines()
-    assert warning.startswith("warning: lr_scheduler.warmup_steps: a warm-up of 4 steps never reaches the peak")
+    assert warning.startswith("warning: lr_scheduler.warmup_steps: ")
     assert cli.run(["check", str(tiny.toml), "--training.epochs=3", "--lr_scheduler.warmup_steps=4"]) == 0
     assert capfd.readouterr().err == ""
 
@@ -128,7 +124,8 @@ def test_mistakes_of_the_options_are_reported_before_torch_is_imported(tiny: Tin
     command = [sys.executable, "-c", code, "config", "check", "--config", str(tiny.toml), "--training.stepss=1"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     first, second, *_ = result.stderr.splitlines()
-    assert first == "error: training.stepss: unknown key, did you mean training.steps? (command line)"
+    assert first.startswith("error: training.stepss: ")
+    assert mentions(first, "training.steps")
     assert second.startswith("Traceback"), "there is no torch here"
 
 
@@ -147,25 +144,25 @@ def test_empty_data(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
         file.write_text("short")
     [line] = refusal(capfd, "train", "--config", str(tiny.toml))
     assert line.startswith("error: data.path: ")
-    assert line.endswith("holds 21 tokens, less than one sequence of 32 (and the token after it)")
+    assert mentions(line, 21, 32)
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("command", "words"),
     [
-        ("trian", "titanlite: unknown command 'trian', did you mean 'train'?"),
-        ("config", "titanlite config: name a command: check, show, schema, migrate"),
-        ("train debug qwen3_8b", "titanlite train: unexpected argument 'qwen3_8b'"),
-        ("train debug --config=tiny", "titanlite train: two configs, debug and --config tiny: name one"),
-        ("train --training=3",
-         "titanlite train: --training is a section: set one of its options, as --training.option=value"),
-        ("check llama3_8", "no config file llama3_8, did you mean llama3_8b?"),
-        ("parity", "titanlite parity: no config: name a TOML file, or one that titanlite ships, for example titanlite "
-         "parity debug"),
+        ("trian", ["'trian'", "'train'"]),
+        ("config", ["titanlite config", "check, show, schema, migrate"]),
+        ("train debug qwen3_8b", ["titanlite train", "'qwen3_8b'"]),
+        ("train debug --config=tiny", ["titanlite train", "debug", "--config tiny"]),
+        ("train --training=3", ["titanlite train", "--training.option=value"]),
+        ("check llama3_8", ["llama3_8", "llama3_8b?"]),
+        ("parity", ["titanlite parity debug"]),
     ],
-)  # fmt: skip
-def test_a_wrong_command_line_is_one_line(words: str, message: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert refusal(capfd, *words.split()) == [f"error: {message}"]
+)
+def test_a_wrong_command_line_is_one_line(command: str, words: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    [line] = refusal(capfd, *command.split())
+    assert line.startswith("error: ")
+    assert mentions(line, *words)
 
 
 @pytest.mark.parametrize(
@@ -194,7 +191,7 @@ def test_other_errors_keep_their_traceback_and_name_the_rank(
 ) -> None:
     monkeypatch.setenv("RANK", "3")
     assert cli.report_errors(lambda: print(1 / 0)) == 1
-    assert "[rank 3] ZeroDivisionError: division by zero" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "[rank 3] ZeroDivisionError")
 
 
 @pytest.mark.parametrize(("words", "code"), [("train --help", 0), ("config show", 1), ("config schema", 1)])

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.helpers import mentions
 from titanlite.config.load import load
 
 ROOT = Path(__file__).parents[2]
@@ -49,25 +50,25 @@ LATER = {"SECONDS": "100"}
 
 
 @pytest.mark.parametrize(
-    ("code", "environ", "requeued", "line"),
+    ("code", "environ", "requeued", "words"),
     [
-        (0, {}, False, "done"),
-        (75, {}, True, "stopped with a checkpoint; requeued"),
-        (2, LATER, False, "ended with exit code 2; not requeued, since it would end so again"),
-        (3, LATER, False, "ended with exit code 3; not requeued"),
-        (1, {}, False, "failed with exit code 1 in the first minute; not requeued"),
-        (1, LATER, True, "failed with exit code 1; requeued"),
-        (1, {**LATER, "SLURM_RESTART_COUNT": "20"}, False, "after 20 restarts (MAX_REQUEUES); not requeued"),
-        (75, {"state": "COMPLETING"}, False, "not requeued: Slurm has ended the job (JobState=COMPLETING)"),
-        (75, {"REFUSED": "1"}, True, "error: stopped with a checkpoint, and Slurm does not requeue this job"),
+        (0, {}, False, ["done"]),
+        (75, {}, True, ["checkpoint"]),
+        (2, LATER, False, ["exit code 2"]),
+        (3, LATER, False, ["exit code 3"]),
+        (1, {}, False, ["exit code 1", "minute"]),
+        (1, LATER, True, ["exit code 1"]),
+        (1, {**LATER, "SLURM_RESTART_COUNT": "20"}, False, [20, "MAX_REQUEUES"]),
+        (75, {"state": "COMPLETING"}, False, ["JobState=COMPLETING"]),
+        (75, {"REFUSED": "1"}, True, ["error", "checkpoint"]),
     ],
 )
 def test_slurm_requeues_by_the_exit_code(
-    tmp_path: Path, code: int, environ: dict[str, str], requeued: bool, line: str
+    tmp_path: Path, code: int, environ: dict[str, str], requeued: bool, words: list[object]
 ) -> None:
     ended, output, calls = slurm(tmp_path, code, **environ)
     assert ended == code
-    assert line in output
+    assert mentions(output, *words)
     assert ("requeue 1234567" in calls) is requeued
 
 
@@ -75,7 +76,7 @@ def test_slurm_starts_one_task_a_node(tmp_path: Path) -> None:
     words = "--config", "my run.toml", "--training.steps=5"
     ended, output, _ = slurm(tmp_path, 0, *words, SLURM_RESTART_COUNT="2")
     assert ended == 0
-    assert "job 1234567, start 3: 2 nodes, rendezvous at node7:24567" in output
+    assert mentions(output, "job 1234567", "start 3", "2 nodes", "node7:24567")
     arguments = (tmp_path / "srun.txt").read_text().splitlines()
     assert arguments[-4:] == [f"{ROOT}/run_train.sh", *words]
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64", "--kill-on-bad-exit=0"} <= {

@@ -83,7 +83,7 @@ def test_older_checkpoints_take_the_config_of_the_run(saved: tuple[Path, Model],
     shutil.copytree(saved[0], folder)
     checkpoint = folder / "checkpoints" / "step-00000010"
     without_config(checkpoint)
-    with pytest.raises(UserError, match="saved without its config: name that of the run, with --config"):
+    with pytest.raises(UserError, match="--config"):
         open_source(str(checkpoint))
     named = open_source(str(checkpoint), config=folder / "small.toml")
     shutil.move(folder / "small.toml", folder / "config.toml")
@@ -106,10 +106,10 @@ def test_wrong_sources_are_one_line(saved: tuple[Path, Model], tmp_path: Path) -
     assert lost.tokenizer is None
     assert lost.spec == open_source(str(saved[0])).spec, "the shape is that of the manifest"
     without_config(checkpoint, '[model]\nname = "llama3"\n')
-    with pytest.raises(UserError, match=r"model of .*step-00000010 is unknown here:\n.*head_dim(.|\n)*--config"):
+    with pytest.raises(UserError, match=r"step-00000010(.|\n)*head_dim(.|\n)*--config"):
         open_source(str(checkpoint))
     without_config(checkpoint, "[model]\nnaem = 3\n[gone]\noption = 1\n")
-    with pytest.raises(UserError, match=r"cannot be read:\nmodel.naem: unknown key.*\n(?!.*gone).*--config"):
+    with pytest.raises(UserError, match=r"\nmodel.naem: .*\n(?!.*gone).*--config"):
         open_source(str(checkpoint))
     shard = checkpoint / "__0_0.distcp"
     data = bytearray(shard.read_bytes())

@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from tests.helpers import mentions
 from tests.weights import OWN, one_process, random_model, save_model, save_random
 from titanlite.models.base import Model
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
@@ -114,8 +115,7 @@ def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, Source], tm
         return replace(entry, ours=names.get(entry.ours, entry.ours))
 
     text = failure(with_table(sources["llama3"], swapped), tmp_path / "hf")
-    assert "hidden states after the embedding differ" in text
-    assert "tok_embeddings.weight (lm_head.weight) is another tensor there" in text
+    assert mentions(text, "embedding", "tok_embeddings.weight", "lm_head.weight")
 
     def last_norm(entry: Entry) -> Entry:
         norms = {"head.norm.weight": "layers.1.ffn_norm.weight"}
@@ -123,7 +123,7 @@ def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, Source], tm
 
     table = with_table(sources["llama3"], last_norm)
     folder = tmp_path / "norm"
-    with pytest.raises(CheckFailed, match=r"missing: model.norm.weight|the logits differ"):
+    with pytest.raises(CheckFailed, match=r"model\.norm\.weight|logits"):
         export_folder(table, Target(str(folder)), max_shard_bytes=10**9, check=True, drop=["head.norm.weight"])
 
 
@@ -134,7 +134,7 @@ def test_a_wrong_argument_of_the_config_is_found_in_its_block(sources: dict[str,
     text = failure(
         with_table(source, lambda entry: entry, fields=fields, constants={"rms_norm_eps": 0.5}), tmp_path / "a"
     )
-    assert "hidden states after block 0 differ" in text
+    assert mentions(text.splitlines()[0], "block 0")
     assert text.splitlines()[1].startswith("  layers.0.attention_norm: ")
 
 
@@ -158,12 +158,11 @@ def test_changed_files_are_named(sources: dict[str, Source], tmp_path: Path) -> 
     name = "model.layers.1.mlp.up_proj.weight"
     content[name][3, 5] += 0.25
     save_file(content, out / "model.safetensors", {"format": "pt"})
-    expected = rf"{name} is not layers.1.feed_forward.w3.weight of .*: values differ by up to 0.25"
-    with pytest.raises(CheckFailed, match=expected):
+    with pytest.raises(CheckFailed, match=rf"{name} .*layers\.1\.feed_forward\.w3\.weight .*\b0\.25\b"):
         check_folder(source, out, tensors)
     content[name] = content[name][:-1].clone()
     save_file(content, out / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckFailed, match=rf"{name} has shape \[47, 48\], and not \[48, 48\]"):
+    with pytest.raises(CheckFailed, match=rf"{name} .*\[47, 48\].*\[48, 48\]"):
         check_folder(source, out, tensors)
 
 
@@ -190,7 +189,7 @@ def test_without_transformers_nothing_is_computed(
 ) -> None:
     monkeypatch.setattr(check_module, "find_spec", lambda name: None)
     done = export_folder(sources["qwen3_moe"], Target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
-    assert done.report.startswith("45 tensors as in the checkpoint, bit by bit; nothing was computed")
+    assert mentions(done.report, "45 tensors", "nothing was computed")
 
 
 def test_a_model_without_a_tokenizer_is_checked_with_numbers(sources: dict[str, Source]) -> None:

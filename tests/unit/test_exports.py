@@ -12,7 +12,7 @@ import pytest
 import torch
 import transformers
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from tests.weights import SMALL
 from tests.whole_runs import trained
 from titanlite.checks.preflight import preflight
@@ -43,7 +43,8 @@ def test_the_last_checkpoint_is_exported_once(
     monkeypatch.setattr(last_export, "BEGIN", FAILS)
     trained(tiny.config(*options))
     log = run / "logs" / "export-step-00000002.log"
-    assert warnings() == [f"the export of step 2 failed: the disk is full (log: {log}). By hand: {command}"]
+    [warning] = warnings()
+    assert mentions(warning, "step 2", "the disk is full", log, command)
     monkeypatch.setattr(last_export, "BEGIN", EXPORTS)
     trained(tiny.config(*options))  # a finished run that is started again
     assert "'--dtype', 'bfloat16', '--drop', 'a.*'" in log.read_text()
@@ -88,17 +89,13 @@ def _lives(number: int) -> bool:
 
 def test_wrong_options(tiny: TinyRun) -> None:
     options = ["--model.name=qwen3_moe", "--model.flavor=debug", "--checkpoint.last_save_in_hf"]
-    place = (
-        r"checkpoint.last_save_in_hf: Qwen3MoeForCausalLM has no place for layers.\*.feed_forward.bias_E: to export "
-    )
-    with pytest.raises(ConfigError, match=place + r'without, set checkpoint.export_drop = \["layers.*bias_E"\]'):
+    place = r"checkpoint\.last_save_in_hf: .*layers\.\*\.feed_forward\.bias_E\b"
+    with pytest.raises(ConfigError, match=place + r'.*checkpoint\.export_drop = \["layers.*bias_E"\]'):
         preflight(tiny.config(*options), read_ranks({}), torch.device("cpu"))
     drop = '--checkpoint.export_drop=["layers.*.feed_forward.bias_E"]'
     assert preflight(tiny.config(*options, drop), read_ranks({}), torch.device("cpu"))
     needed = '--checkpoint.export_drop=["layers.*"]'
-    with pytest.raises(
-        ConfigError, match=r"checkpoint.export_drop: Qwen3MoeForCausalLM needs layers.\*.attention_norm.weight, "
-    ):
+    with pytest.raises(ConfigError, match=r"checkpoint\.export_drop: .*layers\.\*\.attention_norm\.weight\b"):
         preflight(tiny.config(*options, needed), read_ranks({}), torch.device("cpu"))
 
 

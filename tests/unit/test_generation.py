@@ -124,7 +124,7 @@ def test_sequences_end_at_a_stop_token_and_at_max_seq_len() -> None:
     stop = next(token for token in expected if token != expected[0])
     assert greedy(found, stop_ids={stop}) == expected[: expected.index(stop)]
     assert greedy(generator(model, max_seq_len=20)) == expected[:14]
-    with pytest.raises(UserError, match="the prompt has 20 tokens, and the model's max_seq_len is 20: shorten the"):
+    with pytest.raises(UserError, match=r"20 tokens.*max_seq_len.*\b20\b"):
         greedy(generator(model, max_seq_len=20), [1] * 20)
     with pytest.raises(UserError, match="the prompt is empty"):
         greedy(found, [])

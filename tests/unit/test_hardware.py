@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.helpers import mentions
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import HARDWARE, Hardware, hardware_of, host_memory
 from titanlite.runtime.process_group import Ranks, gpu_index, why_no_gpu
@@ -64,18 +65,17 @@ def test_values_are_of_the_right_size(hardware: Hardware) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "hint"),
+    ("name", "words"),
     [
-        ("H20", "did you mean H200 or H200-NVL?"),
-        ("A100", "did you mean A100-40 or A100-80 or A100-PCIe-40 or A100-PCIe-80?"),
-        ("abacus", "named 'abacus'. Known are A100-40, A100-80,"),
+        ("H20", ["H200 or H200-NVL?"]),
+        ("A100", ["A100-40 or A100-80", "A100-PCIe-80?"]),
+        ("abacus", ["'abacus'", "A100-40, A100-80"]),
     ],
 )
-def test_unknown_names(name: str, hint: str) -> None:
+def test_unknown_names(name: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         find_hardware(name)
-    assert hint in str(caught.value)
-    assert "MI300X and cpu; any other can be described in a file" in str(caught.value)
+    assert mentions(str(caught.value), *words, "MI300X", "cpu", "file")
 
 
 def test_a_gpu_of_this_machine_has_the_memory_that_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -181,22 +181,22 @@ def test_a_process_has_the_gpu_of_its_rank_on_the_machine() -> None:
 def test_a_worker_that_sees_its_own_gpu_alone_uses_it() -> None:
     """`torchrun --virtual-local-rank`. The check before torchrun starts has no local rank, and refuses."""
     assert gpu_index(Ranks(5, 8, 0, 8), gpus=1, visible="5", is_worker=True) == 0
-    with pytest.raises(UserError, match="8 processes on this machine, and PyTorch sees 1 GPU"):
+    with pytest.raises(UserError, match=r"\b8 processes.*\b1 GPU\b"):
         gpu_index(Ranks(0, 8, 0, 8), gpus=1, visible="5", is_worker=False)
 
 
 @pytest.mark.parametrize(
-    ("ranks", "gpus", "visible", "found"),
+    ("ranks", "gpus", "visible", "words"),
     [
-        (Ranks(0, 8, 0, 8), 4, None, "8 processes on this machine, and PyTorch sees 4 GPUs:"),
-        (Ranks(1, 2, 1, 2), 1, "6", "2 processes on this machine, and PyTorch sees 1 GPU (CUDA_VISIBLE_DEVICES is 6):"),
-        (Ranks(3, 8, 3, 1), 1, "3", "4 processes on this machine, and PyTorch sees 1 GPU (CUDA_VISIBLE_DEVICES is 3):"),
+        (Ranks(0, 8, 0, 8), 4, None, ["8 processes", "4 GPUs"]),
+        (Ranks(1, 2, 1, 2), 1, "6", ["2 processes", "1 GPU", "CUDA_VISIBLE_DEVICES is 6"]),
+        (Ranks(3, 8, 3, 1), 1, "3", ["4 processes", "1 GPU", "CUDA_VISIBLE_DEVICES is 3"]),
     ],
 )
-def test_fewer_gpus_than_processes(ranks: Ranks, gpus: int, visible: str | None, found: str) -> None:
+def test_fewer_gpus_than_processes(ranks: Ranks, gpus: int, visible: str | None, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         gpu_index(ranks, gpus=gpus, visible=visible, is_worker=True)
-    assert str(caught.value).startswith(found)
+    assert mentions(str(caught.value), *words)
 
 
 def test_gpus_that_pytorch_does_not_use_are_reported() -> None:
@@ -204,8 +204,8 @@ def test_gpus_that_pytorch_does_not_use_are_reported() -> None:
     driver = why_no_gpu(has_gpus=True, cuda_version="13.0", visible="0,1")
     assert build is not None
     assert driver is not None
-    assert "this PyTorch is a CPU build" in build
-    assert "PyTorch for CUDA 13.0 cannot use them" in driver
+    assert "CPU build" in build
+    assert "CUDA 13.0" in driver
     assert why_no_gpu(has_gpus=False, cuda_version=None, visible=None) is None
     for visible in ("", "-1"):
         assert why_no_gpu(has_gpus=True, cuda_version="13.0", visible=visible) is None

@@ -25,7 +25,7 @@ from tests.foreign import (
     save_torchtitan,
     spec_of,
 )
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.config.load import load
@@ -125,7 +125,7 @@ def test_checkpoints_of_torchtitan_are_read_bit_for_bit(family: str, tied: bool,
     assert_same(tensors_of(loaded(tmp_path / "step-3", spec)), expected_tensors(oracle))
     if family == "llama3" and tied:
         save_torchtitan(family, oracle_of(family), tmp_path / "untied")
-        with pytest.raises(UserError, match=r"has a head of its own: set model\.args\.tied_head = false$"):
+        with pytest.raises(UserError, match=r"model\.args\.tied_head = false"):
             opened(tmp_path / "untied", spec)
 
 
@@ -145,7 +145,7 @@ def test_parts_of_meta_are_joined_bit_for_bit(parts: int, tmp_path: Path) -> Non
         opened(tmp_path, spec._replace(args=replace(spec.args, dim=32)))  # pyright: ignore[reportCallIssue]
     if parts > 1:
         (tmp_path / "consolidated.00.pth").unlink()
-        with pytest.raises(UserError, match=r"has consolidated\.0\d\.pth, but not consolidated\.00\.pth"):
+        with pytest.raises(UserError, match=r"consolidated\.0\d\.pth.*consolidated\.00\.pth"):
             opened(tmp_path, spec)
 
 
@@ -162,7 +162,7 @@ def test_the_params_of_meta_give_the_flavor(tmp_path: Path) -> None:
     assert find_flavor(Llama3, args) == "1B"
     del params["norm_eps"]
     (tmp_path / "params.json").write_text(json.dumps(params))
-    with pytest.raises(UserError, match=r"params\.json: norm_eps is missing$"):
+    with pytest.raises(UserError, match=r"params\.json: .*norm_eps"):
         MetaFolder(tmp_path).read_args(Llama3)
 
 
@@ -181,14 +181,14 @@ def test_arguments_that_differ_are_listed_with_what_to_set(tmp_path: Path) -> No
         opened(tmp_path, other)
     lines = str(refusal.value).splitlines()
     assert {"  dim = 24", "  tied_head = false", "  rope_theta = 10000.0"} < {*lines}
-    assert lines[-1].endswith(
-        'checkpoint.allow_changes = ["model.args.dim", "model.args.tied_head", "model.args.rope_theta"]'
+    assert mentions(
+        lines[-1], 'checkpoint.allow_changes = ["model.args.dim"', *(f'"model.args.{it}"' for it in changes)
     )
     other = spec._replace(args=replace(spec.args, rope_theta=5e5))  # pyright: ignore[reportCallIssue]
     assert open_weights(str(tmp_path), other, ["model.args.rope_*"])
     config = Llama3.formats.hugging_face.to_config(Llama3.flavors["8B"])  # pyright: ignore[reportOptionalMemberAccess]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r'Set in \[model\]:\n  flavor = "8B"\n'):
+    with pytest.raises(UserError, match=r'\[model\](.|\n)*flavor = "8B"\n'):
         opened(tmp_path, spec)
 
 
@@ -276,7 +276,7 @@ def test_pickles_with_other_names_are_not_run(tmp_path: Path, capfd: pytest.Capt
     spec = spec_of("llama3", oracle)
     save_meta(oracle, tmp_path / "meta", parts=1, params=None)
     torch.save({"tok_embeddings.weight": Payload()}, tmp_path / "meta" / "consolidated.00.pth")
-    with pytest.raises(UserError, match=r"consolidated\.00\.pth holds more than tensors, .*: refused$"):
+    with pytest.raises(UserError, match=r"consolidated\.00\.pth.*refused"):
         opened(tmp_path / "meta", spec)
     (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK")
     with pytest.raises(UserError, match=r"consolidated\.00\.pth"):
@@ -285,28 +285,28 @@ def test_pickles_with_other_names_are_not_run(tmp_path: Path, capfd: pytest.Capt
     metadata = tmp_path / "titan" / ".metadata"
     good = metadata.read_bytes()
     metadata.write_bytes(pickle.dumps(Payload()))
-    with pytest.raises(UserError, match=r"\.metadata names builtins\.print, which is no part of a checkpoint"):
+    with pytest.raises(UserError, match=r"\.metadata .*builtins\.print"):
         opened(tmp_path / "titan", spec)
     metadata.write_bytes(good.replace(b"__0_0.distcp", b"../../distcp"))
-    with pytest.raises(UserError, match=r": '\.\./\.\./distcp' leads out of the folder: refused$"):
+    with pytest.raises(UserError, match=r"'\.\./\.\./distcp'.*refused"):
         opened(tmp_path / "titan", spec)
     metadata.write_bytes(good)
     data = tmp_path / "titan" / "__0_0.distcp"
     data.write_bytes(data.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"__0_0\.distcp is damaged or incomplete"):
+    with pytest.raises(UserError, match=r"__0_0\.distcp\b"):
         opened(tmp_path / "titan", spec)
     assert "runs" not in capfd.readouterr().out
 
 
 def test_paths_with_nothing_to_read(tmp_path: Path) -> None:
     spec = spec_of("llama3", oracle_of("llama3"))
-    with pytest.raises(UserError, match=f"^no file or folder {tmp_path}/gone$"):
+    with pytest.raises(UserError, match=f"{tmp_path}/gone"):
         open_weights(f"{tmp_path}/gone", spec, [])
     (tmp_path / "notes.txt").touch()
-    with pytest.raises(UserError, match=r"notes\.txt is none of: a checkpoint of titanlite .*, a Hugging Face folder"):
+    with pytest.raises(UserError, match=r"notes\.txt .*Hugging Face"):
         open_weights(f"{tmp_path}/notes.txt", spec, [])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match=r"config\.json: hidden_size is missing; "):
+    with pytest.raises(UserError, match=r"config\.json: .*hidden_size"):
         open_weights(str(tmp_path), spec, [])
     assert open_weights("memory://run", spec, []) is None
 
@@ -350,17 +350,17 @@ def test_keys_that_differ_are_all_listed_with_the_options_that_accept_them(tiny:
         'checkpoint.allow_missing = ["model.layers.*.attention.q_norm.weight", "model.head.norm.weight"]',
         'checkpoint.allow_unexpected = ["model.layers.*.self_attn.extra.weight", "score.weight"]',
     ]
-    assert str(refusal.value).splitlines() == [
-        f"{tiny.folder}/model does not fit this model:",
-        "  missing     model.layers.0.attention.q_norm.weight [10]",
-        "  missing     model.layers.1.attention.q_norm.weight [10]",
-        "  missing     model.head.norm.weight [24], stored as [7]",
-        "  unexpected  model.layers.0.self_attn.extra.weight [3]",
-        "  unexpected  model.layers.1.self_attn.extra.weight [3]",
-        "  unexpected  score.weight [2, 24]",
-        "To load the rest all the same:",
-        *(f"  {line}" for line in accept),
+    lines = str(refusal.value).splitlines()
+    assert mentions(lines[0], f"{tiny.folder}/model")
+    assert [line.split() for line in lines[1:7]] == [
+        ["missing", "model.layers.0.attention.q_norm.weight", "[10]"],
+        ["missing", "model.layers.1.attention.q_norm.weight", "[10]"],
+        ["missing", "model.head.norm.weight", "[24],", "stored", "as", "[7]"],
+        ["unexpected", "model.layers.0.self_attn.extra.weight", "[3]"],
+        ["unexpected", "model.layers.1.self_attn.extra.weight", "[3]"],
+        ["unexpected", "score.weight", "[2,", "24]"],
     ]
+    assert [line.strip() for line in lines[8:]] == accept
     found = trained(tiny.config(*options, *(f"--{line.replace(' = ', '=')}" for line in accept)))
     expected = expected_tensors(oracle)
     assert torch.equal(found["layers.1.attention.wq.weight"], expected["layers.1.attention.wq.weight"])
@@ -388,7 +388,7 @@ def test_the_example_continues_the_released_model(tmp_path: Path, monkeypatch: p
     config = load(example)
     spec = resolve_model(config.model.name, config.model.flavor, config.model.args, tokenizer_size=151669)
     path = str(config.checkpoint.initial_load_path)
-    with pytest.raises(UserError, match=r"models/Qwen3-0\.6B has no \*\.safetensors$"):
+    with pytest.raises(UserError, match=r"models/Qwen3-0\.6B .*\*\.safetensors"):
         open_weights(path, spec, [])
 
 
@@ -396,4 +396,4 @@ def test_a_named_pipe_in_place_of_weights_is_refused(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "model.safetensors")
     with pytest.raises(UserError) as caught:
         HuggingFaceFolder(tmp_path).tensors(cast(Any, None), {})
-    assert str(caught.value) == f"{tmp_path}/model.safetensors is not a file"
+    assert mentions(str(caught.value), f"{tmp_path}/model.safetensors")

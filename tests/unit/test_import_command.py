@@ -23,7 +23,7 @@ from tests.foreign import (
     save_torchtitan,
     spec_of,
 )
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.runtime.errors import UserError
@@ -120,7 +120,7 @@ def test_what_ends_a_text_is_that_of_the_source(tmp_path: Path, capfd: pytest.Ca
     capfd.readouterr()
     for source in (bare, tmp_path / "from_bare" / "ours"):
         assert cli.run(["generate", str(source), "--prompt", "a"]) == 2
-        assert "its tokenizer is not on this machine: name one with --tokenizer" in capfd.readouterr().err
+        assert "--tokenizer" in capfd.readouterr().err
     tokenizer = open_source(str(tmp_path / "from_hf" / "ours")).tokenizer
     assert tokenizer is not None
     assert stop_ids(tokenizer) >= {1, 2}
@@ -131,14 +131,14 @@ def test_an_imported_checkpoint_is_like_any_other(tmp_path: Path, capfd: pytest.
     oracle.save_pretrained(tmp_path / "hf")
     out = tmp_path / "out"
     assert imported(tmp_path / "hf", "--out", out) == 0
-    assert capfd.readouterr().out == f"wrote {out}/step-00000000, the weights of {tmp_path}/hf\n"
+    assert mentions(capfd.readouterr().out, f"{out}/step-00000000", f"{tmp_path}/hf")
     assert sorted(file.name for file in (out / "step-00000000").iterdir()) == [
         ".metadata", "__0_0.distcp", "checksums.json", "config.toml", "manifest.json", "origin.json",
     ]  # fmt: skip
     for command in ("verify", "list", "show"):
         assert cli.run(["checkpoint", command, str(out)]) == 0
     shown = capfd.readouterr().out
-    assert "step 0: whole, 5 files" in shown
+    assert mentions(shown, "step 0", "5 files")
     assert "  model.args.n_layers = 2" in shown
     assert_same(tensors_at(out), expected_tensors(oracle))
 
@@ -148,10 +148,7 @@ def test_a_folder_of_a_family_that_is_not_here_is_named(tmp_path: Path, capfd: p
     (tmp_path / "bert" / "config.json").write_text('{"model_type": "bert", "hidden_size": 8}')
     save_file({"w": torch.zeros(2)}, tmp_path / "bert" / "model.safetensors")
     assert imported(tmp_path / "bert", "--out", tmp_path / "out") == 2
-    assert capfd.readouterr().err == (
-        f"error: {tmp_path}/bert is a model of type 'bert', and titanlite has llama, qwen3, qwen3_moe: for a model of "
-        "your own, name its config (--config)\n"
-    )
+    assert mentions(capfd.readouterr().err, f"{tmp_path}/bert", "'bert'", "llama, qwen3, qwen3_moe", "--config")
 
 
 @pytest.mark.long
@@ -240,7 +237,7 @@ def test_unexpected_tensors_are_left_out_where_allowed(
     del stored["lm_head.weight"]
     save_file(stored, tmp_path / "model.safetensors")
     assert imported(tmp_path, "--out", tmp_path / "out2", "--allow-unexpected", "*") == 2
-    assert "missing     model.head.output.weight [67, 24]" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, "missing", "model.head.output.weight [67, 24]")
 
 
 def test_a_failed_import_leaves_nothing(
@@ -254,7 +251,8 @@ def test_a_failed_import_leaves_nothing(
     with monkeypatch.context() as patch:
         patch.setattr(LocalStorage, "publish", full)
         assert imported(folders / "hf", "--out", tmp_path / "out") == 1
-    assert capfd.readouterr().err == "error: [Errno 28] No space left on device\n"
+    [line] = capfd.readouterr().err.splitlines()
+    assert mentions(line, "error", "[Errno 28]")
     assert list((tmp_path / "out").iterdir()) == []
     (tmp_path / "out" / ".staging-step-00000000-import").mkdir()  # of a killed one
     (tmp_path / "out" / ".staging-step-00000000-import" / "__0_0.distcp").write_bytes(b"half")
@@ -315,5 +313,5 @@ def test_sources_of_other_programs_have_their_tokenizer(folders: Path, tmp_path:
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").unlink()
     (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1}))
-    with pytest.raises(UserError, match=r"is of another model:\n  unexpected  model\.layers\.1\."):
+    with pytest.raises(UserError, match=r"\n  unexpected  model\.layers\.1\."):
         load_model(open_source(str(tmp_path)))

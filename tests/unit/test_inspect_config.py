@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from tests.layouts import degrees
 from titanlite.config.load import load
 from titanlite.tools.cli import run
@@ -133,19 +133,19 @@ def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -
 
 
 @pytest.mark.parametrize(
-    ("words", "error"),
+    ("words", "named"),
     [
-        ("inspect", "error: titanlite inspect: name a config; see titanlite inspect --help"),
-        ("inspect debug --world-size 4 --rank 4", "error: --rank 4: there are ranks 0 to 3; set --world-size"),
-        ("inspect debug --rank 1", "error: --rank 1: there are ranks 0 to 0; set --world-size"),
-        ("inspect tests", "error: "),
+        ("inspect", ["titanlite inspect --help"]),
+        ("inspect debug --world-size 4 --rank 4", ["--rank 4", 0, 3, "--world-size"]),
+        ("inspect debug --rank 1", ["--rank 1", 0, "--world-size"]),
+        ("inspect tests", []),
     ],
 )
-def test_mistakes_are_one_line(words: str, error: str, capfd: Ends) -> None:
+def test_mistakes_are_one_line(words: str, named: list[object], capfd: Ends) -> None:
     assert run(words.split()) == 2
     out, errors = capfd.readouterr()
     assert (out, len(errors.splitlines())) == ("", 1)
-    assert errors.startswith(error)
+    assert mentions(errors, "error", *named)
 
 
 def _count(shape: list[int]) -> int:

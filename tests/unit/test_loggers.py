@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from titanlite.metrics.loggers import Loggers, check_logger
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
@@ -76,23 +76,22 @@ def test_a_logger_that_hangs_loses_records_and_nothing_else(
         loggers.log({"step": step, "loss": 1.0})
     loggers.close()
     assert time.monotonic() - began < 5
-    assert [record.message for record in caplog.records] == [
-        f"metrics.loggers: {name} takes no records: they are dropped",
-        f"metrics.loggers: {name} has not taken 20 of 20 records. metrics.jsonl has all of them",
-    ]
+    assert len(caplog.records) == 2
+    assert all(mentions(record.message, f"metrics.loggers: {name}") for record in caplog.records)
+    assert mentions(caplog.records[1].message, "20 of 20 records", "metrics.jsonl")
 
 
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("name", "words"),
     [
-        ("tensorbord", "no logger tensorbord, did you mean tensorboard? (there are tensorboard, wandb, trackio, and"),
-        ("os.path:sep", "os.path:sep is not a function or class"),
+        ("tensorbord", ["tensorbord", "tensorboard?", "tensorboard, wandb, trackio"]),
+        ("os.path:sep", ["os.path:sep"]),
     ],
 )
-def test_a_logger_that_cannot_be_made_is_one_line(name: str, message: str) -> None:
+def test_a_logger_that_cannot_be_made_is_one_line(name: str, words: list[str]) -> None:
     with pytest.raises(UserError) as caught:
         check_logger(name)
-    assert str(caught.value).startswith(message)
+    assert mentions(str(caught.value), *words)
 
 
 def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -116,5 +115,5 @@ def test_a_logger_that_raises_is_one_line_and_gets_no_more(tmp_path: Path, caplo
     loggers.log({"step": 2, "loss": 2.0})
     loggers.close()
     [record] = caplog.records
-    assert record.getMessage() == "Raises failed, and gets no more metrics: raises.py:4: RuntimeError: no answer"
+    assert mentions(record.getMessage(), "Raises", "raises.py:4", "RuntimeError: no answer")
     assert record.exc_info is None

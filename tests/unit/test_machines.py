@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks
 from titanlite.tools import cli
@@ -32,7 +32,8 @@ def test_what_may_fail_is_a_problem_of_its_rank() -> None:
         raise OSError(28, "No space left", "/x")
 
     merged = on_each(fails, ALONE)
-    assert merged.problems == ["rank 0 on host-a: /x: No space left"]
+    [problem] = merged.problems
+    assert mentions(problem, "rank 0 on host-a", "/x: No space left")
     lines: list[str] = []
     tests = {"disk": lambda: merged, "x": lambda: Result("1 GB/s", warnings=["slow"])}
     assert run(tests, lines.append) == ["disk"]
@@ -46,7 +47,7 @@ def test_an_error_names_test_and_rank() -> None:
         raise RuntimeError("Timed out waiting 120000ms for recv operation")
 
     lines: list[str] = []
-    with pytest.raises(UserError, match=r"^links: rank 0 on \S+: RuntimeError: Timed out waiting 120000ms"):
+    with pytest.raises(UserError, match=r"^links: .*rank 0\b.*RuntimeError.*120000ms"):
         run({"clocks": lambda: Result("0 s apart"), "links": fails}, lines.append)
     assert lines == ["ok       clocks             0 s apart"]
 
@@ -116,7 +117,7 @@ def test_the_command_of_one_process(tiny: TinyRun, capfd: pytest.CaptureFixture[
     names = ["versions, config", "clocks", "checkpoint folder", "disk"]
     assert [line[9:27].strip() for line in lines[:-1] if not line.startswith(" ")] == names
     assert "FAILED" not in out
-    assert lines[-1].startswith("no test failed (processes: 1, hosts: 1, time: ")
+    assert mentions(lines[-1], "no test failed", "processes: 1, hosts: 1")
     assert not [it for it in (tiny.folder / "outputs").rglob("*") if it.is_file()]
 
     assert (

@@ -10,6 +10,7 @@ import tomli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers import mentions
 from titanlite.config.keys import dotted_keys
 from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, UserError
@@ -325,8 +326,9 @@ def test_defaults_that_differ_are_written() -> None:
         "data.shuffle": False,
     }
     assert {key: value for key, value in new.items() if not key.startswith("model.")} == expected
-    assert "default     optimizer.lr = 0.0008 there (here: 0.0003)" in report
-    assert len([line for line in report if line.startswith("default ")]) == len(new) - 1
+    defaults = [line for line in report if line.startswith("default ")]
+    assert any(mentions(line, "optimizer.lr", 0.0008, 0.0003) for line in defaults)
+    assert len(defaults) == len(new) - 1
 
 
 @pytest.mark.parametrize(("text", "decay"), [("", 0.1), ("[optimizer]\nweight_decay = 0.2\n# last\n", 0.2)])
@@ -366,9 +368,9 @@ def test_unknown_keys_are_losses_with_the_nearest_name() -> None:
     old = "model.name = 'llama3'\n[training]\nstepss = 5\n[mine]\nlocal_batch_sizes = 2\nxyz = [1]\n"
     new, report, losses = run(old, world_size=1)
     assert losses == ["training.stepss", "mine.local_batch_sizes", "mine.xyz"]
-    assert "UNKNOWN     training.stepss: not a key of torchtitan, did you mean training.steps?" in report
-    assert any("did you mean training.local_batch_size?" in line for line in report)
-    assert "UNKNOWN     mine.xyz: not a key of torchtitan" in report
+    for key, nearest in ("training.stepss", "training.steps"), ("mine.local_batch_sizes", "training.local_batch_size"):
+        assert any(mentions(line, "UNKNOWN", key, nearest) for line in report)
+    assert any(mentions(line, "UNKNOWN", "mine.xyz") for line in report)
     assert new["training.steps"] == 10000
 
 
@@ -377,29 +379,30 @@ def test_unknown_keys_are_losses_with_the_nearest_name() -> None:
 
 @pytest.mark.parametrize("path", sorted((ROOT / "train_configs").glob("*.toml")), ids=lambda path: path.stem)
 def test_our_own_configs_are_refused(path: Path) -> None:
-    with pytest.raises(UserError, match="is a config of titanlite already"):
+    with pytest.raises(UserError, match=rf"^{path.name} .*\btitanlite\b"):
         migrate(path.read_text(), path.name)
 
 
 @pytest.mark.parametrize(
-    ("text", "message"),
+    ("text", "lines"),
     [
-        ("", "not a config of torchtitan 0.2"),
-        ("[tool.ruff]\nline-length = 3\n", "not a config of torchtitan 0.2"),
-        ("[[training]]\nsteps = 3\n", "not a config of torchtitan 0.2"),
-        ("steps = = 3", "old.toml is not valid TOML"),
-        ("[training]\nsteps = 1\nsteps = 2", "old.toml is not valid TOML"),
+        ("", [["torchtitan"]]),
+        ("[tool.ruff]\nline-length = 3\n", [["torchtitan"]]),
+        ("[[training]]\nsteps = 3\n", [["torchtitan"]]),
+        ("steps = = 3", [["TOML"]]),
+        ("[training]\nsteps = 1\nsteps = 2", [["TOML"]]),
         (
             "[training]\nsteps = '5'\nstepss = 5\n\n[optimizer]\neps = 1\nlr = true",
-            "old.toml: training.steps: expected int, got '5'\nold.toml: optimizer.lr: expected float, got True\n"
-            "old.toml: training.stepss: not a key of torchtitan, did you mean training.steps?",
+            [["training.steps", "int", "'5'"], ["optimizer.lr", "float"], ["training.stepss", "training.steps"]],
         ),
-        ("parallelism.tensor_parallel_degree = 3", "4 processes are not a multiple of the 3"),
+        ("parallelism.tensor_parallel_degree = 3", [[3, 4]]),
     ],
 )
-def test_bad_files(text: str, message: str) -> None:
-    with pytest.raises(UserError, match=re.escape(message)):
+def test_bad_files(text: str, lines: list[list[object]]) -> None:
+    with pytest.raises(UserError) as caught:
         migrate(text, "old.toml", world_size=4)
+    for line, words in zip(str(caught.value).splitlines(), lines, strict=True):
+        assert mentions(line, *words)
 
 
 # The command
@@ -417,9 +420,9 @@ GOOD = (
 def test_what_check_would_refuse_has_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
     assert command(DATA / "405b.toml", "--world-size=128") == 1
     lines = capsys.readouterr().err.splitlines()
-    assert lines[-1] == "error: the new config does not train as the old one did: model.converters"
+    assert mentions(lines[-1], "model.converters")
     [lost] = [line for line in lines if line.startswith("LOST")]
-    assert lost.endswith(": no float8 with tensor parallelism here yet: leave out one of the two")
+    assert mentions(lost, "float8", "tensor parallelism")
 
 
 def test_without_out_the_toml_is_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -427,7 +430,7 @@ def test_without_out_the_toml_is_on_stdout(tmp_path: Path, capsys: pytest.Captur
     assert command(tmp_path / "old.toml") == 0
     captured = capsys.readouterr()
     assert tomli.loads(captured.out)["training"]["global_batch_size"] == 8
-    assert "carried     training.global_batch_size\n" in captured.err
+    assert ["carried", "training.global_batch_size"] in [line.split() for line in captured.err.splitlines()]
     assert "error" not in captured.err
 
 
@@ -436,9 +439,9 @@ def test_with_out_the_report_is_on_stdout(tmp_path: Path, capsys: pytest.Capture
     old.write_text(GOOD + "[parallelism]\npipeline_parallel_degree = 2\n")
     assert command(old, "--out", new, "--world-size=2") == 1
     captured = capsys.readouterr()
-    assert "LOST        parallelism.pipeline_parallel_degree = 2: " in captured.out
-    lost = "parallelism.pipeline_parallel_degree"
-    assert captured.err == f"error: the new config does not train as the old one did: {lost}\n"
+    assert mentions(captured.out, "LOST", "parallelism.pipeline_parallel_degree = 2")
+    [line] = captured.err.splitlines()
+    assert mentions(line, "error", "parallelism.pipeline_parallel_degree")
     assert tomli.loads(new.read_text())["model"]["flavor"] == "8B"
     assert old.read_text().startswith(GOOD)
 
@@ -515,9 +518,10 @@ def test_keys_of_an_own_config_module_are_listed_as_its_own() -> None:
     text = "[job]\ncustom_config_module = 'mine.config'\n[my_section]\ndepth = 3\n[training]\nmy_own = true\n"
     migration = migrate(text, "own.toml", world_size=1)
     lines = [line for line in migration.report if "my_" in line]
-    assert lines == [
-        "LOST        my_section.depth = 3: belongs to your own config module mine.config",
-        "LOST        training.my_own = true: belongs to your own config module mine.config",
+    assert [line.split(":")[0].split() for line in lines] == [
+        ["LOST", "my_section.depth", "=", "3"],
+        ["LOST", "training.my_own", "=", "true"],
     ]
+    assert all("mine.config" in line for line in lines)
     assert "# my_section.depth = 3" in migration.text()
-    assert not any("not a key of torchtitan" in line for line in migration.report)
+    assert "UNKNOWN" not in str(migration.report)

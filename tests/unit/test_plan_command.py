@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers import mentions
 from titanlite.config.load import load
 from titanlite.tools.cli import run
 from titanlite.tools.plan.estimate import OUTSIDE, Layout, with_options
@@ -51,9 +52,8 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     table = capsys.readouterr().out
     assert plan(toml, *arguments, "--json") == 0
     record = json.loads(capsys.readouterr().out)
-    assert table.startswith(
-        f"small: {record['parameters']:,} parameters on 16 x H100 (8 in a node), replicate 2 x shard 8"
-    )
+    head = table.splitlines()[0]
+    assert mentions(head, "small", f"{record['parameters']:,} parameters", "16 x H100", "replicate 2 x shard 8")
     memory = record["memory"]
     assert (
         sum(memory["by_category"].values())
@@ -82,7 +82,7 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_node_that_is_filled_in_part_is_noted(toml: Path, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ("--training.global_batch_size=12", "--gpu", "h100", "--world-size", "12", "--gpus-per-node")
     assert plan(toml, *arguments, "8") == 0
-    assert "note     the last node has 4 of 8 GPUs" in capsys.readouterr().out
+    assert mentions(capsys.readouterr().out, "note", "4 of 8 GPUs")
 
 
 @pytest.mark.long
@@ -98,30 +98,28 @@ def test_the_cpu_of_this_machine(toml: Path, capsys: pytest.CaptureFixture[str])
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("arguments", "text"),
+    ("arguments", "words"),
     [
-        (["--world-size", "8", "--gpu", "H1000"], "did you mean H100"),
-        (["--world-size", "eight", "--gpu", "H100"], "expected a number of at least 1, got 'eight'"),
-        (["--world-size", "8", "--gpu", "/no/such.toml"], "/no/such.toml"),
-        (["--world-size", "8", "--gpu", "H100", "--suggest", "--search"], "exclude each other"),
-        (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], "8"),
-        (["--world-size", "5", "--gpu", "H100"], "16 is not a multiple of the 5 processes"),
-        (["--world-size", "5", "--gpu", "H100", "--search"], "--training.global_batch_size"),
+        (["--world-size", "8", "--gpu", "H1000"], ["H100?"]),
+        (["--world-size", "eight", "--gpu", "H100"], ["--world-size", "'eight'"]),
+        (["--world-size", "8", "--gpu", "/no/such.toml"], ["/no/such.toml"]),
+        (["--world-size", "8", "--gpu", "H100", "--suggest", "--search"], ["--suggest", "--search"]),
+        (["--world-size", "8", "--gpu", "H100", "--parallelism.data_parallel_shard_degree=3"], ["8", "3"]),
+        (["--world-size", "5", "--gpu", "H100"], ["16", "5"]),
+        (["--world-size", "5", "--gpu", "H100", "--search"], ["--training.global_batch_size"]),
     ],
 )
-def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], text: str) -> None:
+def test_mistakes(toml: Path, capsys: pytest.CaptureFixture[str], arguments: list[str], words: list[str]) -> None:
     assert plan(toml, *arguments) == 2
     error = capsys.readouterr().err
-    assert text in error
+    assert mentions(error, *words)
     assert "Traceback" not in error
 
 
 def test_a_plan_of_nothing_lists_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(["plan"]) == 2
-    assert capsys.readouterr().err == (
-        "error: titanlite plan: missing: a config (my.toml, llama3_8b), --world-size N, "
-        "--gpu NAME or FILE.toml; see titanlite plan --help\n"
-    )
+    error = capsys.readouterr().err
+    assert mentions(error, "titanlite plan", "my.toml", "--world-size N", "--gpu NAME", "titanlite plan --help")
 
 
 @pytest.mark.long
@@ -136,9 +134,7 @@ def test_code_that_reads_values_is_named(toml: Path, capsys: pytest.CaptureFixtu
     )
     assert plan(toml, "--world-size", "1", "--gpu", "H100", f"--training.loss={own}:loss") == 2
     error = capsys.readouterr().err
-    assert error.startswith(
-        "error: the step cannot be traced: asks_for_values.py:3 asks for values (aten._local_scalar_dense"
-    )
+    assert mentions(error, "asks_for_values.py:3", "aten._local_scalar_dense")
     assert plan(toml, "--world-size", "1", "--gpu", "H100") == 0, "nothing of the failure stays"
 
 

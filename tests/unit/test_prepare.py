@@ -25,6 +25,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers import mentions
 from titanlite.data.pieces import PIECE_BYTES
 from titanlite.data.sources import check_path, open_tokens
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -163,10 +164,10 @@ def test_a_dataset_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert tokens_of(store) == TOKENS
     assert list(dict.fromkeys(asked)) == [("me/mine", "train"), ("me/mine", "test"), ("me/mine", "part", "test[:10%]")]
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: 1 / 0)
-    with pytest.raises(UserError, match="hf://me/none cannot be loaded: division by zero"):
+    with pytest.raises(UserError, match=r"hf://me/none .*by zero"):
         make(["hf://me/none"], tmp_path / "none")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "dict")
-    with pytest.raises(UserError, match=r"dict holds several splits: name those that are meant \(.*dict/train\)"):
+    with pytest.raises(UserError, match=r"/dict .*/dict/train\b"):
         make(tmp_path / "dict", tmp_path / "none")
     assert tokens_of(make(tmp_path / "dict" / "train", tmp_path / "train")) == [BOS, 97, EOS]
 
@@ -243,7 +244,7 @@ def test_sources_are_walked_in_order(tmp_path: Path) -> None:
     globbed = make([root / "**" / "*.[ct]*", root / "b.py"], tmp_path / "globbed")
     assert [(it["files"], it["documents"], it["errors"]) for it in globbed.index["inputs"]] == [(2, 2, 0), (1, 1, 0)]
     (root / "gone.txt").symlink_to("nowhere")
-    with pytest.raises(UserError, match=r"gone\.txt: cannot be read: No such file or directory"):
+    with pytest.raises(UserError, match=r"gone\.txt: .*No such file"):
         make(root, tmp_path / "again")
 
 
@@ -256,15 +257,15 @@ def test_the_standard_library(tmp_path: Path) -> None:
     assert not [path for path in every if {"site-packages", "test"} & set(Path(path).parts)]
     assert sorted(train + validation) == sorted(every)
     assert validation == every[15::16]
-    with pytest.raises(UserError, match="stdlib://tests is none of stdlib://, stdlib://train and stdlib://validation"):
+    with pytest.raises(UserError, match=r"stdlib://tests .*stdlib://train\b.*stdlib://validation\b"):
         check_path("stdlib://tests", find_files)
 
 
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.json", b'[\n{"text": "a"}]', r"a\.json cannot be read: it is JSON in one piece.*jq -c"),
-        (".hidden/x", b"x", "no file in "),
+        ("a.json", b'[\n{"text": "a"}]', r"a\.json .*jq -c"),
+        (".hidden/x", b"x", r"/in\b"),
     ],
 )
 def test_unreadable_input_is_refused(name: str, content: bytes, message: str, tmp_path: Path) -> None:
@@ -276,11 +277,11 @@ def test_unreadable_input_is_refused(name: str, content: bytes, message: str, tm
 def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
     write(tmp_path / "a.txt", "a")
     for paths, message in (
-        ([], "an empty list of paths names nothing to read"),
-        ("no/such", "no file or folder no/such"),
-        ([str(tmp_path / "*.md")], r"no file or folder .*\*\.md"),
-        ([str(tmp_path), str(tmp_path / "a.txt")], r"a\.txt is named twice, by .* and by .*a\.txt: name it once"),
-        (["s3://bucket/a.txt", "b"], "s3://bucket/a.txt can be read only if it is a folder of prepared tokens, alone"),
+        ([], "empty"),
+        ("no/such", "no/such"),
+        ([str(tmp_path / "*.md")], r"\*\.md"),
+        ([str(tmp_path), str(tmp_path / "a.txt")], rf"a\.txt .*{tmp_path}\b.*{tmp_path}/a\.txt"),
+        (["s3://bucket/a.txt", "b"], "s3://bucket/a.txt"),
     ):
         with pytest.raises(UserError, match=message):
             check_path(paths, find_files)
@@ -289,11 +290,9 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
     check_path(str(tokens), find_files)
     more = make(tmp_path / "a.txt", tmp_path / "more").folder
     for other in (str(tmp_path / "a.txt"), str(more)):
-        with pytest.raises(
-            UserError, match=r"tokens holds prepared tokens, which no other path can be beside: give each "
-        ):
+        with pytest.raises(UserError, match=r"/tokens .*\[\[data\.sources\]\]"):
             check_path([str(tokens), other], find_files)
-    with pytest.raises(UserError, match="tokens holds prepared tokens, not text"):
+    with pytest.raises(UserError, match="/tokens "):
         make(tokens, tmp_path / "again")
     assert tokens_of(make(tmp_path, tmp_path / "beside")) == [BOS, 97, EOS], "tokens below are not text"
 
@@ -301,33 +300,35 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
 # Bad input
 
 
-BAD_LINES: list[tuple[bytes, str]] = [
-    (b'{"text": "cut', "not JSON: Unterminated string starting at: line 1 column 10 (char 9)"),
-    (b"[1]", "not a JSON object"),
-    (b'{"content": "a", "id": 1}', "no field 'text': it has content, id (--text-field, data.text_field)"),
-    (b'{"text": null}', "field 'text' is neither a text nor a list of segments"),
-    (b'{"text": "\xff"}', "not UTF-8: byte 10"),
-    (b'{"text": "\\ud800"}', "half a character (a lone surrogate) in the text"),
-    (b'{"text": [{"text": "a"}]}', 'field \'text\' has a segment that is not {"text": a text, "loss": true or false}'),
-    (b"[" * 100_000, "not JSON: maximum recursion depth exceeded"),
+BAD_LINES: list[tuple[bytes, list[str]]] = [
+    (b'{"text": "cut', ["JSON", "char 9"]),
+    (b"[1]", ["JSON object"]),
+    (b'{"content": "a", "id": 1}', ["'text'", "content, id", "--text-field", "data.text_field"]),
+    (b'{"text": null}', ["'text'", "segments"]),
+    (b'{"text": "\xff"}', ["UTF-8", "byte 10"]),
+    (b'{"text": "\\ud800"}', ["surrogate"]),
+    (b'{"text": [{"text": "a"}]}', ["'text'", '"loss"']),
+    (b"[" * 100_000, ["JSON", "recursion"]),
 ]
 
 
-@pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=range(len(BAD_LINES)))
+@pytest.mark.parametrize(("line", "words"), BAD_LINES, ids=range(len(BAD_LINES)))
 @pytest.mark.parametrize("chunk_bytes", [2**20, 30])
-def test_a_bad_line_stops_or_is_skipped(line: bytes, message: str, chunk_bytes: int, tmp_path: Path) -> None:
+def test_a_bad_line_stops_or_is_skipped(line: bytes, words: list[str], chunk_bytes: int, tmp_path: Path) -> None:
     lines = as_lines(TEXTS[:3]) + b"\n" + line + b"\n" + as_lines(TEXTS[3:])
     path = write(tmp_path / "a.jsonl", lines)
     with pytest.raises(UserError) as raised:
         make(path, tmp_path / "out", chunk_bytes=chunk_bytes)
-    assert str(raised.value).startswith(f"{path}:5: {message}")
-    assert str(raised.value).endswith("(titanlite data prepare --on-error skip leaves out what cannot be read)")
+    assert str(raised.value).startswith(f"{path}:5: ")
+    assert mentions(str(raised.value), *words, "--on-error skip")
     assert not (tmp_path / "out").exists()
     store = make(path, tmp_path / "out", chunk_bytes=chunk_bytes, on_error="skip")
     assert tokens_of(store) == TOKENS
     assert store.index["errors"] == store.index["inputs"][0]["errors"] == 1
-    assert store.index["errors_by_reason"] == {message.partition(":")[0]: 1}
-    assert store.index["first_errors"][0].startswith(f"{path}:5: {message}")
+    [first] = store.index["first_errors"]
+    assert first.startswith(f"{path}:5: ")
+    assert mentions(first, *words)
+    assert store.index["errors_by_reason"] == {first.removeprefix(f"{path}:5: ").partition(":")[0]: 1}
 
 
 def test_the_first_ten_errors_are_named_and_all_are_counted(tmp_path: Path) -> None:
@@ -420,7 +421,7 @@ def test_a_truncated_file_keeps_its_whole_lines(tmp_path: Path) -> None:
 def test_nothing_to_read_makes_no_folder(tmp_path: Path) -> None:
     write(tmp_path / "in" / "a.txt", "")
     write(tmp_path / "in" / "b.txt", b"a\0")
-    with pytest.raises(UserError, match=r"nothing to make tokens of; 1 empty documents; 1 binary files"):
+    with pytest.raises(UserError, match=r"\b1 empty.*\b1 binary"):
         make(tmp_path / "in", tmp_path / "out")
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == ["in"]
 
@@ -430,7 +431,7 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     chunks = reading_module.read_chunks(find_files([str(path)]), text_field="text", chunk_bytes=100)
     next(chunks)
     write(path, as_lines(["two"] * 200))
-    with pytest.raises(UserError, match=r"a\.jsonl has changed while it was read"):
+    with pytest.raises(UserError, match=r"a\.jsonl .*changed"):
         list(chunks)
 
 
@@ -487,12 +488,10 @@ def test_only_the_first_of_a_document_begins_it(tmp_path: Path, monkeypatch: pyt
 def test_tokens_that_a_tokenizer_does_not_have(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.txt", "a")
     monkeypatch.setattr(ByteTokenizer, "bos_id", None)
-    with pytest.raises(
-        UserError, match=r"bytes has no token that begins a document: data\.add_bos = false \(--no-bos\)"
-    ):
+    with pytest.raises(UserError, match=r"data\.add_bos = false.*--no-bos"):
         make(tmp_path / "a.txt", tmp_path / "out")
     assert tokens_of(make(tmp_path / "a.txt", tmp_path / "out", bos=False)) == [97, EOS]
-    with pytest.raises(UserError, match=r"data\.add_bos: .*out was made with bos = false, the config has true"):
+    with pytest.raises(UserError, match=r"data\.add_bos: .*/out\b.*false.*true"):
         open_tokens(str(tmp_path / "out"), data=Data(), tokenizer=ByteTokenizer(), cache_folder=tmp_path)
 
 
@@ -635,7 +634,7 @@ def test_a_worker_that_dies_is_an_error(tmp_path: Path, monkeypatch: pytest.Monk
             killed.append(worker)
 
     monkeypatch.setattr(prepare_module, "note", kill_one)
-    with pytest.raises(RunError, match="a process that tokenizes was killed, for want of memory most likely"):
+    with pytest.raises(RunError, match="killed"):
         make(paths, tmp_path / "out", workers=2, **SMALL)
     for worker in workers:
         worker.join(30)
@@ -666,9 +665,7 @@ def test_a_full_disk_is_an_error_and_the_next_start_resumes(tmp_path: Path, monk
 
     with monkeypatch.context() as patch:
         patch.setattr(prepare_module.TokenWriter, "add", full)
-        with pytest.raises(
-            RunError, match=r"out cannot be written: .*No space left on device; finished shards are kept"
-        ):
+        with pytest.raises(RunError, match=r"/out .*No space left"):
             make(paths, tmp_path / "out", **SMALL)
     reported: list[str] = []
     assert contents(make(paths, tmp_path / "out", **SMALL, report=reported.append).folder) == expected
@@ -683,16 +680,17 @@ def test_a_folder_that_is_there_is_never_written_over(tmp_path: Path) -> None:
     make(path, tmp_path / "out")
     before = contents(tmp_path / "out")
     make(path, tmp_path / "out", report=reported.append)
-    assert reported == [f"{tmp_path / 'out'} holds these tokens already: 1 documents, 5 tokens"]
+    [line] = reported
+    assert mentions(line, tmp_path / "out", "1 documents", "5 tokens")
     for change in ({"bos": False}, {"text_field": "b"}, {"shard_tokens": 3}):
-        with pytest.raises(UserError, match="out is there already, made of other text or in another way"):
+        with pytest.raises(UserError, match=r"/out "):
             make(path, tmp_path / "out", **change)
     write(path, "two")
-    with pytest.raises(UserError, match="out is there already, made of other text or in another way"):
+    with pytest.raises(UserError, match=r"/out "):
         make(path, tmp_path / "out")
     assert contents(tmp_path / "out") == before
     write(tmp_path / "mine" / "x", "x")
-    with pytest.raises(UserError, match="mine is there already, and holds no prepared tokens"):
+    with pytest.raises(UserError, match=r"/mine "):
         make(path, tmp_path / "mine")
     (tmp_path / "empty").mkdir()
     assert tokens_of(make(path, tmp_path / "empty")) == [BOS, *b"two", EOS]
@@ -754,7 +752,7 @@ def test_tokens_of_another_tokenizer_are_refused(tmp_path: Path, monkeypatch: py
     assert 'set data.tokenizer = "bytes"' in refusal(other)
     with monkeypatch.context() as patch:
         patch.setattr(ByteTokenizer, "fingerprint", "another")
-        assert "that tokenizer has changed since" in refusal(ByteTokenizer())
+        assert "changed" in refusal(ByteTokenizer())
     index = json.loads((folder / INDEX).read_text())
     del index["tokenizer"]["name"]  # as older versions wrote it
     (folder / INDEX).write_text(json.dumps(index))
@@ -835,9 +833,8 @@ def test_a_damaged_cache_is_made_again(
     assert again.folder == first.folder
     assert again.read(0, len(again)).tolist() == whole
     assert (tmp_path / "c" / f"{first.folder.name}.damaged-1").is_dir()
-    warnings = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
-    assert len(warnings) == 1
-    assert warnings[0].endswith(f"The folder is now {first.folder.name}.damaged-1, and its tokens are made again")
+    [warning] = [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING]
+    assert mentions(warning, f"{first.folder.name}.damaged-1")
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_read(
@@ -871,7 +868,7 @@ def test_a_worker_that_is_killed_while_it_waits_is_an_error(killed: int) -> None
             yield Chunk([], [], 0)
 
     def encode() -> None:
-        with pytest.raises(RunError, match="a process that tokenizes was killed"):
+        with pytest.raises(RunError, match="killed"):
             list(encode_chunks(chunks(), encoder, workers=2))
         ended.append(True)
 

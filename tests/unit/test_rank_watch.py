@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from tests.helpers import mentions
 from titanlite.metrics.clock import StepClock
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
 from titanlite.observer import CurrentPhase
@@ -49,15 +50,12 @@ def watched(caplog: pytest.LogCaptureFixture) -> Watched:
 def test_a_rank_that_lags_is_named_once_with_what_it_does(watched: Watched) -> None:
     assert watched(5, own_seconds=0.7) == []
     assert watched(5, own_seconds=0.7) == []
-    assert watched(5, own_seconds=0.7, step=40) == [
-        "rank 5 of host b lags, and all others wait: 0.700 s of own time a step, the median of all ranks is 0.500 s (3 "
-        "log steps in a row, up to step 40). Most of the difference is compute (docs/running.md, Metrics)"
-    ]
+    [line] = watched(5, own_seconds=0.7, step=40)
+    assert mentions(line, "rank 5 of host b", "0.700 s", "0.500 s", "3 log steps", "step 40", "compute")
     assert [watched(5, own_seconds=0.7) for _ in range(20)] == [[]] * 20
     assert watched() == []
     [line] = [line for _ in range(4) for line in watched(5, 6, own_seconds=0.9, data_wait_seconds=0.4)]
-    assert line.startswith("rank 6 of host b lags"), "5 is known"
-    assert "the difference is the wait for data" in line
+    assert mentions(line, "rank 6 of host b", "wait for data"), "5 is known"
 
 
 @pytest.mark.parametrize(
@@ -108,9 +106,8 @@ def test_the_slowest_rank_of_a_record() -> None:
 
 def test_memory_far_above_that_of_others(watched: Watched) -> None:
     assert watched(6, memory_gib=59.0) == []
-    assert watched(6, memory_gib=61.5) == [
-        "rank 6 of host b takes 61.50 GiB of memory, the median of all ranks is 50.00 GiB"
-    ]
+    [line] = watched(6, memory_gib=61.5)
+    assert mentions(line, "rank 6 of host b", "61.50 GiB", "50.00 GiB")
     assert watched(6, memory_gib=63.0) == []
     small = [replace(USUAL, memory_gib=size) for size in (0.5, 0.5, 1.4)]
     RankWatch(["a"] * 3).warn(gathered(small), step=1, is_steady=True)
@@ -119,13 +116,11 @@ def test_memory_far_above_that_of_others(watched: Watched) -> None:
 
 def test_gradients_of_one_rank_that_are_not_finite(watched: Watched) -> None:
     assert watched(*range(8), grad_norm=math.nan) == [], "the guard's matter"
-    for rank, value in ((1, math.nan), (2, math.inf), (1, math.inf)):
-        assert (
-            watched(rank, grad_norm=value, step=9)
-            == [
-                f"rank {rank} of host a: its part of the gradients of step 9 is not finite, but that of other ranks is"
-            ][: value is math.nan or rank == 2]
-        )
+    [line] = watched(1, grad_norm=math.nan, step=9)
+    assert mentions(line, "rank 1 of host a", "step 9")
+    [line] = watched(2, grad_norm=math.inf, step=9)
+    assert mentions(line, "rank 2 of host a", "step 9")
+    assert watched(1, grad_norm=math.inf, step=9) == []
 
 
 def test_own_time_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:

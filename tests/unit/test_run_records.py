@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, built, train_on_this_rank
+from tests.helpers import TinyRun, built, mentions, train_on_this_rank
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.records import RecordFile
@@ -72,9 +72,7 @@ def test_damaged_run_json_is_renamed_and_the_run_resumes_with_its_id(
         assert (folder / f"run.json.damaged-{number}").read_bytes() == damaged
         run = json.loads(record.read_bytes())
         assert (run["id"], len(run["starts"])) == (run_id, 1)
-        assert warnings()[-1] == (
-            f"{record} is damaged: it is now run.json.damaged-{number}, and the run continues with id {run_id}"
-        )
+        assert mentions(warnings()[-1], record, f"run.json.damaged-{number}", run_id)
     record.write_bytes(b"")
     train(tiny, "--training.steps=2")
     run = json.loads(record.read_bytes())
@@ -148,16 +146,14 @@ def test_records_wait_for_room_on_the_disk(tmp_path: Path, warnings: Callable[[]
     file = RecordFile(path, None, clock=lambda: 7.0)
     file.write({"step": 1})
     file.write({"step": 2, "loss": math.nan})
-    assert warnings() == [
-        f"{path} cannot be written: No space left on device. Its records are kept in memory, and training and "
-        "checkpoints continue"
-    ]
+    assert mentions("\n".join(warnings()), path, "No space left on device")
     path.unlink()
     file.write({"step": 3})
     assert [json.loads(line) for line in path.read_bytes().splitlines()] == [
         {"schema": 2, **record, "time": 7.0} for record in ({"step": 1}, {"step": 2, "loss": None}, {"step": 3})
     ]  # fmt: skip
-    assert warnings()[1:] == [f"{path} is written again, with all records since"]
+    [_, again] = warnings()
+    assert mentions(again, path)
 
 
 NAN_AT_STEP_2 = """
@@ -202,12 +198,8 @@ def test_a_run_whose_folder_is_away_ends_at_the_next_record(tmp_path: Path) -> N
     assert [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()] == [2]
     folder.rename(tmp_path / "renamed")
     (folder / "checkpoints").mkdir(parents=True)  # by a save
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=str(folder)):
         file.write({"step": 3})
-    assert str(caught.value) == (
-        f"{folder} was renamed or deleted while this run trains in it. Move it back, and start again: the run resumes "
-        "from its newest checkpoint"
-    )
     assert os.listdir(folder) == ["checkpoints"]
 
 
@@ -235,7 +227,7 @@ def test_tensorboard_without_room_is_put_aside_with_one_warning(tmp_path: Path) 
     process.join(300)
     assert process.exitcode == 0
     assert "File too large" in printed
-    assert printed.count("TensorBoard failed, and gets no more metrics:") == 1
+    assert printed.count("TensorBoard failed") == 1
     [file] = (tmp_path / "tensorboard").iterdir()
     assert file.stat().st_size == 300
 
@@ -246,7 +238,7 @@ def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, capfd: py
     for text in ("one", "two"):
         handler.handle(logging.LogRecord("x", logging.INFO, "", 0, text, (), None))
     [line] = capfd.readouterr().err.splitlines()
-    assert line == f"{tmp_path}/rank-0.log cannot be written: [Errno 28] No space left on device"
+    assert mentions(line, f"{tmp_path}/rank-0.log", "[Errno 28]")
 
 
 def test_a_checkpoint_folder_that_cannot_be_written_is_found_by_the_check(
@@ -314,9 +306,10 @@ def test_an_exception_in_training_is_a_few_lines_and_a_traceback_in_the_log(
     assert cli.run(["train", str(tiny.toml), f"--training.loss={tiny.folder / 'failing_loss.py'}:loss"]) == 1
     lines = capfd.readouterr().err.splitlines()
     log = tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log"
-    assert lines[0] == f"error: rank 0 on {platform.node()} failed at step 1, forward: ValueError: planted"
+    assert lines[0].startswith("error: ")
+    assert mentions(lines[0], "rank 0", platform.node(), "step 1", "forward", "ValueError: planted")
     assert f'  File "{tiny.folder / "failing_loss.py"}", line 3, in loss' in lines
-    assert lines[-1] == f"  the whole traceback: {log}"
+    assert mentions(lines[-1], log)
     assert len(lines) <= 12
     assert "Traceback (most recent call last)" in log.read_text()
     assert "in two lines" in log.read_text()

@@ -50,7 +50,7 @@ def test_three_suggestions_that_fit_are_enough_and_the_cheapest_is_first(tiny: T
     assert [it.peak for it in found] == [planned(with_options(config, it.options), layout).peak for it in found]
     assert max(it.peak for it in found) < planned(config, layout).peak
     assert found[0].text == "--training.local_batch_size=4"
-    assert found[0].cost == "same results, by more and smaller forward passes"
+    assert "same results" in found[0].cost
 
 
 @pytest.mark.nightly

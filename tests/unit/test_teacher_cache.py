@@ -14,7 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import TinyRun, one_process, train_on_this_rank
+from tests.helpers import TinyRun, mentions, one_process, train_on_this_rank
 from tests.layouts import built
 from titanlite.checks.preflight import preflight
 from titanlite.data.samples import Samples
@@ -130,7 +130,7 @@ def test_an_interrupted_cache_resumes_and_has_the_same_bits(cached: Cached, tmp_
     (moved / entries[5]).write_bytes(b"shorter")
     (place / ".0000004.topk").write_bytes(b"what a killed process has left")
     options = [*cached.options, f"--teacher.cache={moved}"]
-    with pytest.raises(UserError, match=r"cache/\S+ is not complete: 4 of 8 files are written\. Start `titanlite dis"):
+    with pytest.raises(UserError, match=r"/cache/.*\b4\b.*\b8\b.*distill cache`"):
         train(cached.tiny, *options, "--job.name=incomplete")
     kept = (moved / entries[0]).stat().st_mtime_ns
     write(cached.tiny.toml, *options)
@@ -160,10 +160,7 @@ def test_a_full_disk_loses_nothing(cached: Cached, tmp_path: Path, capfd: pytest
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     [line] = str(error.value).splitlines()
     assert line.startswith(f"teacher.cache: {tmp_path}/cache/")
-    assert (
-        "cannot be written: File too large. The files that are whole are kept: `titanlite distill cache` resumes"
-        in line
-    )
+    assert mentions(line, "File too large", "`titanlite distill cache`")
     names = sorted(name.rpartition("/")[2] for name in files(tmp_path / "cache"))
     assert names == [".lock", "0000000.topk", "teacher.json"], "the first source is complete"
     write(toml, *options)
@@ -200,7 +197,7 @@ def test_a_run_resumes_bit_for_bit_and_with_its_cache_only(cached: Cached) -> No
         assert whole == parts
     manifest = cached.tiny.folder / "outputs/parts/checkpoints/step-00000003/manifest.json"
     assert len(json.loads(manifest.read_text())["settings"]["teacher"]) == 16
-    with pytest.raises(UserError, match=r"\n  teacher was [0-9a-f]{16}, is [0-9a-f]{16}\n"):
+    with pytest.raises(UserError, match=r"\n *teacher .*[0-9a-f]{16}.*[0-9a-f]{16}\n"):
         train(cached.tiny, *cached.live, "--training.steps=4", "--job.name=parts")
 
 
@@ -220,20 +217,18 @@ def check(cached: Cached, *options: str) -> str:
 
 
 @pytest.mark.parametrize(
-    ("option", "message"),
+    ("key", "value", "words"),
     [
-        ("--training.seq_len=16", "training.seq_len was 32, is 16"),
-        ("--distill.temperature=1", "distill.temperature was 2.0, is 1.0"),
-        ("--data.document_mask=false", "data.document_mask was True, is False"),
-        ("--data.packing=best_fit", "data.packing was 'stream', is 'best_fit'"),
+        ("training.seq_len", "16", (32, 16)),
+        ("distill.temperature", "1", (2.0, 1.0)),
+        ("data.document_mask", "false", (True, False)),
+        ("data.packing", "best_fit", ("'stream'", "'best_fit'")),
     ],
 )
-def test_a_cache_of_other_settings_is_refused(cached: Cached, option: str, message: str) -> None:
-    [line] = check(cached, option).splitlines()
-    assert line == (
-        f"teacher.cache: {cached.folder} was made with other settings: {message}. Restore them, or write another cache "
-        "with `titanlite distill cache`"
-    )
+def test_a_cache_of_other_settings_is_refused(cached: Cached, key: str, value: str, words: tuple[object, ...]) -> None:
+    [line] = check(cached, f"--{key}={value}").splitlines()
+    assert line.startswith("teacher.cache: ")
+    assert mentions(line, cached.folder, key, *words, "`titanlite distill cache`")
 
 
 def test_a_cache_of_another_teacher_or_vocabulary_is_refused(cached: Cached) -> None:
@@ -241,29 +236,27 @@ def test_a_cache_of_another_teacher_or_vocabulary_is_refused(cached: Cached) -> 
     paths = [f"{cached.tiny.folder}/outputs/teacher/checkpoints/step-0000000{step}" for step in (2, 1)]
     one, two = (fingerprint(open_model(path, None, "teacher")) for path in paths)
     [line] = check(cached, f"--teacher.path={paths[1]}").splitlines()
-    assert f"was made with other settings: the teacher's fingerprint was {one!r}, is {two!r}. " in line
+    assert mentions(line, repr(one), repr(two))
     options = [it for it in cached.options if not it.startswith("--teacher.path")]
     unnamed = Cached(cached.tiny, options, [])
     [line] = check(unnamed, "--model.args.vocab_size=384").splitlines()
-    assert "the vocabulary was 259, is 384. " in line
+    assert mentions(line, "vocabulary", 259, 384)
     [line] = check(unnamed, "--data.tokenizer=python-2k", "--model.args.vocab_size=2048").splitlines()
-    assert "the vocabulary was 259, is 2048; the fingerprint of data.tokenizer was " in line
+    assert mentions(line, "vocabulary", 259, 2048, "data.tokenizer")
     [line] = check(unnamed, f"--teacher.cache={cached.tiny.text}").splitlines()
-    assert line.startswith(f"teacher.cache: {cached.tiny.text} is not a cache of a teacher, which `titanlite distill")
+    assert mentions(line, f"teacher.cache: {cached.tiny.text}", "`titanlite distill cache`")
 
 
 @pytest.mark.long
 def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:
         cached.samples(f"--data.path={cached.tiny.text}/b.txt", name="without-cache")
-    assert str(error.value) == (
-        f"teacher.cache: {cached.folder} has nothing of b.txt with its tokens and sequences as they are now: "
-        "`titanlite distill cache` adds it"
-    )
+    assert str(error.value).startswith(f"teacher.cache: {cached.folder} ")
+    assert mentions(str(error.value), "b.txt", "`titanlite distill cache`")
     samples = cached.samples()
     source = samples.sources[0]
     assert isinstance(source.add, Entries)
-    with pytest.raises(UserError, match=r"does not have the checksum of sequence 5: it is damaged, or the tokens have"):
+    with pytest.raises(UserError, match=r"checksum .*\b5\b"):
         source.add(5, source.sequences.read(6))
     moved = shutil.copytree(cached.folder, tmp_path / "cache")
     file = moved / cached.of_source.name / "0000001.topk"
@@ -273,34 +266,31 @@ def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path:
     damaged = cached.samples(f"--teacher.cache={moved}").sources[0]
     for name, values in damaged.read(17).added.items():
         np.testing.assert_array_equal(values, source.read(17).added[name])
-    with pytest.raises(UserError, match=r"^teacher\.cache: \S+/0000001\.topk does not have the checksum of sequenc"):
+    with pytest.raises(UserError, match=r"^teacher\.cache: \S+/0000001\.topk .*checksum"):
         damaged.read(16)
     file.write_bytes(bytes(data[:-1]))
-    with pytest.raises(UserError, match=r"is not complete: \d+ of \d+ files are written"):
+    with pytest.raises(UserError, match=r"\d+ of \d+ files"):
         cached.samples(f"--teacher.cache={moved}", name="shorter")
 
 
 @pytest.mark.parametrize(
-    ("words", "message"),
+    ("words", "named"),
     [
-        (["--top-k", "260"], "--top-k: 260 is more than the 259 tokens of the vocabulary"),
-        (
-            ["--top-k", "21", "--dtype", "float32"],
-            "cache has other settings: --top-k was 20, is 21. Name anot",
-        ),
-        (["--teacher.cache=TEXT"], "holds other files: name a folder of its own"),
-        (["--teacher.path=nowhere"], "teacher.path: no file or folder nowhere"),
-        (["--top-k", "0"], "--top-k: expected a number of at least 1, got '0'"),
+        (["--top-k", "260"], ["--top-k", 260, 259]),
+        (["--top-k", "21", "--dtype", "float32"], ["--top-k", 20, 21]),
+        (["--teacher.cache=TEXT"], ["TEXT"]),
+        (["--teacher.path=nowhere"], ["teacher.path", "nowhere"]),
+        (["--top-k", "0"], ["--top-k", "'0'"]),
     ],
 )
 def test_mistakes_of_the_command(
-    cached: Cached, words: list[str], message: str, capfd: pytest.CaptureFixture[str]
+    cached: Cached, words: list[str], named: list[Any], capfd: pytest.CaptureFixture[str]
 ) -> None:
     words = [word.replace("TEXT", str(cached.tiny.text)) for word in words]
     before = files(cached.folder).keys()
     assert command(str(cached.tiny.toml), *cached.options, *words) == 2
     [line] = capfd.readouterr().err.splitlines()
-    assert message in line
+    assert mentions(line, *(str(word).replace("TEXT", str(cached.tiny.text)) for word in named))
     assert files(cached.folder).keys() == before
 
 

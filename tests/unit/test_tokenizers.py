@@ -14,6 +14,7 @@ import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 
+from tests.helpers import mentions
 from titanlite.data import pieces as pieces_module
 from titanlite.data.pieces import PIECE_BYTES, cut, pieces
 from titanlite.data.tokenizer import (
@@ -346,12 +347,10 @@ def test_names_and_paths(tmp_path: Path) -> None:
     assert find_tokenizer(str(tmp_path)) == tmp_path / "tokenizer.json"
     assert isinstance(load_tokenizer("bytes"), ByteTokenizer)
     assert isinstance(load_tokenizer(str(ranks)), TiktokenTokenizer)
-    with pytest.raises(UserError, match=r"^no file python-3k \(a tiktoken .* one of the names bytes, python-2k\)$"):
+    with pytest.raises(UserError, match=r"python-3k\b.*bytes, python-2k\b"):
         find_tokenizer("python-3k")
     (tmp_path / "empty").mkdir()
-    with pytest.raises(
-        UserError, match=r"^data\.tokenizer: .*empty has neither a tokenizer.json nor a tokenizer.model$"
-    ):
+    with pytest.raises(UserError, match=r"^data\.tokenizer: .*tokenizer\.json\b.*tokenizer\.model\b"):
         load_tokenizer(str(tmp_path / "empty"))
 
 
@@ -359,40 +358,40 @@ ALL_BYTES = b"".join(base64.b64encode(bytes([i])) + b" %d\n" % i for i in range(
 
 
 @pytest.mark.parametrize(
-    ("content", "why"),
+    ("content", "words"),
     [
-        (b"", "its ranks are not 0, 1, 2, ..."),
-        (b"\xff\xfe", ""),
-        (b"dGhl 5\n", "its ranks are not 0, 1, 2, ..."),
-        (ALL_BYTES[: ALL_BYTES.rindex(b"/w==")], "it lacks 1 of the 256 bytes"),
-        (b"\n\x0e\n\x05<unk>\x15\0\0", "SentencePiece models are read as tokenizer.json"),
+        (b"", ["0, 1, 2"]),
+        (b"\xff\xfe", []),
+        (b"dGhl 5\n", ["0, 1, 2"]),
+        (ALL_BYTES[: ALL_BYTES.rindex(b"/w==")], [1, "256 bytes"]),
+        (b"\n\x0e\n\x05<unk>\x15\0\0", ["SentencePiece", "tokenizer.json"]),
     ],
 )
-def test_unreadable_rank_files_are_named(content: bytes, why: str, tmp_path: Path) -> None:
+def test_unreadable_rank_files_are_named(content: bytes, words: list[object], tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.model"
     path.write_bytes(content)
     with pytest.raises(UserError) as caught:
         load_tokenizer(str(path))
-    assert str(caught.value).startswith(f"data.tokenizer: {path} is not a tiktoken rank file: {why}")
+    assert mentions(str(caught.value), f"data.tokenizer: {path}", "tiktoken", *words)
 
 
 @pytest.mark.parametrize(
-    ("files", "message"),
+    ("files", "file", "word"),
     [
-        ({"tokenizer": b"{"}, "tokenizer.json cannot be read as JSON: "),
-        ({"tokenizer": b"{}"}, "tokenizer.json is not a tokenizer.json of Hugging Face: "),
-        ({"tokenizer_config": b"{"}, "tokenizer_config.json cannot be read as JSON: "),
-        ({"tokenizer_config": b'{"bos_token": "<a>"}'}, "tokenizer.json has no token '<a>', which"),
-        ({"config": b'{"eos_token_id": 999}'}, "tokenizer.json has no token 999, which"),
+        ({"tokenizer": b"{"}, "tokenizer.json", "JSON"),
+        ({"tokenizer": b"{}"}, "tokenizer.json", "Hugging Face"),
+        ({"tokenizer_config": b"{"}, "tokenizer_config.json", "JSON"),
+        ({"tokenizer_config": b'{"bos_token": "<a>"}'}, "tokenizer.json", "'<a>'"),
+        ({"config": b'{"eos_token_id": 999}'}, "tokenizer.json", "999"),
     ],
 )
-def test_unreadable_json_files_are_named(files: dict[str, bytes], message: str, tmp_path: Path) -> None:
+def test_unreadable_json_files_are_named(files: dict[str, bytes], file: str, word: str, tmp_path: Path) -> None:
     saved(tmp_path)
     for name, content in files.items():
         (tmp_path / f"{name}.json").write_bytes(content)
     with pytest.raises(UserError) as caught:
         load_tokenizer(str(tmp_path))
-    assert str(caught.value).startswith(f"data.tokenizer: {tmp_path}/{message}")
+    assert mentions(str(caught.value), f"data.tokenizer: {tmp_path}/{file}", word)
 
 
 def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

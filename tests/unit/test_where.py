@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.dumps import PLANTED, compared, dumped, options
-from tests.helpers import TinyRun, one_process
+from tests.helpers import TinyRun, mentions, one_process
 from tests.layouts import built
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
@@ -85,7 +85,7 @@ def test_the_command_compares_dumps(right: TinyRun, capfd: pytest.CaptureFixture
     assert cli.run(["parity", "--where", b, a]) == 1
     captured = capfd.readouterr()
     key = "forward output layers.1.feed_forward.w2"
-    assert f"first difference: {key} (bfloat16 in A, float32 in B)" in captured.out.splitlines()
+    assert any(mentions(line, key, "bfloat16 in A", "float32 in B") for line in captured.out.splitlines())
     assert captured.err == f"error: not equal: first {key}\n"
     assert cli.run(["parity", "--where", b, a, "--tolerance=10"]) == 0
 
@@ -143,7 +143,7 @@ def test_mistakes_of_the_command_are_one_line(tiny: TinyRun, capfd: pytest.Captu
 def test_too_many_values_are_refused(right: TinyRun) -> None:
     run = built(0, 1, right.config(*options(name="large")))
     arguments = {"folder": right.folder, "step": 1, "dtype": "float32"}
-    with pytest.raises(UserError, match=r"need more than 102,400 B on a rank; compare a smaller model\.args\.n_layers"):
+    with pytest.raises(UserError, match=r"\b102,400 B\b.*model\.args\.n_layers"):
         ValueDump(run.model, run.mesh, **arguments, most_bytes=100 * 1024)
     run.batches.close()
     run.metrics.close()
@@ -152,5 +152,5 @@ def test_too_many_values_are_refused(right: TinyRun) -> None:
 def test_dumps_of_other_models_are_refused(right: TinyRun) -> None:
     one = read_dump(right.folder / "right-1")
     one.index.forward[:] = one.index.gradients[:] = one.index.updates[:] = []
-    with pytest.raises(UserError, match="the dumps have no module in common"):
+    with pytest.raises(UserError, match="in common"):
         compare_dumps(read_dump(right.folder / "right-1"), one)
