@@ -263,3 +263,21 @@ def test_a_killed_copy_resumes(tokens: Path, tmp_path: Path, monkeypatch: pytest
     assert read == [INDEX, *FILES[4:]]
     assert contents(folder) == contents(tokens)
     assert not staging.exists()
+
+
+def test_a_slow_answer_is_no_failure_and_slow_failures_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block over a slow link may take longer than the patience. Of calls that fail, all the time counts."""
+    monkeypatch.setattr(remote, "PATIENCE", 0.1)
+    calls: list[int] = []
+
+    def act(*, fails: bool) -> int:
+        calls.append(1)
+        time.sleep(0.2)
+        if fails:
+            raise ConnectionError("reset")
+        return 7
+
+    assert remote._retrying(lambda: act(fails=False), "there") == 7
+    with pytest.raises(RunError):
+        remote._retrying(lambda: act(fails=True), "there")
+    assert len(calls) == 2

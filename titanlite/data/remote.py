@@ -89,7 +89,7 @@ def _retrying(act: Callable[[], T], where: str, stop: Event | None = None) -> T:
         RunError: the object store does not answer.
     """
     try:
-        return retry(act, name=where, patience=PATIENCE, longest=PATIENCE, stop=stop)
+        return retry(act, name=where, patience=PATIENCE, counts_calls=True, stop=stop)
     except FileNotFoundError as error:
         raise UserError(f"data.path: {where}: there is no such file") from error
     except (AccessDenied, *PERMANENT) as error:

@@ -42,6 +42,7 @@ def retry(
     *,
     name: str,
     patience: float = PATIENCE,
+    counts_calls: bool = False,
     longest: float = inf,
     stop: Event | None = None,
 ) -> T:
@@ -51,6 +52,7 @@ def retry(
         name: file or place, for error messages.
         patience: seconds after which the call is given up. A large upload may take longer, so each call counts with a
             tenth of them at most, unless it ends by a timeout of its own.
+        counts_calls: whether the whole time of a call that fails counts. One that succeeds may take as long as it does.
         longest: seconds after which the call is given up, however long each took. One that has not returned runs in a
             thread, and is left to itself.
         stop: when set, gives up at the next failure.
@@ -75,7 +77,7 @@ def retry(
                 raise AccessDenied(f"{name}: access denied: {error}. {CREDENTIALS}") from error
             ended = time.monotonic()
             is_silent = "Timeout" in type(error).__name__  # of the library, after its own retries
-            counted += ended - began if is_silent else min(ended - began, COUNTED_SHARE * patience)
+            counted += ended - began if counts_calls or is_silent else min(ended - began, COUNTED_SHARE * patience)
             if stop.is_set() or counted + pause > patience or ended - started + pause > longest:
                 raise RetriesExhausted(f"{name}: {error!r}, for {ended - started:.0f} s") from error
             if max(pause, ended - began) > LOUD_AFTER:
