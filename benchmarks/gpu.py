@@ -101,6 +101,11 @@ def cases() -> list[Case]:
                 "compiled, Muon": [*ac("none"), *COMPILE, "--optimizer.name=Muon"],
                 "compiled, micro-batches of one": [*ac("none"), *COMPILE, ONE],
                 "compiled, reproducible layouts": [*ac("none"), *COMPILE, ONE, "--debug.reproducible_layouts=true"],
+                "compiled, weights and moments on the host": [
+                    *ac("none"),
+                    *COMPILE,
+                    "--training.enable_cpu_offload=true",
+                ],
             }.items()
         ),
     ]

@@ -44,7 +44,7 @@ from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.quantized import inner_tensors, is_quantized
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.runtime.errors import UserError
@@ -234,7 +234,7 @@ def train(
             train_step(
                 model, batches, optimizer=optimizer, group=loss_group(mesh), decide=guard.decide,
                 max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
-                targets=targets,
+                targets=targets, reduce_once=reduces_gradients_once(config, mesh),
             )  # fmt: skip
             del batches
     return model, optimizer, size, targets

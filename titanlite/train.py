@@ -32,7 +32,7 @@ from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.ops import pick_kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.norm import count_parameter_replicas
-from titanlite.parallelize import DTYPES, materialize, parallelize_student
+from titanlite.parallelize import DTYPES, materialize, parallelize_student, reduces_gradients_once
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.stop import AgreedStop
 from titanlite.run.timeouts import PhaseTimeouts
@@ -323,6 +323,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
+    reduce_once = reduces_gradients_once(config, run.mesh)
     for step in range(run.progress.step + 1, run.steps + 1):
         observer.begin_step(step)
         batches = list(islice(run.batches, run.accumulation))
@@ -342,7 +343,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             targets=run.targets,
             decide=run.guard.decide,
             gradients=run.gradients,
-            reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
+            reduce_once=reduce_once,
             stop_flag=stop.flag(),
             observer=observer,
         )

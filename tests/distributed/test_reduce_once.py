@@ -1,4 +1,4 @@
-"""Gradients that are reduced once a step: the same losses up to rounding, with fewer reduce-scatters."""
+"""Gradients that are reduced once a step: the same losses up to rounding, with fewer reduce-scatters and copies."""
 
 import pytest
 
@@ -38,3 +38,15 @@ def test_losses_are_the_same_and_reductions_fewer(tiny: TinyRun) -> None:
     for one, other in zip(each, last, strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_one_process_hands_gradients_over_once_a_step(tiny: TinyRun) -> None:
+    """FSDP copies the gradients of a unit each time that it reduces them."""
+    options = "--training.local_batch_size=1", "--training.steps=2", "--checkpoint.enable=false"
+    run = built(0, 1, tiny.config(*options))
+    assert run.accumulation == 8
+    with CountOperators("chunk_cat") as copies:
+        ended = train(run)
+    finish(run, ended)
+    assert copies.count == UNITS * 2

@@ -147,7 +147,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
     from titanlite.optim.norm import count_parameter_replicas
-    from titanlite.parallelize import build_mesh, parallelize_student
+    from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
     from titanlite.parallelize.materialize import allocate
     from titanlite.step import train_step
     from titanlite.techniques import build_gradients, split_batch, split_vocabulary
@@ -180,7 +180,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
         train_step(
             model, [batch] * accumulation, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
             replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, gradients=gradients,
-            reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
+            reduce_once=reduces_gradients_once(config, mesh),
         )  # fmt: skip
         scale_weights()
 

@@ -35,6 +35,8 @@ CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
     "replicas of whole models": (2, (REPLICAS,)),
     "accumulation": (2, (ACCUMULATES,)),
     "accumulation, reduced once": (2, (ACCUMULATES, "--parallelism.fsdp_reduce_gradients=last")),
+    "accumulation on one rank": (1, (SHORT, ACCUMULATES)),
+    "accumulation on replicas of whole models": (2, (SHORT, REPLICAS, ACCUMULATES, "--training.global_batch_size=4")),
     "accumulation on replicas": (4, (REPLICAS, ACCUMULATES, "--training.global_batch_size=8")),
     "reproducible layouts": (2, (ACCUMULATES, REPRODUCIBLE)),
     "reproducible layouts on replicas": (4, (REPLICAS, ACCUMULATES, REPRODUCIBLE, "--training.global_batch_size=8")),

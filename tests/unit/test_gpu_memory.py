@@ -22,7 +22,7 @@ from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter
-from titanlite.parallelize.fsdp import keeps_reduced_gradients, shard
+from titanlite.parallelize.fsdp import keeps_reduced_gradients, reduces_once, shard
 from titanlite.parallelize.materialize import materialize
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
 from titanlite.runtime.gradient_memory import ReduceScatter
@@ -213,6 +213,26 @@ def test_where_reduced_gradients_last_until_after_backward(keeps: bool, options:
         assert found == (keeps or training.global_batch_size == 16), "one reduction a step"
         found = keeps_reduced_gradients(mesh, parallelism, training, **last | {"adds_gradients": False})
         assert found == (keeps or training.global_batch_size == 16), "the step adds them"
+
+
+@pytest.mark.parametrize(
+    ("shards", "options", "found"),
+    [
+        (1, {}, True),
+        (2, {}, False),
+        (1, {"adds_gradients": False}, False),
+        (1, {"on_host": True}, False),
+        (1, {"mixed_precision_reduce": "bfloat16"}, False),  # they would be added in bfloat16
+        (1, {"dtype": "bfloat16", "mixed_precision_reduce": "bfloat16"}, True),
+    ],
+)
+def test_ranks_with_whole_parameters_reduce_once_a_step(shards: int, options: dict[str, Any], found: bool) -> None:
+    words: dict[str, Any] = {"adds_gradients": True, "on_host": False} | options
+    where = {key: words.pop(key) for key in ("adds_gradients", "on_host")}
+    parallelism = Parallelism(data_parallel_replicate_degree=4 // shards)
+    with fake_process_group(4):
+        mesh = build_mesh(parallelism, world_size=4, device_type="cpu")
+        assert reduces_once(mesh, parallelism, Training(**words), **where) == found
 
 
 @pytest.mark.usefixtures("single_process_group")

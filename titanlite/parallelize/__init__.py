@@ -20,14 +20,14 @@ from titanlite.models.base import Model
 from titanlite.ops.kernels import Kernels, set_kernels
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
-from titanlite.parallelize.fsdp import DTYPES, shard
+from titanlite.parallelize.fsdp import DTYPES, reduces_once, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.schema import ActivationCheckpoint, Compile, Config, Float8, Parallelism, Training
 from titanlite.techniques import choose_trained, keeps_gradients, places
 
 NO_FLOAT8 = Float8()
 
-__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize", "parallelize_student"]
+__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize", "parallelize_student", "reduces_gradients_once"]
 
 
 def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels, **options: Any) -> None:
@@ -50,6 +50,17 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         on_host="parameters" in places(config),
         reproducible_layouts=config.debug.reproducible_layouts,
         **options,
+    )
+
+
+def reduces_gradients_once(config: Config, mesh: DeviceMesh) -> bool:
+    """Return the `reduce_once` of a step with the model of `parallelize_student`."""
+    return reduces_once(
+        mesh,
+        config.parallelism,
+        config.training,
+        adds_gradients=not config.debug.reproducible_layouts,
+        on_host="parameters" in places(config),
     )
 
 

@@ -49,6 +49,24 @@ def can_wait(mesh: DeviceMesh, training: Training) -> bool:
     return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
 
 
+def reduces_once(
+    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, adds_gradients: bool, on_host: bool
+) -> bool:
+    """Return True if gradients are reduced after the last micro-batch of a step alone.
+
+    Ranks that hold whole parameters always do that, because it takes no memory there, and FSDP would copy each gradient
+    twice a micro-batch. The sums have the same bits. In bfloat16 they would not: FSDP adds up what it has not reduced
+    in the dtype of the reduction, and what it has reduced in that of the parameters.
+
+    Args:
+        adds_gradients: whether FSDP adds the gradients of micro-batches.
+    """
+    if parallelism.fsdp_reduce_gradients == "last":
+        return True
+    is_same = training.mixed_precision_reduce == training.dtype
+    return shard_degree_of(mesh) == 1 and adds_gradients and is_same and not on_host
+
+
 def keeps_reduced_gradients(
     mesh: DeviceMesh,
     parallelism: Parallelism,
@@ -64,7 +82,8 @@ def keeps_reduced_gradients(
     another micro-batch, or lets an optimizer use it.
     """
     at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
-    adds_gradients &= training.global_batch_size > at_once and parallelism.fsdp_reduce_gradients == "each"
+    reduced_once = reduces_once(mesh, parallelism, training, adds_gradients=adds_gradients, on_host=on_host)
+    adds_gradients &= training.global_batch_size > at_once and not reduced_once
     is_converted = training.dtype != training.mixed_precision_reduce
     return lasting_gradients and not (adds_gradients or is_converted or on_host)
 

@@ -18,8 +18,8 @@ from titanlite.runtime.dtensor import GlobalIndices, sharded_axes
 from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor
 
-CHUNK = 2**18
-"""Elements that are hashed at once."""
+CHUNK, GPU_CHUNK = 2**18, 2**22
+"""Elements that are hashed at once: few enough for a CPU's cache, and enough to keep a GPU busy."""
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -60,8 +60,9 @@ def sum_of_part(name: str, part: Tensor, indices: Callable[[int, int, torch.devi
     bits = part.detach().contiguous().view(-1).view(INTEGERS[part.element_size()])
     seed = salt(name)
     total = torch.zeros((), dtype=torch.int64, device=part.device)
-    for start in range(0, len(bits), CHUNK):
-        some = bits[start : start + CHUNK].long()
+    chunk = CHUNK if part.device.type == "cpu" else GPU_CHUNK
+    for start in range(0, len(bits), chunk):
+        some = bits[start : start + chunk].long()
         total += (some * random_bits(seed, indices(start, len(some), part.device))).sum()
     return total
 

@@ -23,7 +23,7 @@ from titanlite.observer import StepObserver
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
-from titanlite.parallelize import build_mesh, parallelize_student
+from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
@@ -137,7 +137,7 @@ def trace_step(
                     loss_function=recorder.during("logits", loss),
                     targets=targets,
                     gradients=gradients,
-                    reduce_once=config.parallelism.fsdp_reduce_gradients == "last",
+                    reduce_once=reduces_gradients_once(config, mesh),
                     observer=recorder,
                 )
                 recorder.unit("end")
