@@ -16,9 +16,12 @@ def count_steps(training: Training, *, step: int, samples: int, limit: int | Non
     Raises:
         UserError: the data has too few for one step.
     """
+    batch = training.global_batch_size
+    if training.tokens is not None:
+        left = max(0, training.tokens - samples * training.seq_len)
+        return step + -(-left // (batch * training.seq_len))
     if limit is None:
         return training.steps
-    batch = training.global_batch_size
     most = step + (limit - samples) // batch
     if most < 1:
         raise UserError(f"training.epochs: {limit} sequences are less than one batch of {batch}")
@@ -40,8 +43,10 @@ def learning_rate(step: int, *, peak: float, steps: int, config: LRScheduler) ->
     if step <= config.warmup_steps:
         return peak * step / config.warmup_steps
     after_warmup = max(0, steps - config.warmup_steps)
-    ratio = config.decay_ratio
-    decay_steps = after_warmup if ratio is None else min(after_warmup, round(steps * ratio))
+    decay_steps = config.decay_steps
+    if decay_steps is None:
+        decay_steps = after_warmup if config.decay_ratio is None else round(steps * config.decay_ratio)
+    decay_steps = min(after_warmup, decay_steps)
     progress = max(0, step - (steps - decay_steps)) / (decay_steps + 1)
     match config.decay_type:
         case "linear":

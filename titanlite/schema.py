@@ -72,7 +72,8 @@ class Checkpoint(Section):
     """Weights to start from while this run has no checkpoint of its own. The path is a checkpoint, the folder of a
     run's checkpoints, or weights of Hugging Face (a folder), torchtitan (a step) or Meta (consolidated.*.pth)."""
     initial_load: list[Name] = ["model"]
-    """Parts to load from initial_load_path, as globs (model, optimizer, model.layers.*)."""
+    """Parts to load from initial_load_path, as globs (model, optimizer, model.layers.*), or progress: then the run goes
+    on at the step, the position in the data and the state of the guard of that checkpoint, as a branch of its run."""
     allow_missing: list[Name] = []
     """Tensors that initial_load_path may lack or have in another shape, as globs. They keep their initial values."""
     allow_unexpected: list[Name] = []
@@ -368,6 +369,8 @@ class LRScheduler(Section):
     decay_ratio: Fraction | None = None
     """Fraction of all steps over which the rate decays at the end. The rate is stable between warm-up and decay.
     Default: all steps after warm-up."""
+    decay_steps: Count | None = None
+    """Steps over which the rate decays at the end. It wins over decay_ratio."""
     decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
@@ -423,6 +426,9 @@ class Training(Section):
     epochs: PositiveInt | None = None
     """Passes over the data, instead of training.steps. The run ends with the last whole batch before a source would be
     read again. Default: training.steps decides."""
+    tokens: PositiveInt | None = None
+    """Tokens that the whole run is trained on, instead of training.steps. The step that reaches them is the last one.
+    Default: training.steps decides."""
     max_duration: Duration | None = None
     """Time after which this start saves a checkpoint and ends with exit code 75, such as 11h30min or 2d. The same
     command resumes. A Slurm job stops before its end without it. Default: no limit."""
@@ -453,6 +459,18 @@ class Training(Section):
     PyTorch's choice, which the start of a run reports. CPUs have one kernel."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer states in host memory."""
+
+    @property
+    def length(self) -> str:
+        """Name of the option that sets the length of the run."""
+        return "epochs" if self.epochs is not None else "steps" if self.tokens is None else "tokens"
+
+    @property
+    def known_steps(self) -> int | None:
+        """Optimizer steps of a whole run with this config. None: `epochs` is set, and the data decides."""
+        if self.epochs is not None:
+            return None
+        return self.steps if self.tokens is None else -(-self.tokens // (self.global_batch_size * self.seq_len))
 
     @property
     def max_seconds(self) -> int | None:

@@ -472,6 +472,30 @@ def test_initial_load_of_the_optimizer_too(tiny: TinyRun) -> None:
 
 
 @pytest.mark.long
+def test_a_branch_goes_on_where_another_run_was(tiny: TinyRun) -> None:
+    """Its steps are those of the run itself, bit for bit, until options differ; and it resumes by itself."""
+    constant = ["--lr_scheduler.decay_steps=0"]
+    expected = trained(tiny.config(*constant, "--training.steps=4", "--checkpoint.interval=2"))
+    branch = [f"--checkpoint.initial_load_path={checkpoint(tiny, 2)}", "--job.name=branch", *constant]
+    branch += ['--checkpoint.initial_load=["model", "optimizer", "progress"]', "--checkpoint.interval=1"]
+    trained(tiny.config(*branch, "--training.steps=3"))
+    assert steps(tiny, "branch") == [3]
+    final = trained(tiny.config(*branch, "--training.steps=4"))
+    assert all(torch.equal(final[name], tensor) for name, tensor in expected.items())
+    whole, found = tiny.records(), tiny.records("branch")
+    assert [record["samples"] for record in found] == [record["samples"] for record in whole[2:]]
+    assert [record["loss"] for record in found] == [record["loss"] for record in whole[2:]]
+
+    with pytest.raises(UserError, match=r"training\.global_batch_size was 8, is 4"):
+        trained(tiny.config(*branch, "--job.name=other", "--training.global_batch_size=4"))
+    decays = trained(
+        tiny.config(*branch[:-1], "--job.name=decay", "--training.steps=4", "--lr_scheduler.decay_steps=2")
+    )
+    assert not torch.equal(decays["layers.0.attention.wq.weight"], expected["layers.0.attention.wq.weight"])
+    assert steps(tiny) == [2, 4]
+
+
+@pytest.mark.long
 def test_initial_load_lists_what_does_not_fit(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
     source = trained(tiny.config("--training.steps=2", "--model.args.n_layers=2"))
     begin = [f"--checkpoint.initial_load_path={folder(tiny)}", "--training.steps=1", "--lr_scheduler.warmup_steps=1"]

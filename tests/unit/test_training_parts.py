@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F
 
+from tests.helpers import TinyRun
 from tests.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss
@@ -17,9 +18,10 @@ from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import draw_weights
+from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.hardware import peak_flops
-from titanlite.schedule import learning_rate
-from titanlite.schema import LRScheduler, Optimizer
+from titanlite.schedule import count_steps, learning_rate
+from titanlite.schema import LRScheduler, Optimizer, Training
 from titanlite.step import train_step
 
 ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
@@ -59,6 +61,28 @@ def test_forms_of_decay(decay_type: Any, middle: float) -> None:
     assert found[49] == pytest.approx(0.1 + 0.9 * middle)
     assert all(later < earlier for earlier, later in pairwise(found))
     assert 0.1 < found[-1] < 0.12
+
+
+def test_decay_over_a_number_of_steps() -> None:
+    found = rates(LRScheduler(warmup_steps=4, decay_steps=4), 10)
+    assert found == rates(LRScheduler(warmup_steps=4, decay_ratio=0.4), 10)
+    assert rates(LRScheduler(warmup_steps=1, decay_steps=99), 4) == pytest.approx([1, 0.75, 0.5, 0.25])
+
+
+@pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (64, 1), (65, 2), (640, 10), (641, 11)])
+def test_steps_of_a_number_of_tokens(tokens: int, expected: int) -> None:
+    training = Training(tokens=tokens, global_batch_size=4, seq_len=16, steps=5)
+    assert training.known_steps == expected
+    assert count_steps(training, step=0, samples=0, limit=None) == expected
+    # After 3 steps of 2 sequences, which were another batch size's.
+    rest = max(0, tokens - 6 * 16)
+    assert count_steps(training, step=3, samples=6, limit=None) == 3 + -(-rest // 64)
+
+
+def test_a_run_has_one_length(tiny: TinyRun) -> None:
+    assert tiny.config("--training.tokens=1000").training.length == "tokens"
+    with pytest.raises(ConfigError, match=r"training\.tokens: .*training\.epochs"):
+        tiny.config("--training.tokens=1000", "--training.epochs=1")
 
 
 def test_no_decay() -> None:

@@ -114,6 +114,9 @@ class QuantizingPlanner(DefaultLoadPlanner):
                 target.narrow(0, read_item.dest_offsets[0], len(values)).copy_(values)
 
 
+PROGRESS = "progress"
+"""Part of `initial_load` that is no tensor: the position of the run."""
+
 # Interface of weights in other formats, which training is handed a function to open.
 
 
@@ -212,21 +215,30 @@ class Loader:
         """Quarantine a checkpoint in which `load` has found damage, so that `find` returns the one before."""
         on_rank_0(self.group, lambda: self._quarantine(manifest.step, damage))
 
-    def load_initial(self, state: State, *, added: Collection[str] = ()) -> None:
+    def load_initial(self, state: State, *, added: Collection[str] = ()) -> Manifest | None:
         """Load the tensors that `initial_load` selects from `initial_load_path`, by name and shape.
 
         Args:
             added: parameters that keep their initial values if they are not there, such as adapters of a base.
 
+        Returns:
+            the manifest there if `initial_load` has the progress.
+
         Raises:
-            UserError: there is no complete checkpoint, or names differ without being allowed to.
+            UserError: there is no complete checkpoint, names differ without being allowed to, or settings do where the
+                run goes on there.
         """
-        path, wanted = str(self.config.initial_load_path), self.config.initial_load
+        path, wanted = str(self.config.initial_load_path), [it for it in self.config.initial_load if it != PROGRESS]
+        continues = PROGRESS in self.config.initial_load
         names = flat(state)
         if nothing := [pattern for pattern in wanted if not any(selected(name, [pattern]) for name in names)]:
             raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
         chosen = {name: tensor for name, tensor in names.items() if selected(name, wanted)}
         where, reader = self._open_initial(path)
+        if continues and isinstance(reader, ForeignWeights):
+            raise UserError(f"checkpoint.initial_load: {where} has no {PROGRESS}; only a checkpoint of titanlite has")
+        if continues and isinstance(reader, ShardReader):
+            check_settings(self.settings, reader.manifest.settings, self.may_change, where)
         if isinstance(reader, ForeignWeights):
             chosen = {name: tensor for name, tensor in chosen.items() if name not in reader.kept}
         stored = reader.metadata.state_dict_metadata
@@ -251,7 +263,8 @@ class Loader:
             _read(reader, {"": there}, self.group, QuantizingPlanner(scales))
         except DamagedCheckpoint as damage:
             raise UserError(f"checkpoint.initial_load_path: {damage}") from None
-        logger.info(f"initial {', '.join(wanted)} from {where}")
+        logger.info(f"initial {', '.join(self.config.initial_load)} from {where}")
+        return reader.manifest if continues and isinstance(reader, ShardReader) else None
 
     def _check_scale(self, reader: ShardReader, where: str) -> None:
         """Refuse adapters that were trained with another scale."""

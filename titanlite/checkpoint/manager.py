@@ -46,6 +46,10 @@ class Progress:
     """`StepGuard.state`."""
 
 
+def _progress_of(manifest: Manifest) -> Progress:
+    return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
+
+
 class CheckpointManager:
     """Manager of a run's checkpoints: parameters and optimizer states, every rank its own part.
 
@@ -129,7 +133,7 @@ class CheckpointManager:
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
                 self.newest = manifest.step
-                return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
+                return _progress_of(manifest)
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
                     f"this run has saved checkpoints, and none is in {self.storage.url}. Is that the right place, and "
@@ -139,8 +143,10 @@ class CheckpointManager:
             if any(name.startswith("optimizer") for name in self.config.initial_load):
                 complete_optimizer_state(self.model, self.optimizer)
             state = state_of(self.model, self.optimizer)
-            self._loader.load_initial(state, added=added_parameters(self.model))
+            manifest = self._loader.load_initial(state, added=added_parameters(self.model))
             put_back_numbers(self.model, self.optimizer, state)
+            if manifest is not None:
+                return _progress_of(manifest)
         return Progress()
 
     def watch(self) -> list[dict[str, Any]]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable, Collection, Iterable, Iterator
 from functools import partial
 
-from titanlite.schema import Config, Data, Validation
+from titanlite.schema import Config, Data, Training, Validation
 from titanlite.techniques import asked_for, exclusions
 from titanlite.techniques.technique import Conflict, reads_of
 
@@ -25,6 +25,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
             lambda: _sources(config.validation, "validation"),
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
+        (("training.epochs", "training.tokens"), lambda: _length(config.training)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
         ((), lambda: exclusions(config)),
@@ -53,6 +54,11 @@ def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
     return not any(
         bad in ("", key) or bad.startswith(f"{key}.") or key.startswith(f"{bad}.") for key in keys for bad in bad_keys
     )
+
+
+def _length(training: Training) -> Iterator[Conflict]:
+    if training.epochs is not None and training.tokens is not None:
+        yield "training.tokens", "a run has the length of training.epochs or of training.tokens: set one of them"
 
 
 def _layout(config: Config, world_size: int) -> Iterator[Conflict]:

@@ -91,7 +91,7 @@ def report_start(
     for warning in find_warnings(config, steps=steps):
         logger.warning(warning)
     if progress.step >= steps:
-        logger.info(f"this run is complete at step {progress.step}; to continue it, raise training.steps")
+        logger.info(f"this run is complete at step {progress.step}; to continue it, raise training.{training.length}")
     elif progress.step:
         logger.info(f"resuming after step {progress.step}, {progress.samples_seen:,} sequences into the data")
 
@@ -259,11 +259,8 @@ def report_end(
         return
     needs = "" if find_spec("plotly") else f", after {install_hint('report')}"
     steps = max(steps, resumed_at)
-    more = (
-        f"--training.steps={2 * steps}"
-        if config.training.epochs is None
-        else f"--training.epochs={2 * config.training.epochs}"
-    )
+    length = config.training.length
+    more = f"--training.{length}={2 * (steps if length == 'steps' else getattr(config.training, length))}"
     lines = [
         "",
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),

@@ -235,7 +235,7 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
     loaded, resolved, ranks, device = _checked(config, overrides, judge_memory=here or machines)
     from titanlite.metrics.run_summary import find_warnings
 
-    for warning in find_warnings(loaded, steps=None if loaded.training.epochs else loaded.training.steps):
+    for warning in find_warnings(loaded, steps=loaded.training.known_steps):
         if ranks.rank == 0:
             print(f"warning: {warning}", file=sys.stderr)
     if machines:

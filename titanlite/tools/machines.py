@@ -364,7 +364,7 @@ def check_disk(url: str, size: int, config: Config, job: Job) -> Result:
     if "://" in url:
         return Result("checkpoints are in an object store")
     # With training.epochs, the number of steps is known when the data is open.
-    count = kept_checkpoints(config.checkpoint, config.training.steps)
+    count = kept_checkpoints(config.checkpoint, config.training.known_steps or config.training.steps)
 
     def look() -> Result:
         listing = open_storage(url).list().items()
@@ -375,7 +375,7 @@ def check_disk(url: str, size: int, config: Config, job: Job) -> Result:
         text = f"{needed / GIB:,.1f} GiB to write ({count:,} checkpoints), {free / GIB:,.1f} GiB free at {url}"
         remedy = "free the disk, or lower checkpoint.keep_latest_k"
         lines = [f"{text}: {remedy}"] if needed > free else []
-        is_guess = config.training.epochs is not None
+        is_guess = config.training.known_steps is None
         return Result(text, *(([], lines) if is_guess else (lines, [])))
 
     return on_each(lambda: look() if job.leads_host else Result(), job)

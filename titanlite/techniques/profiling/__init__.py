@@ -19,7 +19,7 @@ class Profiles(Technique):
     def is_used(self, config: Config) -> bool:
         return config.profiling.is_used
 
-    @reads("profiling", "training.steps", "training.epochs")
+    @reads("profiling", "training")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         """Yield windows that overlap, and windows that never open."""
         profiling, key = config.profiling, "profiling.profile_freq"
@@ -32,12 +32,8 @@ class Profiles(Technique):
                 f"{profiling.profile_freq} steps are too few for profiler_warmup + profiler_active = {needed}: set it "
                 f"to {needed} or more",
             )
-        elif config.training.epochs is None and profiling.profile_freq > config.training.steps:
-            yield (
-                key,
-                f"no window ends within the {config.training.steps} steps of the run: set it to "
-                f"{config.training.steps} or less",
-            )
+        elif (steps := config.training.known_steps) is not None and profiling.profile_freq > steps:
+            yield key, f"no window ends within the {steps} steps of the run: set it to {steps} or less"
 
     @reads("profiling")
     def check_machine(self, config: Config, device: "torch.device") -> None:

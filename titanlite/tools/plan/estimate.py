@@ -260,7 +260,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         model_flops=model_flops,
         traffic=traced.traffic,
         time=time,
-        steps=training.steps,
+        steps=training.known_steps or training.steps,
         tokens=tokens,
         mfu=model_flops / (time.total * peak * layout.world_size),
     )

@@ -158,8 +158,9 @@ def _check(path: str, overrides: Sequence[str], side: Side, step: int) -> None:
 
 
 def _check_step(training: Training, step: int) -> None:
-    if training.epochs is None and training.steps < step:
-        raise UserError(f"--step {step}: the run has {training.steps} steps (training.steps)")
+    steps = training.known_steps
+    if steps is not None and steps < step:
+        raise UserError(f"--step {step}: the run has {steps} steps (training.{training.length})")
 
 
 def _run(path: str, overrides: Sequence[str], side: Side, step: int) -> None:
