@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.runtime.hardware import HARDWARE, Hardware
+from titanlite.schema import Config
+from titanlite.techniques.technique import Technique
 from titanlite.tools.plan import time as module
 from titanlite.tools.plan.schedule import step_time
 from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time
@@ -269,3 +271,12 @@ def test_bounds(units: list[Unit], hardware: Hardware, accumulation: int) -> Non
     assert worked <= found.compute + found.communication + slack
     assert found.exposed == pytest.approx(worked - found.compute, abs=slack)
     assert found.update == pytest.approx(sum(kernel_time(kernel, hardware) for kernel in units[0].forward))
+
+
+def test_ranks_of_a_machine_share_its_memory() -> None:
+    class Moves(Technique):
+        def host_traffic(self, config: Config, sizes: object, accumulation: int) -> tuple[float, float]:
+            return module.HOST_LINK, accumulation * module.HOST_MEMORY
+
+    one, eight = (module.host_time([Moves()], Config(), {}, 2, ranks=ranks) for ranks in (1, 8))
+    assert (one, eight) == (1 + 2, 1 + 16)

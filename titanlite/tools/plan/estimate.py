@@ -242,7 +242,11 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     sizes = {category: traced.profile.most(category) for category in away}
     host, disk = (sum(sizes[it] for it in away if away[it] == place) for place in ("host", "disk"))
     if host:
-        time = replace(time, total=time.total + host_time(used(config), config, sizes, accumulation))
+        time = replace(
+            time,
+            total=time.total
+            + host_time(used(config), config, sizes, accumulation, ranks=min(layout.world_size, layout.gpus_per_node)),
+        )
     tokens = training.global_batch_size * training.seq_len
     model_flops = traced.flops_per_token * tokens
     peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops

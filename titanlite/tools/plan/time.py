@@ -26,10 +26,11 @@ HOP_SECONDS = 2e-6
 """Latency from one GPU to the next within a node."""
 NETWORK_HOP_SECONDS = 5e-6
 """Latency from one node to the next."""
-HOST_LINK = 25e9
-"""Bytes a second between a GPU and the memory of its host, as PCIe 4 and 5 reach."""
-HOST_MEMORY = 10e9
-"""Bytes a second of host memory for the optimizer of one rank, with the other ranks of the machine at work."""
+HOST_LINK = 50e9
+"""Bytes a second between a GPU and the memory of its host, as PCIe 5 reaches. PCIe 4 has half of it."""
+HOST_MEMORY = 130e9
+"""Bytes a second of host memory for the optimizers of all ranks of a machine. One process with 16 cores reached it
+beside an H200 (benchmarks/README.md)."""
 
 
 class Kernel(NamedTuple):
@@ -144,7 +145,13 @@ def _all_to_all_time(collective: Collective, hardware: Hardware) -> float:
     return max(within, beyond) + (NETWORK_HOP_SECONDS if size > per_node else HOP_SECONDS)
 
 
-def host_time(techniques: Iterable[Technique], config: Config, sizes: Mapping[str, float], accumulation: int) -> float:
-    """Return the seconds that host memory adds to a step, if nothing of it is hidden; see `Technique.host_traffic`."""
+def host_time(
+    techniques: Iterable[Technique], config: Config, sizes: Mapping[str, float], accumulation: int, *, ranks: int
+) -> float:
+    """Return the seconds that host memory adds to a step, if nothing of it is hidden; see `Technique.host_traffic`.
+
+    Args:
+        ranks: of a machine, which share its memory.
+    """
     link, memory = zip(*(it.host_traffic(config, sizes, accumulation) for it in techniques), strict=True)
-    return sum(link) / HOST_LINK + sum(memory) / HOST_MEMORY
+    return sum(link) / HOST_LINK + sum(memory) * ranks / HOST_MEMORY
