@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 
 from tests.helpers import TinyRun, one_process
 
@@ -21,6 +19,8 @@ def _one_thread() -> None:
 
     Commands that a test calls in this process, and processes that it starts, leave it so because of the variable.
     """
+    import torch  # here and below: the process that starts the workers runs no test, and needs no torch
+
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
 
@@ -64,9 +64,10 @@ def log(caplog: pytest.LogCaptureFixture) -> Lines:
 
 
 @pytest.fixture(autouse=True)
-def _no_full_collection(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave out the garbage collection after the first step of a run: it takes longer than all steps of a tiny run."""
-    monkeypatch.setattr("titanlite.train.freeze_garbage_collector", lambda: None)
+def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tests.quick_start import start_quickly
+
+    start_quickly(monkeypatch.setattr)
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -101,6 +102,8 @@ def single_process_group() -> Iterator[None]:
 @pytest.fixture
 def own_process_group() -> Iterator[None]:
     """Process group of a command in this process. After an error the command leaves it, as the process would end."""
+    import torch.distributed as dist
+
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -117,11 +120,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     others = [item for item in items if "slow" not in item.keywords]
     size = -(-len(others) // workers)
     items[:] = [it for n in range(workers) for it in (*slow[n::workers], *others[n * size : (n + 1) * size])]
-    if not torch.cuda.is_available():
-        skip = pytest.mark.skip(reason="needs a CUDA device")
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(skip)
+    if (on_gpu := [item for item in items if "gpu" in item.keywords]) and not has_gpu():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 def pytest_collection_finish() -> None:

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-import transformers
 from torch import Tensor
 
 from titanlite.models.base import Model
@@ -20,6 +19,8 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 
 def config_of(family: str, *, tied: bool = False, **changes: Any) -> Any:
     """Return transformers' config of a tiny model. Heads are cut where four ranks share the rows."""
+    import transformers  # here and below: each rank imports this file, and takes a second for transformers
+
     common: dict[str, Any] = {
         "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": N_HEADS, "num_key_value_heads": N_KV_HEADS, "max_position_embeddings": 64,
@@ -42,6 +43,8 @@ def config_of(family: str, *, tied: bool = False, **changes: Any) -> Any:
 
 def oracle_of(family: str, *, tied: bool = False, dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
     """Return a model of transformers with random weights of a size that makes attention far from uniform."""
+    import transformers
+
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of(family, tied=tied, **changes))
     with torch.no_grad():

@@ -4,6 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -29,6 +30,9 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, "n_experts": 4, "n_active_experts": 2},
 }
 """Further arguments of each family."""
+AS_CASES = [pytest.param(it, marks=pytest.mark.nightly) if it == "qwen3" else it for it in OWN]
+"""Cases of tests: dense Qwen3 has the attention of one of the others and the feed-forward of the other.
+tests/unit/test_formats.py compares its names and shapes, and tests/unit/test_qwen3.py its logits."""
 
 
 def small_toml(family: str, *, dtype: str = "float32", tokenizer: str = "bytes", **args: Any) -> str:

@@ -179,6 +179,7 @@ def build(
 
     # Resume
     phase.phase(Phase.CHECKPOINT_LOAD)
+    whole_config = hide_secrets(dump(config))
     spec, allow_changes = resolved.model, config.checkpoint.allow_changes
     checkpoints = CheckpointManager(
         config.checkpoint,
@@ -189,7 +190,7 @@ def build(
         device=device,
         settings=resume_settings(config, model_args=spec.args, inputs={**samples.settings, **targets.settings}),
         may_change=["data.*"] if config.data.on_change != "error" else [],
-        whole_config=hide_secrets(dump(config)),
+        whole_config=whole_config,
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=states.flush if "disk" in places(config).values() else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
@@ -199,7 +200,7 @@ def build(
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
     record_start(
-        folder, config, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks, device=device, mesh=mesh
+        folder, whole_config, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks, device=device, mesh=mesh
     )
     limit = samples.limit(training.epochs) if training.epochs else None
     steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)

@@ -70,15 +70,19 @@ Layouts = dict[tuple[int, int], list[Found]]
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param([], id="untied"),
-        pytest.param(["--model.args.tied_head", "--training.enable_cpu_offload"], id="tied", marks=pytest.mark.nightly),
+        pytest.param(([], [1]), id="untied"),
+        pytest.param(
+            (["--model.args.tied_head", "--training.enable_cpu_offload"], [8, 1]), id="tied", marks=pytest.mark.nightly
+        ),
     ],
 )
 def on_layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Layouts]:
-    """Steps of one micro-batch, and of as many as there are sequences, on every layout."""
+    """Steps of one micro-batch on one process; and on every layout, of as many as there are sequences."""
     tiny = TinyRun(tmp_path_factory.mktemp("layouts"))
-    sizes = [[*request.param, f"--training.local_batch_size={size}"] for size in (8, 1)]
-    return each_on_every_layout(few_steps, tiny, sizes)
+    options, sizes = request.param
+    several = [[*options, f"--training.local_batch_size={size}"] for size in (8, *sizes)]
+    [[reference]] = run_in_turn(few_steps, 1, [tiny.config(*several[0], "--job.name=reference")])
+    return [{(1, 1): [reference]}, *each_on_every_layout(few_steps, tiny, several[1:])]
 
 
 def test_initial_weights_are_bit_identical_on_every_layout(on_layouts: list[Layouts]) -> None:
@@ -106,7 +110,7 @@ def test_losses_are_equal_on_every_layout(on_layouts: list[Layouts]) -> None:
 
 def test_gradients_do_not_depend_on_layout_and_accumulation(on_layouts: list[Layouts]) -> None:
     reference, *others = (ranks[0] for of_layouts in on_layouts for ranks in of_layouts.values())
-    assert len(others) == 2 * len(LAYOUTS) - 1
+    assert len(others) >= len(LAYOUTS)
     squares = sum((gradient**2).sum() for gradient in reference.gradients.values())
     assert reference.grad_norm == pytest.approx(squares**0.5, rel=1e-5)
     for other in others:

@@ -90,7 +90,11 @@ def test_compiled_blocks_have_the_same_bits(tiny: TinyRun) -> None:
 def test_the_plan_gathers_units() -> None:
     """Of three blocks, two are gathered together: in forward, and again in backward."""
     block = sum(parameter.numel() for parameter in model_of(read()).build().layers[0].parameters())
-    options = "--parallelism.fsdp_reshard_after_forward=always", f"--parallelism.fsdp_min_unit_params={block + 1}"
+    options = (
+        "--model.args.n_layers=3",
+        "--parallelism.fsdp_reshard_after_forward=always",
+        f"--parallelism.fsdp_min_unit_params={block + 1}",
+    )
     sent = [it for it in traced(*options, world_size=2).sent if it.collective == "all_gather"]
     gathers = {name: [it.bytes for it in sent if it.unit == f"layers.{name}"] for name in range(3)}
     assert gathers == {0: 2 * [2 * 2 * block], 1: [], 2: 2 * [2 * block]}

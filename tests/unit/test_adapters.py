@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.helpers import TinyRun, mentions
-from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
+from tests.weights import AS_CASES, one_process, random_model, save_model, save_random, small_toml, state
 from titanlite.checks.preflight import preflight
 from titanlite.models.base import Model
 from titanlite.runtime.process_group import Ranks
@@ -64,7 +64,7 @@ def transformers_model(folder: Path) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", AS_CASES)
 def test_merged_logits_are_those_of_the_adapters(
     family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -104,7 +104,7 @@ def test_a_bfloat16_base_is_merged_without_a_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", OWN)
+@pytest.mark.parametrize("family", AS_CASES)
 def test_peft_loads_the_export_and_computes_the_same(family: str, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed (pip install -e '.[dev]')")
     checkpoint, model = save_adapted(tmp_path / "run", family)

@@ -238,21 +238,19 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("chat", "message"), BAD, ids=[message[-20:] for _, message in BAD])
-def test_a_bad_chat_is_one_line(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], chat: Any, message: str
-) -> None:
-    chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], chat, []])
-    assert prepare(chats, tokenizer)[0] == 2
-    expected = message.format(template=tokenizer / "tokenizer_config.json")
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert last.startswith(f"error: {chats}:2: {expected}")
-
-
-def test_bad_chats_can_be_left_out(tmp_path: Path, tokenizer: Path) -> None:
+def test_bad_chats_are_lines_of_their_own(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *(chat for chat, _ in BAD), []])
+    assert prepare(chats, tokenizer)[0] == 2
+    expected = [
+        f"{chats}:{number}: {message.format(template=tokenizer / 'tokenizer_config.json')}"
+        for number, (_, message) in enumerate(BAD, start=2)
+    ]
+    assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {expected[0]}")
     code, out = prepare(chats, tokenizer, "--on-error", "skip")
     assert code == 0
+    printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
+    for line in expected:
+        assert [it for it in printed if it.startswith(line)], line
     assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
     index = TokenStore(out).index
     assert (index["empty"], index["errors"]) == (1, len(BAD))

@@ -257,23 +257,29 @@ DAMAGE: dict[str, tuple[Callable[[Path, Path], Any], str]] = {
 }
 
 
+FOUR_STEPS = "--training.steps=4", "--checkpoint.interval=2"
+
+
+def copy_run(tiny: TinyRun, name: str) -> None:
+    """Copy a run with checkpoints of steps 2 and 4. The first test that needs it trains."""
+    if not steps(tiny, "good"):
+        trained(tiny.config(*FOUR_STEPS, "--job.name=good"))
+    shutil.copytree(folder(tiny, "good").parent, folder(tiny, name).parent)
+
+
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     trained_once: TinyRun, damage: str, warnings: Callable[[], list[str]]
 ) -> None:
     tiny, name = trained_once, damage.replace(" ", "-")
-    options = "--training.steps=4", "--checkpoint.interval=2"
-    if not steps(tiny, "good"):
-        trained(tiny.config(*options, "--job.name=good"))
-    losses = tiny.losses("good")
-    shutil.copytree(folder(tiny, "good").parent, folder(tiny, name).parent)
+    copy_run(tiny, name)
     spoil, place = DAMAGE[damage]
     spoil(checkpoint(tiny, 4, name), checkpoint(tiny, 2, name))
-    trained(tiny.config(*options, f"--job.name={name}"))
+    trained(tiny.config(*FOUR_STEPS, f"--job.name={name}"))
     [warning] = warnings()
     assert str(checkpoint(tiny, 4, name)) in warning
     assert place in warning
-    assert tiny.losses(name) == losses  # steps 3 and 4 were done again
+    assert tiny.losses(name) == tiny.losses("good")  # steps 3 and 4 were done again
     assert [record["step"] for record in tiny.records(name)] == [1, 2, 3, 4]
     assert steps(tiny, name) == [2, 4]
     storage = LocalStorage(str(folder(tiny, name)), "")
@@ -281,15 +287,13 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
 
 
 def test_killed_before_commit_a_run_resumes_from_the_one_before(trained_once: TinyRun) -> None:
-    tiny, options = trained_once, ("--training.steps=4", "--checkpoint.interval=2")
-    if not steps(tiny, "good"):
-        trained(tiny.config(*options, "--job.name=good"))
-    shutil.copytree(folder(tiny, "good").parent, folder(tiny, "killed").parent)
+    tiny = trained_once
+    copy_run(tiny, "killed")
     run_id = json.loads((folder(tiny, "killed").parent / "run.json").read_text())["id"]
     staging = folder(tiny, "killed") / f".staging-{folder_name(4)}-{run_id}"
     checkpoint(tiny, 4, "killed").rename(staging)
     (staging / MANIFEST).unlink()
-    trained(tiny.config(*options, "--job.name=killed"))
+    trained(tiny.config(*FOUR_STEPS, "--job.name=killed"))
     assert tiny.losses("killed") == tiny.losses("good")
     assert [record["step"] for record in tiny.records("killed")] == [1, 2, 3, 4]
     assert steps(tiny, "killed") == [2, 4]
@@ -297,23 +301,25 @@ def test_killed_before_commit_a_run_resumes_from_the_one_before(trained_once: Ti
 
 
 @pytest.mark.long
-def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tiny: TinyRun) -> None:
-    trained(tiny.config("--training.steps=4", "--checkpoint.interval=2"))
-    flip(checkpoint(tiny, 4) / "__0_0.distcp", 5000)
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(trained_once: TinyRun) -> None:
+    tiny = trained_once
+    copy_run(tiny, "asked")
+    flip(checkpoint(tiny, 4, "asked") / "__0_0.distcp", 5000)
     with pytest.raises(UserError, match=r"load_step.*step-00000004/__0_0\.distcp"):
-        trained(tiny.config("--checkpoint.load_step=4"))
-    assert steps(tiny) == [2, 4]
+        trained(tiny.config("--checkpoint.load_step=4", "--job.name=asked"))
+    assert steps(tiny, "asked") == [2, 4]
 
 
 @pytest.mark.long
-def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(tiny: TinyRun) -> None:
-    trained(tiny.config("--training.steps=4", "--checkpoint.interval=2"))
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(trained_once: TinyRun) -> None:
+    tiny = trained_once
+    copy_run(tiny, "all")
     for step in (2, 4):
-        truncate(checkpoint(tiny, step) / "__0_0.distcp")
+        truncate(checkpoint(tiny, step, "all") / "__0_0.distcp")
     for _ in range(2):  # the second start refuses too
         with pytest.raises(UserError, match=r"damaged.* step-00000002.* step-00000004"):
-            trained(tiny.config())
-    assert {f"{MANIFEST}.{DAMAGED}", "__0_0.distcp"} <= {path.name for path in checkpoint(tiny, 4).iterdir()}
+            trained(tiny.config("--job.name=all"))
+    assert {f"{MANIFEST}.{DAMAGED}", "__0_0.distcp"} <= {path.name for path in checkpoint(tiny, 4, "all").iterdir()}
 
 
 @pytest.mark.long

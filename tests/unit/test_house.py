@@ -28,6 +28,12 @@ def trees() -> dict[Path, ast.Module]:
     return {path: ast.parse(path.read_text()) for path in FILES}
 
 
+@cache
+def nodes() -> dict[Path, list[ast.AST]]:
+    """Every node of each file: to walk through all files takes a second."""
+    return {path: [*ast.walk(tree)] for path, tree in trees().items()}
+
+
 def without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
     """Yield a node and all below it, but for blocks under `if TYPE_CHECKING`."""
     waiting = [node]
@@ -35,14 +41,17 @@ def without_type_checking(node: ast.AST) -> Iterator[ast.AST]:
         node = waiting.pop()
         yield node
         for child in ast.iter_child_nodes(node):
-            if not (isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")):
+            if not (
+                isinstance(child, ast.If) and isinstance(child.test, ast.Name) and child.test.id == "TYPE_CHECKING"
+            ):
                 waiting.append(child)
 
 
-def imports(tree: ast.Module) -> set[str]:
+@cache
+def imports(path: Path) -> set[str]:
     """Names that a file imports, also inside functions: modules, and what it takes from them."""
     found: set[str] = set()
-    for node in without_type_checking(tree):
+    for node in without_type_checking(trees()[path]):
         if isinstance(node, ast.Import):
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:
@@ -52,7 +61,7 @@ def imports(tree: ast.Module) -> set[str]:
 
 def imported_modules(path: Path) -> set[str]:
     """Modules of titanlite that a file imports, also inside functions."""
-    names = imports(trees()[path])
+    names = imports(path)
     return {name for name in (*names, *(name.rpartition(".")[0] for name in names)) if name in MODULES} - (
         # `from titanlite.data import loader` takes the module loader, and nothing of the package's own file.
         {name.rpartition(".")[0] for name in names if name in MODULES}
@@ -111,7 +120,7 @@ def test_models_know_nothing_of_ranks_and_meshes() -> None:
     roots = ("torch.distributed", "titanlite.parallelize", "titanlite.techniques", "titanlite.mesh", "titanlite.data")
     forbidden = (*roots, "titanlite.train", "titanlite.runtime.process_group", "titanlite.runtime.ranks")
     for path in (PACKAGE / "models").glob("*.py"):
-        assert not [name for name in imports(trees()[path]) if name.startswith(forbidden)], path
+        assert not [name for name in imports(path) if name.startswith(forbidden)], path
 
 
 # State, patches, and what is private
@@ -120,7 +129,7 @@ def test_models_know_nothing_of_ranks_and_meshes() -> None:
 @pytest.mark.long
 def test_no_module_level_state() -> None:
     for path, tree in trees().items():
-        assert not [node for node in ast.walk(tree) if isinstance(node, ast.Global)], path
+        assert not [node for node in nodes()[path] if isinstance(node, ast.Global)], path
         for node in tree.body:
             targets = node.targets if isinstance(node, ast.Assign) else []
             for name in [target.id for target in targets if isinstance(target, ast.Name)]:
@@ -136,16 +145,15 @@ def root_of(node: ast.expr) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def patches(tree: ast.Module) -> Iterator[str]:
+def patches(path: Path) -> Iterator[str]:
     """Yield what replaces parts of other modules, or reads another function's variables."""
-    imported = {alias.asname or alias.name.split(".")[0] for node in ast.walk(tree)
+    imported = {alias.asname or alias.name.split(".")[0] for node in nodes()[path]
                 if isinstance(node, ast.Import | ast.ImportFrom) for alias in node.names}  # fmt: skip
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from (name for name in imports(ast.Module([node], [])) if name.startswith("unittest"))
-        elif isinstance(node, ast.Attribute) and node.attr in ("f_locals", "_getframe", "tb_frame"):
+    yield from (name for name in imports(path) if name.startswith("unittest"))
+    for node in nodes()[path]:
+        if isinstance(node, ast.Attribute) and node.attr in ("f_locals", "_getframe", "tb_frame"):
             yield node.attr
-        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr":
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
             yield ast.unparse(node)
         elif isinstance(node, ast.Assign):
             changed = [name for target in node.targets for name in ast.walk(target) if isinstance(name, ast.Attribute)
@@ -193,7 +201,7 @@ REPLACED = {
 
 def test_what_is_replaced_is_listed_with_its_reason() -> None:
     """No mocks, no frames that are read, and no class, forward or attribute replaced but what is listed."""
-    found = {short(path): set(patches(tree)) for path, tree in trees().items()}
+    found = {short(path): set(patches(path)) for path in FILES}
     assert {path: names for path, names in found.items() if names} == {
         path: names.keys() for path, names in REPLACED.items()
     }
@@ -202,7 +210,7 @@ def test_what_is_replaced_is_listed_with_its_reason() -> None:
 def test_private_modules_of_pytorch_are_imported_in_one_room() -> None:
     """That private attributes are used there alone is ruff's rule SLF001."""
     room = PACKAGE / "runtime" / "private_torch"
-    names = {name for path, tree in trees().items() if path.parent != room for name in imports(tree)}
+    names = {name for path in FILES if path.parent != room for name in imports(path)}
     assert [name for name in names if re.search(r"(^|\.)_(?!_)", name)] == []
 
 

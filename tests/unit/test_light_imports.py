@@ -12,6 +12,7 @@ TORCH = {"torch"}
 IMPORTS = [
     ("import titanlite, titanlite.tools.cli", {"torch", "numpy", "pydantic", "rich", "fsspec"}),
     ("import titanlite.data.tokenizer, titanlite.tools.ingest.bpe", {"torch", "tokenizers", "tiktoken"}),
+    ("import titanlite.tools.ingest.encoding", {"torch", "pydantic"}),  # in every process that tokenizes
     ("import titanlite.schema", TORCH),
     ("import titanlite; titanlite.load_config('debug')", TORCH),
     ("from titanlite.techniques import every_technique; every_technique()", TORCH),

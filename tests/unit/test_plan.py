@@ -121,7 +121,7 @@ def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
         "        super().__init__(args)\n"
         "        self.layers[3].extra = nn.Linear(8, 8, bias=False)\n"
     )
-    config = read(f"--model.file={own}", '--model.name="Odd"', "--model.args.n_layers=8")
+    config = read(f"--model.file={own}", '--model.name="Odd"', "--model.args.n_layers=6")
     found = trace(config, layout_of(1, gpu=False))
     assert "forward layers.3" in found.profile.phases
     assert "forward layers.4" in found.profile.phases

@@ -18,7 +18,7 @@ TOML = """\
 # what stays
 [model.args]
 dim = 64
-n_layers = 3
+n_layers = 2
 n_heads = 4
 n_kv_heads = 2
 hidden_dim = 160

@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch._dynamo.testing import CompileCounter
 from torch._functorch import config as functorch_config
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -98,7 +97,6 @@ from titanlite.runtime.private_torch.tracing import (
     is_mutating,
     propagate_shardings_without_modes,
     run_random_operators_plainly,
-    tree_leaves,
     unboxed_group,
     without_fake_tensors,
 )
@@ -352,10 +350,6 @@ def test_is_in_backward() -> None:
     assert not is_in_backward()
 
 
-def test_tree_leaves() -> None:
-    assert tree_leaves(((1, [2, {"a": 3}]), {"b": None})) == [1, 2, 3, None]
-
-
 class LocalOperators(Operators):
     """Records operators on plain fake tensors: for a DTensor, on its local part."""
 
@@ -595,6 +589,8 @@ def test_call_after_backward() -> None:
 
 
 def test_a_dynamic_dim_is_not_recompiled() -> None:
+    from torch._dynamo.testing import CompileCounter  # here, since it imports much for one test
+
     counter = CompileCounter()
     compiled = torch.compile(lambda x: x * 2, backend=counter)
     for size in (3, 5, 7):

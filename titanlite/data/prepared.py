@@ -3,11 +3,14 @@
 import os
 from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.errors import UserError
-from titanlite.schema import Data
+
+if TYPE_CHECKING:  # processes that tokenize import this file, and need no config
+    from titanlite.schema import Data
 
 STDLIB = "stdlib://"
 HUGGING_FACE = "hf://"
@@ -26,7 +29,7 @@ def is_token_folder(names: Collection[str]) -> bool:
     return INDEX in names and any(name.endswith(".tokens") for name in names)
 
 
-def open_prepared(place: str, *, data: Data, tokenizer: Tokenizer, cache_folder: Path) -> TokenStore:
+def open_prepared(place: str, *, data: "Data", tokenizer: Tokenizer, cache_folder: Path) -> TokenStore:
     """Open prepared tokens, and check that they were made with this tokenizer and these options.
 
     Args:

@@ -26,7 +26,7 @@ from titanlite.runtime.console import hide_secrets, log_to_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
 from titanlite.runtime.process_group import Ranks
-from titanlite.schema import Config, Data, dump
+from titanlite.schema import Data
 from titanlite.schema import Job as JobConfig
 
 logger = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ def _lock(path: Path) -> IO[str] | None:
 
 def record_start(
     folder: RunFolder,
-    config: Config,
+    whole_config: str,
     *,
     tokenizer: Tokenizer,
     step: int,
@@ -174,6 +174,7 @@ def record_start(
     """Write config.toml (resolved) and a copy of the tokenizer, and complete the record of this start in run.json.
 
     Args:
+        whole_config: text of config.toml.
         step: step at which the run resumes.
     """
     if ranks.rank != 0:
@@ -194,7 +195,7 @@ def record_start(
         },
         "git_commit": _git_commit(),
     }
-    _write(folder.path / "config.toml", hide_secrets(dump(config)))
+    _write(folder.path / "config.toml", whole_config)
     _write_run(folder.path, run)
     _keep_tokenizer(folder.tokenizer, tokenizer, step)
 

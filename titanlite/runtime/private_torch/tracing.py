@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._subclasses import fake_tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
-from torch.utils import _pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 FakeTensor = fake_tensor.FakeTensor
@@ -48,11 +47,6 @@ class _PropagatorWithoutModes(ShardingPropagator):
     def _propagate_tensor_meta_non_cached(self, op_schema: Any) -> Any:
         with _disable_current_modes():
             return super()._propagate_tensor_meta_non_cached(op_schema)
-
-
-def tree_leaves(tree: Any) -> list[Any]:
-    """Return the leaves of nested containers, for example of an operator's arguments, in order."""
-    return _pytree.tree_leaves(tree)
 
 
 def is_mutating(operator: Any) -> bool:

@@ -3,16 +3,18 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
-from titanlite.schema import Data
 from titanlite.tools.ingest.chat_template import Refused, find_template, open_template
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
 from titanlite.tools.ingest.reading import Part
+
+if TYPE_CHECKING:  # each process that tokenizes imports this file, and needs no config
+    from titanlite.schema import Data
 
 KEY = "data.chat_template"
 FIELD = "messages"
@@ -70,7 +72,7 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
     return ChatOptions(template=text, where=str(where))
 
 
-def chats_of(data: Data, tokenizer: Tokenizer) -> ChatOptions | None:
+def chats_of(data: "Data", tokenizer: Tokenizer) -> ChatOptions | None:
     """Return the options of chats of `[data]`; None if documents are text.
 
     Raises:
@@ -82,7 +84,7 @@ def chats_of(data: Data, tokenizer: Tokenizer) -> ChatOptions | None:
     return chat_options(tokenizer, template=template)
 
 
-def template_problems(data: Data, tokenizer: Tokenizer) -> list[Problem]:
+def template_problems(data: "Data", tokenizer: Tokenizer) -> list[Problem]:
     """Return what is wrong with the template of `[data]`, before any chat is read."""
     try:
         chats_of(data, tokenizer)

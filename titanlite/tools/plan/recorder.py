@@ -5,7 +5,7 @@ an output of a reduce-scatter first. Records are therefore added up at the end.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
@@ -25,7 +25,6 @@ from titanlite.runtime.private_torch.tracing import (
     changed_arguments,
     is_mutating,
     run_random_operators_plainly,
-    tree_leaves,
     unboxed_group,
 )
 from titanlite.tools.plan.gpu_kernels import attention_scratch
@@ -186,12 +185,15 @@ class Recorder(TorchDispatchMode, StepObserver):
         return result
 
     def _tensors(self, tree: Any) -> list[tuple[int, Tensor]]:
-        """Return the tensors that count, each with the number of its storage."""
+        """Return the tensors that count, each with the number of its storage.
+
+        Args:
+            tree: arguments or results of an operator, in nested containers.
+        """
         found = []
-        for leaf in tree_leaves(tree):
-            for tensor in _plain(leaf) if isinstance(leaf, Tensor) else ():
-                if (number := self._number(tensor)) is not None:
-                    found.append((number, tensor))
+        for tensor in _plain(tree):
+            if (number := self._number(tensor)) is not None:
+                found.append((number, tensor))
         return found
 
     def _number(self, tensor: Tensor) -> int | None:
@@ -290,12 +292,21 @@ COLLECTIVES: dict[str, CollectiveName] = {
 }
 
 
-def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Yield the plain tensors that a tensor consists of: for a DTensor, this rank's part."""
-    inner = wrapped_tensors(tensor)
-    if not inner:
-        yield tensor
-    for part in inner.values():
+def _plain(tree: Any) -> Iterator[Tensor]:
+    """Yield the plain tensors in nested containers, in order: for a DTensor, this rank's part.
+
+    Every operator's arguments and results pass through here, where PyTorch's pytree takes several times as long.
+    """
+    if isinstance(tree, Tensor):
+        inner = wrapped_tensors(tree)
+        if not inner:
+            yield tree
+        tree = inner
+    if isinstance(tree, Mapping):
+        tree = tree.values()
+    elif not isinstance(tree, list | tuple):
+        return
+    for part in tree:
         yield from _plain(part)
 
 
