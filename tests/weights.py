@@ -31,8 +31,7 @@ OWN: dict[str, dict[str, Any]] = {
 }
 """Further arguments of each family."""
 AS_CASES = [pytest.param(it, marks=pytest.mark.nightly) if it == "qwen3" else it for it in OWN]
-"""Cases of tests: dense Qwen3 has the attention of one of the others and the feed-forward of the other.
-tests/unit/test_formats.py compares its names and shapes, and tests/unit/test_qwen3.py its logits."""
+"""Cases of adapters: dense Qwen3 has the attention of one of the others and the feed-forward of the other."""
 
 
 def small_toml(family: str, *, dtype: str = "float32", tokenizer: str = "bytes", **args: Any) -> str:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 from tests.helpers import mentions
 from tests.object_stores import Flaky
-from tests.weights import AS_CASES, one_process, random_model, save_model, save_random, small_toml, state
+from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
 from titanlite.tools.convert.export import parse_size
@@ -38,7 +38,7 @@ def logits_of(folder: Path) -> torch.Tensor:
 
 @pytest.mark.long
 @pytest.mark.parametrize("tied", [False, True])
-@pytest.mark.parametrize("family", AS_CASES)
+@pytest.mark.parametrize("family", OWN)
 def test_logits_are_those_of_transformers(family: str, tied: bool, tmp_path: Path) -> None:
     checkpoint, model = save_random(tmp_path, family, tied_head=tied)
     out = tmp_path / "hf"

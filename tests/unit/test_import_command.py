@@ -13,6 +13,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.foreign import (
+    FAMILIES,
     assert_same,
     expected_tensors,
     logits,
@@ -23,7 +24,6 @@ from tests.foreign import (
     spec_of,
 )
 from tests.helpers import TinyRun, mentions
-from tests.weights import AS_CASES
 from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.runtime.errors import UserError
@@ -47,7 +47,7 @@ def tensors_at(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torc
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", AS_CASES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_folders_become_checkpoints_bit_for_bit(family: str, tmp_path: Path) -> None:
     oracle = oracle_of(family, dtype=torch.bfloat16)
     oracle.save_pretrained(tmp_path / "hf", max_shard_size="20KB")
@@ -65,7 +65,7 @@ def test_folders_become_checkpoints_bit_for_bit(family: str, tmp_path: Path) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", AS_CASES)
+@pytest.mark.parametrize("family", FAMILIES)
 def test_what_comes_in_goes_out_bit_for_bit(family: str, tmp_path: Path) -> None:
     for dtype, tied in ((torch.float32, False), (torch.bfloat16, True)):
         place = tmp_path / str(dtype)
