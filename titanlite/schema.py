@@ -420,6 +420,13 @@ class ModelSelection(Section):
         return self.name or (re.split(r"[/.]", self.file.removesuffix(".py"))[-1] if self.file else "llama3")
 
 
+class BatchStage(Section):
+    until_tokens: PositiveInt
+    """Tokens of the run before which a step of this stage begins."""
+    global_batch_size: PositiveInt
+    """Sequences in one optimizer step of this stage, over all processes."""
+
+
 class Training(Section):
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run. Raise it to resume a finished run."""
@@ -436,6 +443,9 @@ class Training(Section):
     """Tokens in a sequence."""
     global_batch_size: PositiveInt = 8
     """Sequences in one optimizer step, over all processes."""
+    batch_ramp: list[BatchStage] = []
+    """Stages at the beginning of the run with other global batches, in their order. Forward passes have
+    local_batch_size sequences in all of them."""
     local_batch_size: PositiveInt | None = None
     """Largest number of sequences in one forward pass of one process. Gradients of the rest are accumulated. Default:
     no limit."""
@@ -466,11 +476,9 @@ class Training(Section):
         return "epochs" if self.epochs is not None else "steps" if self.tokens is None else "tokens"
 
     @property
-    def known_steps(self) -> int | None:
-        """Optimizer steps of a whole run with this config. None: `epochs` is set, and the data decides."""
-        if self.epochs is not None:
-            return None
-        return self.steps if self.tokens is None else -(-self.tokens // (self.global_batch_size * self.seq_len))
+    def batch_sizes(self) -> list[int]:
+        """Global batch sizes of all steps."""
+        return [*(it.global_batch_size for it in self.batch_ramp), self.global_batch_size]
 
     @property
     def max_seconds(self) -> int | None:

@@ -41,7 +41,7 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.schedule import count_steps, is_due, learning_rate
+from titanlite.schedule import BatchSizes, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import Gradients, StepResult, train_step
 from titanlite.storage.storage import open_storage
@@ -84,7 +84,7 @@ class Run:
     micro_batches: MicroBatches
     batches: Generator[Batch, None, None]
     accumulation: int
-    """Micro-batches in a step."""
+    """Micro-batches in a step after training.batch_ramp."""
     validator: Validator
     checkpoints: CheckpointManager
     progress: Progress
@@ -212,7 +212,7 @@ def build(
         targets.use(build_frozen(targets.frozen, config, mesh=mesh, kernels=kernels, device=device))
     micro_batches = MicroBatches(
         progress.samples_seen,
-        global_batch_size=training.global_batch_size,
+        sizes=BatchSizes.of(training),
         micro_batch_size=batch_size,
         rank=rank,
         ranks=data_ranks,
@@ -247,7 +247,8 @@ def build(
         folder=folder,
         step=progress.step,
         steps=steps,
-        tokens_per_step=training.global_batch_size * training.seq_len,
+        seq_len=training.seq_len,
+        samples=progress.samples_seen,
         model_flops=(full, causal),
         device=device,
         compute_type=training.mixed_precision_param,
@@ -327,7 +328,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     reduce_once = reduces_gradients_once(config, run.mesh)
     for step in range(run.progress.step + 1, run.steps + 1):
         observer.begin_step(step)
-        batches = list(islice(run.batches, run.accumulation))
+        batches = list(islice(run.batches, run.micro_batches.count(step)))
         metrics.begin_step(step, last=step == run.steps)
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = learning_rate(step, peak=config.optimizer.lr, steps=run.steps, config=config.lr_scheduler)
@@ -393,7 +394,7 @@ def _after_step(
 
 
 def _samples_seen(run: Run, step: int) -> int:
-    return run.progress.samples_seen + (step - run.progress.step) * run.config.training.global_batch_size
+    return run.micro_batches.first_of(step + 1)
 
 
 def _progress(run: Run, step: int) -> Progress:

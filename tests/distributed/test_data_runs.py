@@ -138,6 +138,21 @@ def test_best_fit_packing_and_document_masks_train_alike_on_any_layout(tiny: Tin
     assert losses[0][-1] < losses[0][0]
 
 
+@pytest.mark.slow
+def test_a_run_resumes_within_a_ramp_of_its_batch_on_other_processes(tiny: TinyRun) -> None:
+    """Steps of 2, 2, 4, 4 and then 8 sequences of 16 tokens. The first start ends after the third."""
+    ramp = "[{until_tokens=64, global_batch_size=2}, {until_tokens=190, global_batch_size=4}]"
+    options = ["--training.local_batch_size=1", "--training.seq_len=16"]
+    ramped = [*options, f"--training.batch_ramp={ramp}"]
+    whole, first = "--job.name=whole", "--training.steps=3"
+    run_in_turn(trained, 1, [tiny.config(*ramped, whole), tiny.config(*ramped, first)])
+    run_in_turn(trained, 2, [tiny.config(*ramped, world_size=2)])
+    expected, found = tiny.records("whole"), tiny.records()
+    assert [it["samples"] for it in expected] == [it["samples"] for it in found] == [2, 4, 8, 12, 20, 28]
+    assert [it["loss"] for it in found] == pytest.approx([it["loss"] for it in expected], rel=1e-6)
+    assert mentions(refusal(tiny.config(*options, "--training.steps=7")), "training.batch_ramp", "until_tokens", 64)
+
+
 # Killed and resumed
 
 

@@ -24,6 +24,7 @@ from titanlite.data.tokens import TokenStore
 from titanlite.loss import token_loss
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
+from titanlite.schedule import BatchSizes
 from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.ingest.chat_template import ChatTemplate, Refused
@@ -439,7 +440,7 @@ def test_masks_across_shards_on_resume_and_on_more_ranks(tmp_path: Path, tokeniz
         source = Source("chats", packing(store, seq_len=64, **more), store.fingerprint, marks_documents=True)
         samples = Samples([source], seed=0)
         each = [
-            iter(MicroBatches(4 * steps.start, global_batch_size=4, micro_batch_size=2, rank=rank, ranks=ranks))
+            iter(MicroBatches(4 * steps.start, sizes=BatchSizes((), 4), micro_batch_size=2, rank=rank, ranks=ranks))
             for rank in range(ranks)
         ]
         found: list[list[int]] = []

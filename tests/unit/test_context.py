@@ -26,6 +26,7 @@ from titanlite.models.llama3 import Llama3
 from titanlite.ops.attention import Documents, SequencePart, additive_mask, attend, chunk_boundaries
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import fake_process_group
+from titanlite.schedule import BatchSizes
 from titanlite.schema import Config, Parallelism
 from titanlite.techniques.context.sequences import check_context, split_batch
 from titanlite.tools.plan.estimate import model_of
@@ -120,7 +121,7 @@ def test_a_batch_of_two_ranks() -> None:
 
 
 def test_a_bad_part_of_a_sequence_names_its_samples() -> None:
-    batches = MicroBatches(16, global_batch_size=4, micro_batch_size=1, rank=0, ranks=2)
+    batches = MicroBatches(16, sizes=BatchSizes((), 4), micro_batch_size=1, rank=0, ranks=2)
     nothing = [False, False]
     assert batches.of_step(1, [nothing, nothing, [False, True], nothing]) == [19]
     assert batches.of_step(2, [nothing, [True, False], nothing, [False, True]]) == [20, 23]

@@ -20,6 +20,7 @@ from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.errors import UserError
+from titanlite.schedule import BatchSizes
 from titanlite.schema import Data
 from titanlite.tools.ingest.token_writer import TokenWriter
 
@@ -157,7 +158,7 @@ def test_labels_are_the_next_tokens(samples: Samples) -> None:
 def test_workers_read_the_same_and_nothing_is_drawn_from_the_global_random_state(samples: Samples) -> None:
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    batches = MicroBatches(start=40, global_batch_size=4, micro_batch_size=2, rank=1, ranks=2)
+    batches = MicroBatches(start=40, sizes=BatchSizes((), 4), micro_batch_size=2, rank=1, ranks=2)
     read = {}
     for workers in (0, 2):
         loader = build_loader(samples, batches, num_workers=workers, device=CPU)
@@ -199,7 +200,7 @@ def test_ids_beyond_the_vocabulary_are_one_line(workers: int, tmp_path: Path) ->
     shard.flush()
     source = Source("a", Stream(TokenStore(tmp_path / "tokens"), seq_len=8, document_mask=False), "f")
     samples = Samples([source], seed=0, shuffle=False)
-    batches = MicroBatches(start=0, global_batch_size=2, micro_batch_size=2, rank=0, ranks=1)
+    batches = MicroBatches(start=0, sizes=BatchSizes((), 2), micro_batch_size=2, rank=0, ranks=1)
     loader = build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
     with pytest.raises(UserError) as error:
         next(loader)

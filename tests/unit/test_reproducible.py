@@ -9,6 +9,7 @@ from tests.plans import layout_of, read
 from titanlite.data.loader import MicroBatches
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.parallelize import build_mesh
+from titanlite.schedule import BatchSizes
 from titanlite.schema import Parallelism
 from titanlite.techniques.reproducible.sums import ExactSums, squares
 from titanlite.tools.plan.estimate import model_of
@@ -21,9 +22,8 @@ ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--traini
 
 def test_neighbours_in_the_tree_are_neighbours_in_the_batch() -> None:
     """Two replicas of two shards, with two micro-batches in a step."""
-    ranks = [
-        MicroBatches(40, global_batch_size=8, micro_batch_size=1, rank=rank, ranks=4, together=2) for rank in range(4)
-    ]
+    sizes = BatchSizes((), 8)
+    ranks = [MicroBatches(40, sizes=sizes, micro_batch_size=1, rank=it, ranks=4, together=2) for it in range(4)]
     found = [[sample for [sample] in islice(batches, 4)] for batches in ranks]
     assert found == [[40, 42, 48, 50], [41, 43, 49, 51], [44, 46, 52, 54], [45, 47, 53, 55]]
     wanted = [[False, True], [False, False], [True, False], [False, False]]

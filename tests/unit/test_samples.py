@@ -15,7 +15,7 @@ from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import MOST_PERIOD, Mixture, Samples, Source, as_batch
 from titanlite.runtime.errors import UserError
-from titanlite.schedule import count_steps
+from titanlite.schedule import BatchSizes, count_steps
 from titanlite.schema import DataSource, Training
 
 CPU = torch.device("cpu")
@@ -132,7 +132,7 @@ def check_stream(ranks: int, micro: int, start: int, workers: int) -> None:
     samples = mixed((37, 0.6), (11, 0.4))
     steps: list[list[int]] = [[] for _ in range(3)]
     for rank in range(ranks):
-        batches = MicroBatches(start=start, global_batch_size=12, micro_batch_size=micro, rank=rank, ranks=ranks)
+        batches = MicroBatches(start=start, sizes=BatchSizes((), 12), micro_batch_size=micro, rank=rank, ranks=ranks)
         loader = build_loader(samples, batches, num_workers=workers, device=CPU)
         for step in steps:
             for batch in islice(loader, 12 // ranks // micro):

@@ -18,9 +18,9 @@ from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import draw_weights
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.hardware import peak_flops
-from titanlite.schedule import count_steps, learning_rate
+from titanlite.schedule import BatchSizes, count_steps, known_steps, learning_rate
 from titanlite.schema import LRScheduler, Optimizer, Training
 from titanlite.step import train_step
 
@@ -72,11 +72,51 @@ def test_decay_over_a_number_of_steps() -> None:
 @pytest.mark.parametrize(("tokens", "expected"), [(1, 1), (64, 1), (65, 2), (640, 10), (641, 11)])
 def test_steps_of_a_number_of_tokens(tokens: int, expected: int) -> None:
     training = Training(tokens=tokens, global_batch_size=4, seq_len=16, steps=5)
-    assert training.known_steps == expected
+    assert known_steps(training) == expected
     assert count_steps(training, step=0, samples=0, limit=None) == expected
     # After 3 steps of 2 sequences, which were another batch size's.
     rest = max(0, tokens - 6 * 16)
     assert count_steps(training, step=3, samples=6, limit=None) == 3 + -(-rest // 64)
+
+
+def test_batch_sizes_are_a_function_of_the_sequences_before() -> None:
+    """Against counting step by step; also from the middle of a ramp."""
+    stages = [{"until_tokens": 100, "global_batch_size": 2}, {"until_tokens": 400, "global_batch_size": 6}]
+    training = Training.model_validate({"seq_len": 16, "global_batch_size": 8, "batch_ramp": stages, "steps": 3})
+    sizes = BatchSizes.of(training)
+    seen = [0]
+    for _ in range(9):
+        seen.append(seen[-1] + sizes.at(seen[-1]))
+    assert seen == [0, 2, 4, 6, 8, 14, 20, 26, 34, 42]  # tokens 100 are in sequence 6, and 400 end sequence 24
+    for step, before in enumerate(seen):
+        assert [sizes.after(before, more) for more in range(10 - step)] == seen[step:]
+        for limit in range(43):
+            found = sizes.steps_to(limit, samples=before)
+            assert sizes.after(before, found) >= limit
+            assert found == 0 or sizes.after(before, found - 1) < limit
+    assert known_steps(training) == 3
+    assert known_steps(training.model_copy(update={"tokens": 16 * 27})) == 8
+    assert [count_steps(training, step=0, samples=0, limit=it) for it in (2, 33, 34)] == [1, 7, 8]
+    with pytest.raises(UserError, match=r"training\.epochs"):
+        count_steps(training, step=0, samples=0, limit=1)
+
+
+RAMP = "--training.batch_ramp=[{until_tokens=%d, global_batch_size=%d}, {until_tokens=%d, global_batch_size=%d}]"
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        ([RAMP % (64, 3, 128, 4)], r"batch_ramp\.0\.global_batch_size"),
+        ([RAMP % (128, 4, 128, 4)], r"batch_ramp\.1\.until_tokens"),
+        ([RAMP % (64, 2, 128, 4), "--training.local_batch_size=4"], r"batch_ramp\.0\.global_batch_size"),
+        ([RAMP % (64, 6, 128, 8), "--debug.reproducible_layouts"], r"batch_ramp\.0\.global_batch_size"),
+        ([RAMP % (64, 2, 128, 4), "--optimizer.in_backward", "--training.max_norm=0"], r"optimizer\.in_backward"),
+    ],
+)
+def test_ramps_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        tiny.config("--training.local_batch_size=1", *options, world_size=2)
 
 
 def test_a_run_has_one_length(tiny: TinyRun) -> None:

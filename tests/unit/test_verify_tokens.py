@@ -22,6 +22,7 @@ from titanlite.data.tokens import TokenStore
 from titanlite.data.verify import VALID_SECONDS, TokenCheck
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import lock_file
+from titanlite.schedule import BatchSizes
 from titanlite.tools.ingest.token_writer import TokenWriter
 
 
@@ -144,7 +145,7 @@ def loader_of(folder: Path, *, workers: int, packing: str = "stream") -> Any:
         else BestFit(store, seq_len=8, plan_folder=plans)
     )
     samples = Samples([Source("a", reader, "f", marks_documents=True)], seed=0)
-    batches = MicroBatches(start=0, global_batch_size=2, micro_batch_size=2, rank=0, ranks=1)
+    batches = MicroBatches(start=0, sizes=BatchSizes((), 2), micro_batch_size=2, rank=0, ranks=1)
     return build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
 
 

@@ -47,12 +47,14 @@ def resume_settings(config: Config, *, model_args: Any, inputs: Mapping[str, Any
         model_args: dataclass of the model's shape.
         inputs: fingerprints of the data sources and the targets.
     """
+    ramp = [stage.model_dump() for stage in config.training.batch_ramp]
     return {
         **model_settings(config.model.title, model_args),
         **inputs,
         **{key: value for it in used(config) for key, value in it.resume_settings(config).items()},
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
+        **({"training.batch_ramp": ramp} if ramp else {}),
         "debug.seed": config.debug.seed,
     }
 

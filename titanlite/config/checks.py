@@ -34,7 +34,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         further = ("context", "expert", "tensor")
         axes = ("data_parallel_replicate", "data_parallel_shard", *(f"{axis}_parallel" for axis in further))
         degrees = tuple(f"parallelism.{axis}_degree" for axis in axes)
-        batch = ("training.global_batch_size", "training.local_batch_size")
+        batch = ("training.global_batch_size", "training.local_batch_size", "training.batch_ramp")
         reshard = "parallelism.fsdp_reshard_after_forward"
         checks.append(((*degrees, reshard), lambda: _layout(config, world_size)))
         checks.append((batch, lambda: _batch(config, world_size)))
@@ -95,6 +95,24 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     except ValueError as error:
         uneven_share = training.global_batch_size % _data_parallel_degree(config, world_size) == 0
         yield f"training.{'local' if uneven_share else 'global'}_batch_size", str(error)
+        return
+    yield from _ramp(training, _data_parallel_degree(config, world_size))
+
+
+def _ramp(training: Training, ranks: int) -> Iterator[Conflict]:
+    together = training.batch_split(ranks)[0] * ranks
+    before = 0
+    for number, stage in enumerate(training.batch_ramp):
+        key = f"training.batch_ramp.{number}"
+        if stage.global_batch_size % together:
+            yield (
+                f"{key}.global_batch_size",
+                f"{stage.global_batch_size} is not a multiple of the {together} sequences in one forward pass of all "
+                "processes: set training.local_batch_size, by default a process's share of a step after the ramp",
+            )
+        if stage.until_tokens <= before:
+            yield f"{key}.until_tokens", f"{stage.until_tokens} is not after {before}, where the stage before ends"
+        before = stage.until_tokens
 
 
 def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:

@@ -14,15 +14,17 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from titanlite.batch import Batch
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.signals import end_with_parent, shielding_children
+from titanlite.schedule import BatchSizes
 
 
 class MicroBatches:
     """The global sample indices of each forward pass of one rank, without end.
 
-    Step after step takes the next global_batch_size samples; each rank takes its even share of them, in micro-batches.
+    Step after step takes the next samples; each rank takes its even share of them, in micro-batches.
 
     Args:
         start, step: samples that are consumed, and the steps that have.
+        sizes: how many samples each step has.
         together: ranks in a row whose first micro-batches are neighbours, then their second ones, and so on.
     """
 
@@ -30,7 +32,7 @@ class MicroBatches:
         self,
         start: int,
         *,
-        global_batch_size: int,
+        sizes: BatchSizes,
         micro_batch_size: int,
         rank: int,
         ranks: int,
@@ -39,7 +41,7 @@ class MicroBatches:
     ) -> None:
         self.step = step
         self.start = start
-        self.global_batch_size = global_batch_size
+        self.sizes = sizes
         self.micro_batch_size = micro_batch_size
         self.rank = rank
         self.ranks = ranks
@@ -48,14 +50,23 @@ class MicroBatches:
     def __iter__(self) -> Iterator[list[int]]:
         step_start = self.start
         while True:
-            for begin in self._begins(self.rank):
+            size = self.sizes.at(step_start)
+            for begin in self._begins(self.rank, size):
                 yield list(range(step_start + begin, step_start + begin + self.micro_batch_size))
-            step_start += self.global_batch_size
+            step_start += size
 
-    def _begins(self, rank: int) -> range:
+    def first_of(self, step: int) -> int:
+        """Return the first sample of a step."""
+        return self.sizes.after(self.start, step - self.step - 1)
+
+    def count(self, step: int) -> int:
+        """Return the number of micro-batches of a rank in a step."""
+        return self.sizes.at(self.first_of(step)) // (self.ranks * self.micro_batch_size)
+
+    def _begins(self, rank: int, global_batch_size: int) -> range:
         """Return the first sample of each micro-batch of a rank, within a step."""
         block, place = divmod(rank, self.together)
-        size = self.global_batch_size // self.ranks * self.together
+        size = global_batch_size // self.ranks * self.together
         first = block * size + place * self.micro_batch_size
         return range(first, (block + 1) * size, self.together * self.micro_batch_size)
 
@@ -64,11 +75,12 @@ class MicroBatches:
         none, of all. Several ranks in a row may have the same samples."""
         same = max(1, len(wanted) // self.ranks)
         wanted = [[*map(any, zip(*wanted[i : i + same], strict=True))] for i in range(0, len(wanted), same)]
-        first = self.start + (step - self.step - 1) * self.global_batch_size
-        ranks = ((self._begins(rank), flags) for rank, flags in enumerate(wanted))
+        first = self.first_of(step)
+        size = self.sizes.at(first)
+        ranks = ((self._begins(rank, size), flags) for rank, flags in enumerate(wanted))
         begins = [begin for begins, flags in ranks for begin, flag in zip(begins, flags, strict=True) if flag]
         found = [first + begin + number for begin in sorted(begins) for number in range(self.micro_batch_size)]
-        return found or [*range(first, first + self.global_batch_size)]
+        return found or [*range(first, first + size)]
 
 
 def build_loader(

@@ -132,7 +132,7 @@ class MetricsRecorder:
             come again.
         step: step at which the run resumes.
         steps: steps of the whole run.
-        tokens_per_step: tokens of the global batch.
+        samples: sequences of `seq_len` tokens that the run has seen before.
         model_flops: `Model.flops_per_token` at this sequence length, full and causal.
         phase: has the time of each phase so far.
     """
@@ -144,7 +144,8 @@ class MetricsRecorder:
         folder: RunFolder,
         step: int,
         steps: int,
-        tokens_per_step: int,
+        seq_len: int,
+        samples: int,
         model_flops: tuple[float, float],
         device: torch.device,
         compute_type: str,
@@ -153,7 +154,9 @@ class MetricsRecorder:
     ) -> None:
         self.config = config
         self.steps = steps
-        self.tokens_per_step = tokens_per_step
+        self.seq_len = seq_len
+        self._samples = samples
+        """Sequences that the run had seen at the last record."""
         self.model_flops = model_flops
         self.device = device
         self.peak_flops = peak_flops(device, compute_type)
@@ -227,7 +230,8 @@ class MetricsRecorder:
             return
         values = [result.loss, result.grad_norm, result.added_loss, result.shard_grad_norm]
         loss, grad_norm, added_loss, shard_grad_norm = torch.stack(values).tolist()
-        times = self._times(step, shard_grad_norm)
+        times = self._times(step, shard_grad_norm, tokens=(samples - self._samples) * self.seq_len)
+        self._samples = samples
         flops, causal_flops = (
             flops * times["tokens_per_second"] / dist.get_world_size(self._group) for flops in self.model_flops
         )
@@ -252,11 +256,12 @@ class MetricsRecorder:
             self._loggers.log(record)
         self.clock.restart()
 
-    def _times(self, step: int, grad_norm: float) -> dict[str, Any]:
+    def _times(self, step: int, grad_norm: float, *, tokens: int) -> dict[str, Any]:
         """Return times and memory of the window: the largest of any rank. Every rank calls it at the same steps.
 
         Args:
             grad_norm: of this rank's part of the gradients.
+            tokens: of the window, on all ranks.
         """
         steps = self.clock.steps
         elapsed, data_wait = self.clock.elapsed(), self.clock.data_wait / steps
@@ -282,7 +287,7 @@ class MetricsRecorder:
             self.memory.warn(retries, step=step)
             self._ranks.warn(ranks, step=step, is_steady=self._records > 1 and not compile_seconds)
         return {
-            "tokens_per_second": self.tokens_per_step * steps / elapsed,
+            "tokens_per_second": tokens / elapsed,
             "step_seconds": elapsed / steps,
             "data_wait_seconds": float(ranks.data_wait_seconds.max()),
             **slowest_rank(ranks, self._hosts),

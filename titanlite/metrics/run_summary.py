@@ -33,6 +33,7 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
+from titanlite.schedule import BatchSizes
 from titanlite.schema import Config, Training
 from titanlite.storage.storage import Storage
 from titanlite.techniques import keeps_gradients, used
@@ -81,7 +82,7 @@ def report_start(
         logger.info(("         " if number else "updates  ") + line)
     for source in samples.sources:
         _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))
-    total = progress.samples_seen + (steps - progress.step) * training.global_batch_size
+    total = BatchSizes.of(training).after(progress.samples_seen, steps - progress.step)
     logger.info(f"saves    {saves_of(config)}")
     passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()]
     logger.info(f"length   {steps:,} steps, {total:,} sequences; passes over the data: {', '.join(passes)}")

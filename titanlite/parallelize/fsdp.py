@@ -83,7 +83,7 @@ def keeps_reduced_gradients(
     """
     at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
     reduced_once = reduces_once(mesh, parallelism, training, adds_gradients=adds_gradients, on_host=on_host)
-    adds_gradients &= training.global_batch_size > at_once and not reduced_once
+    adds_gradients &= max(training.batch_sizes) > at_once and not reduced_once
     is_converted = training.dtype != training.mixed_precision_reduce
     return lasting_gradients and not (adds_gradients or is_converted or on_host)
 

@@ -234,8 +234,9 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
     """
     loaded, resolved, ranks, device = _checked(config, overrides, judge_memory=here or machines)
     from titanlite.metrics.run_summary import find_warnings
+    from titanlite.schedule import known_steps
 
-    for warning in find_warnings(loaded, steps=loaded.training.known_steps):
+    for warning in find_warnings(loaded, steps=known_steps(loaded.training)):
         if ranks.rank == 0:
             print(f"warning: {warning}", file=sys.stderr)
     if machines:

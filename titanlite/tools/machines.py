@@ -34,6 +34,7 @@ from titanlite.run.versions import Facts, compare, facts_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.ranks import gather, host_names, named_ranks
+from titanlite.schedule import known_steps
 from titanlite.schema import Checkpoint, Config
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.techniques import choose_trained
@@ -364,7 +365,7 @@ def check_disk(url: str, size: int, config: Config, job: Job) -> Result:
     if "://" in url:
         return Result("checkpoints are in an object store")
     # With training.epochs, the number of steps is known when the data is open.
-    count = kept_checkpoints(config.checkpoint, config.training.known_steps or config.training.steps)
+    count = kept_checkpoints(config.checkpoint, known_steps(config.training) or config.training.steps)
 
     def look() -> Result:
         listing = open_storage(url).list().items()
@@ -375,7 +376,7 @@ def check_disk(url: str, size: int, config: Config, job: Job) -> Result:
         text = f"{needed / GIB:,.1f} GiB to write ({count:,} checkpoints), {free / GIB:,.1f} GiB free at {url}"
         remedy = "free the disk, or lower checkpoint.keep_latest_k"
         lines = [f"{text}: {remedy}"] if needed > free else []
-        is_guess = config.training.known_steps is None
+        is_guess = config.training.epochs is not None
         return Result(text, *(([], lines) if is_guess else (lines, [])))
 
     return on_each(lambda: look() if job.leads_host else Result(), job)

@@ -39,13 +39,14 @@ class UpdatesInBackward(Technique):
         if config.guard.spike_sigma:
             yield self.option, "cannot skip a step that has begun: set guard.spike_sigma = 0"
 
-    @reads(option, "training.global_batch_size", "training.local_batch_size")
+    @reads(option, "training.global_batch_size", "training.local_batch_size", "training.batch_ramp")
     def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
         try:
             ranks = config.parallelism.degrees(world_size).data_parallel
-            micro, accumulation = config.training.batch_split(ranks)
+            micro, _ = config.training.batch_split(ranks)
         except ValueError:  # reported of the degrees, or of the batch
             return
+        accumulation = max(config.training.batch_sizes) // (micro * ranks)
         if accumulation > 1:
             yield (
                 self.option,

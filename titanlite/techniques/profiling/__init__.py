@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from titanlite.schedule import known_steps
 from titanlite.schema import Config
 from titanlite.techniques.technique import Conflict, Technique, reads
 
@@ -32,7 +33,7 @@ class Profiles(Technique):
                 f"{profiling.profile_freq} steps are too few for profiler_warmup + profiler_active = {needed}: set it "
                 f"to {needed} or more",
             )
-        elif (steps := config.training.known_steps) is not None and profiling.profile_freq > steps:
+        elif (steps := known_steps(config.training)) is not None and profiling.profile_freq > steps:
             yield key, f"no window ends within the {steps} steps of the run: set it to {steps} or less"
 
     @reads("profiling")

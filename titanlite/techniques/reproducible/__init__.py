@@ -27,8 +27,9 @@ class ReproducibleLayouts(Technique):
         if not config.debug.reproducible_layouts:
             return
         training, parallelism = config.training, config.parallelism
-        batch, micro = training.global_batch_size, training.local_batch_size or 0
-        for key, size in (("global_batch_size", batch), ("local_batch_size", micro)):
+        batch, micro = min(training.batch_sizes), training.local_batch_size or 0
+        stages = [(f"batch_ramp.{n}.global_batch_size", size) for n, size in enumerate(training.batch_sizes[:-1])]
+        for key, size in (*stages, ("global_batch_size", training.global_batch_size), ("local_batch_size", micro)):
             if size & (size - 1):
                 yield f"training.{key}", f"{self.option} adds micro-batches in a binary tree: {_not_a_power(size)}"
         if not 0 < micro <= batch:
@@ -61,7 +62,7 @@ class ReproducibleLayouts(Technique):
             return
         if world_size & (world_size - 1):
             yield self.option, f"adds over processes in a binary tree: {_not_a_power(world_size)}"
-        micro_batches = config.training.global_batch_size // (config.training.local_batch_size or 1)
+        micro_batches = min(config.training.batch_sizes) // (config.training.local_batch_size or 1)
         if 0 < micro_batches < world_size:
             yield (
                 self.option,

@@ -12,6 +12,7 @@ from titanlite.models.base import Model, ModelArgs
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.hardware import Hardware
+from titanlite.schedule import known_steps
 from titanlite.schema import Config, Degrees
 from titanlite.techniques import choose_trained, places, used
 from titanlite.techniques.technique import Options
@@ -264,7 +265,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         model_flops=model_flops,
         traffic=traced.traffic,
         time=time,
-        steps=training.known_steps or training.steps,
+        steps=known_steps(training) or training.steps,
         tokens=tokens,
         mfu=model_flops / (time.total * peak * layout.world_size),
     )

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, RunError, UserError, whole_number
+from titanlite.schedule import known_steps
 from titanlite.schema import Training
 from titanlite.tools.arguments import Count
 from titanlite.tools.report.parity import compare_layouts, layout_options, parity_options, start
@@ -158,7 +159,7 @@ def _check(path: str, overrides: Sequence[str], side: Side, step: int) -> None:
 
 
 def _check_step(training: Training, step: int) -> None:
-    steps = training.known_steps
+    steps = known_steps(training)
     if steps is not None and steps < step:
         raise UserError(f"--step {step}: the run has {steps} steps (training.{training.length})")
 
