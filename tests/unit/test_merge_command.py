@@ -10,8 +10,8 @@ from tests.foreign import oracle_of
 from tests.helpers import TinyRun, mentions, one_process
 from tests.weights import random_model, save_model, small_toml
 from tests.whole_runs import trained
+from titanlite.ops.mean import rounded_once
 from titanlite.tools import cli
-from titanlite.tools.convert.merge import rounded_once
 from titanlite.tools.convert.source import open_source, read_tensor
 
 

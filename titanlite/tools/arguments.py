@@ -55,6 +55,7 @@ AnyWeights = Annotated[
 ]
 RunConfig = Annotated[str, "config of the run, for checkpoints that do not keep it, or whose own names code or data"]
 ModelFile = Annotated[str, "code of a model of your own (model.file): a checkpoint's own word is refused"]
+OfAverage = Annotated[bool, "take the average of the weights, of a run with [average]"]
 RunTokenizer = Annotated[str, "tokenizer, instead of the run's data.tokenizer"]
 Inputs = Annotated[
     Sequence[str],

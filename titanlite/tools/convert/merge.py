@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from titanlite.checkpoint.load import ForeignWeights, model_settings
+from titanlite.ops.mean import rounded_once, weighted_mean
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, dump
 from titanlite.tools.arguments import ModelFile, RunConfig
@@ -53,7 +54,8 @@ def merge(
     entries = _tensors(first)
 
     def mean(name: str) -> Tensor:
-        return rounded_once(_mean(sources, name, weights), entries[name].properties.dtype)
+        tensors = (read_tensor(source, name) for source in sources)
+        return rounded_once(weighted_mean(tensors, weights), entries[name].properties.dtype)
 
     args = first.spec.args
     storage, folder = open_place(out)
@@ -114,29 +116,6 @@ def _check_same(opened: Sequence[tuple[Source, Config]]) -> None:
             raise UserError(
                 f"{source.where} is of another model than {opened[0][0].where}: {name} is {other}, not {first}"
             )
-
-
-def _mean(sources: Sequence[Source], name: str, weights: Sequence[float]) -> Tensor:
-    """Return the weighted mean of a tensor, in float64."""
-    total = read_tensor(sources[0], name).double().mul_(weights[0])
-    for source, weight in zip(sources[1:], weights[1:], strict=True):
-        total.add_(read_tensor(source, name), alpha=weight)
-    return total.div_(sum(weights))
-
-
-def rounded_once(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return float64 values in another dtype, each rounded to the nearest, ties to even.
-
-    PyTorch converts float64 to narrow dtypes by way of float32, which rounds twice. So float32 is rounded to odd here,
-    from which the second rounding is right.
-    """
-    if dtype.itemsize >= 4:
-        return values.to(dtype)
-    near = values.float()
-    bits = near.view(torch.int32)
-    bits -= (near.double().abs() > values.abs()).int()  # towards zero
-    bits |= (near.double() != values).int()
-    return near.to(dtype)
 
 
 def _origin_of(source: Source) -> dict[str, Any] | None:
