@@ -5,7 +5,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -389,8 +389,11 @@ def _after_step(
         raise stop_requests.stopped(step)
     if validator.sources and is_due(step, config.validation.freq, last=last):
         with metrics.not_training(waits_for_device=True), checkpoints.not_training():
-            observer.phase(Phase.VALIDATION)
-            measure = partial(validator.run, run.model, stops=stop.is_asked if not last else None)
+
+            def measure() -> dict[str, Any] | None:
+                observer.phase(Phase.VALIDATION)  # each has its whole timeout
+                return validator.run(run.model, stops=stop.is_asked if not last else None)
+
             if record := measure():
                 checkpoints.wait_until_staged()
                 record |= run.average.measured(measure)

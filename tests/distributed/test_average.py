@@ -56,6 +56,7 @@ def test_averages_have_the_same_bits_on_every_layout_and_after_a_resume_on_anoth
     assert any(name.startswith("average.") and tensor.any() for name, tensor in plain)
 
 
+@pytest.mark.slow
 def test_averages_with_each_technique_are_those_of_the_saved_weights(tiny: TinyRun) -> None:
     """And change no loss, though validation puts them in the place of the weights."""
     common = [*SAVED, "--training.steps=3", f"--validation.path={tiny.text}", "--validation.freq=1"]

@@ -52,9 +52,12 @@ def own_ema(weights: Sequence[Tensor], decay: float) -> Tensor:
 
 
 def validations(tiny: TinyRun, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tiny.folder / "outputs" / name / "validation.jsonl").read_text().splitlines()]
+    """Return the records of the validations of a run, without the time of day."""
+    lines = (tiny.folder / "outputs" / name / "validation.jsonl").read_text().splitlines()
+    return [{key: value for key, value in json.loads(line).items() if key != "time"} for line in lines]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_averages_are_those_of_float64(dtype: str, tiny: TinyRun) -> None:
@@ -77,6 +80,7 @@ def test_averages_are_those_of_float64(dtype: str, tiny: TinyRun) -> None:
             assert torch.equal(window[step], mean.to(values[0].dtype)), step
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_training_has_the_same_bits_and_validation_measures_the_average(tiny: TinyRun) -> None:
     """Though the average takes the place of the weights in each validation, also on resume."""
@@ -110,6 +114,7 @@ def stored(path: Path) -> list[tuple[str, Tensor]]:
     return sorted(tensors.items())
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_skipped_steps_do_not_count(tiny: TinyRun) -> None:
     taken, skipped = torch.tensor(0), torch.tensor(2)
@@ -124,6 +129,7 @@ def test_skipped_steps_do_not_count(tiny: TinyRun) -> None:
         assert run.average.tensors["updates"] == before["updates"] + 1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_checkpoints_with_and_without_an_average_load(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
@@ -142,6 +148,7 @@ def test_checkpoints_with_and_without_an_average_load(tiny: TinyRun, caplog: pyt
     assert tiny.losses("plain") == tiny.losses("whole")
 
 
+@pytest.mark.long
 def test_averages_of_adapters_are_merged_and_exported(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     """Only what is trained has an average. Commands take it with --average."""
     with one_process():
@@ -163,6 +170,7 @@ def test_averages_of_adapters_are_merged_and_exported(tiny: TinyRun, capfd: pyte
     assert cli.run(["generate", folder, "--average", "--prompt", "one", "--max-new-tokens=1"]) == 0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_mistakes_are_one_line_each(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     for options, key in (

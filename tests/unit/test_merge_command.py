@@ -48,6 +48,7 @@ def assert_nearest(rounded: torch.Tensor, exact: torch.Tensor) -> None:
         assert (distance <= (neighbour.double() - exact).abs()).all()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("family", "dtype"), [("qwen3_moe", "bfloat16"), ("llama3", "float32")])
 def test_the_mean_is_that_of_float64(family: str, dtype: str, tmp_path: Path) -> None:
     checkpoints = save_three(tmp_path / "run", family, dtype=dtype, tied_head=True)
@@ -73,6 +74,7 @@ def test_narrow_dtypes_are_rounded_once() -> None:
     assert values[0].to(torch.bfloat16) == 1.0, "PyTorch rounds twice: without that, rounded_once is not needed"
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_runs_and_commands_take_a_merged_checkpoint(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     values = [trained(tiny.config(f"--job.name={name}", f"--debug.seed={seed}")) for seed, name in enumerate("ab")]
@@ -93,6 +95,7 @@ def test_runs_and_commands_take_a_merged_checkpoint(tiny: TinyRun, capfd: pytest
     assert all(torch.equal(tensor, found[name]) for name, tensor in stored(Path(f"{mean}_again")).items())
 
 
+@pytest.mark.long
 def test_mistakes_are_one_line_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, second, third = save_three(tmp_path / "run")
     deeper, wide, theta, narrow = (
@@ -126,6 +129,7 @@ def test_mistakes_are_one_line_each(tmp_path: Path, capfd: pytest.CaptureFixture
     assert not out.exists() or not [*out.iterdir()]
 
 
+@pytest.mark.long
 def test_damage_is_named_and_nothing_is_left(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, second, _ = save_three(tmp_path / "run")
     file = second / "__0_0.distcp"
