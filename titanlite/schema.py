@@ -363,6 +363,20 @@ class Offload(Section):
         return "disk" in (self.optimizer, self.parameters)
 
 
+class Average(Section):
+    """Average of the trained weights over steps. Validation measures it beside the weights."""
+
+    decay: Decay = 0.0
+    """Decay of an exponential moving average (EMA), which is kept in float32; 0 is none."""
+    window: Count = 0
+    """Number of last snapshots of the weights whose mean is the average; 0 is none. Each takes the memory of the
+    weights."""
+    freq: PositiveInt = 1
+    """Steps between updates of the average, or between snapshots."""
+    enable_cpu_offload: bool = False
+    """Keep the average in host memory."""
+
+
 class LRScheduler(Section):
     warmup_steps: Count = 200
     """Steps of linear warm-up. More than the run has gives a warning."""
@@ -652,6 +666,7 @@ class Config(Section):
     distill: Distill = Distill()
     optimizer: Optimizer = Optimizer()
     offload: Offload = Offload()
+    average: Average = Average()
     lr_scheduler: LRScheduler = LRScheduler()
     checkpoint: Checkpoint = Checkpoint()
     validation: Validation = Validation()

@@ -5,7 +5,7 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from functools import partial
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.batch import Batch
 from titanlite.checkpoint.load import OpenWeights, newest_saved, resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.checkpoint.state import flat, state_of
+from titanlite.checkpoint.state import flat
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples
 from titanlite.data.sources import PrepareText, open_data
@@ -41,6 +41,7 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
+from titanlite.runtime.weight_average import WeightAverage
 from titanlite.schedule import BatchSizes, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import Gradients, StepResult, train_step
@@ -53,6 +54,7 @@ from titanlite.techniques import (
     split_vocabulary,
     state_memory,
     used,
+    weight_average,
 )
 from titanlite.validation import Validator
 
@@ -87,6 +89,7 @@ class Run:
     """Micro-batches in a step after training.batch_ramp."""
     validator: Validator
     checkpoints: CheckpointManager
+    average: WeightAverage
     progress: Progress
     """Progress at the start: of the checkpoint that the run resumes from."""
     steps: int
@@ -102,7 +105,7 @@ class Run:
 
     def state(self) -> dict[str, torch.Tensor]:
         """Return the tensors of a checkpoint, by name."""
-        return flat(state_of(self.model, self.optimizer))
+        return flat(self.checkpoints.state())
 
 
 def build(
@@ -177,6 +180,8 @@ def build(
     fused = on_gpu or not config.debug.reproducible_layouts
     optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=states, fused=fused)
 
+    average = weight_average(config, model)
+
     # Resume
     phase.phase(Phase.CHECKPOINT_LOAD)
     whole_config = hide_secrets(dump(config))
@@ -186,6 +191,7 @@ def build(
         storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
         model=model,
         optimizer=optimizer,
+        average=average,
         mesh=mesh,
         device=device,
         settings=resume_settings(config, model_args=spec.args, inputs={**samples.settings, **targets.settings}),
@@ -276,6 +282,7 @@ def build(
         accumulation=accumulation,
         validator=validator,
         checkpoints=checkpoints,
+        average=average,
         progress=progress,
         steps=steps,
         metrics=metrics,
@@ -349,6 +356,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             stop_flag=stop.flag(),
             observer=observer,
         )
+        run.average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)
         after_update()
         if step == run.progress.step + 1:
@@ -384,8 +392,14 @@ def _after_step(
         raise stop_requests.stopped(step)
     if validator.sources and is_due(step, config.validation.freq, last=last):
         with metrics.not_training(waits_for_device=True), checkpoints.not_training():
-            observer.phase(Phase.VALIDATION)
-            if record := validator.run(run.model, stops=stop.is_asked if not last else None):
+
+            def measure() -> dict[str, Any] | None:
+                observer.phase(Phase.VALIDATION)  # each has its whole timeout
+                return validator.run(run.model, stops=stop.is_asked if not last else None)
+
+            if record := measure():
+                checkpoints.wait_until_staged()
+                record |= run.average.measured(measure)
                 metrics.record_validation(step, record)
     if saves:
         with metrics.not_training(waits_for_device=not checkpoints.is_background):

@@ -17,7 +17,7 @@ from titanlite.optim.combined import optimizers_in
 from titanlite.optim.groups import collapse_names, format_groups, parameter_groups
 from titanlite.optim.state_size import state_bytes
 from titanlite.runtime.errors import ConfigError, Problem
-from titanlite.schema import Optimizer
+from titanlite.schema import Average, Optimizer
 from titanlite.train import finish, train
 
 
@@ -159,10 +159,12 @@ def test_bfloat16_weights_need_an_optimizer_that_rounds() -> None:
 
 def test_examples_of_the_guide_are_valid() -> None:
     examples = re.findall(r"```toml\n(.*?)```", Path("docs/optimizers.md").read_text(), re.DOTALL)
-    assert len(examples) == 4
+    assert len(examples) == 5
     with torch.device("meta"):
         model = Llama3(Llama3.flavors["debug"])  # pyright: ignore[reportArgumentType]
     for example in map(tomli.loads, examples):
+        assert {*example} <= {"optimizer", "average"}
+        Average.model_validate(example.get("average", {}))
         optimizer = Optimizer.model_validate(example.get("optimizer", {}))
         assert check_optimizer(optimizer, model, dtype="float32") == []
 

@@ -232,6 +232,21 @@ def test_offload_moves_states_to_the_host() -> None:
     assert on.time.total > off.time.total
 
 
+@pytest.mark.parametrize(
+    ("options", "bytes_each"),
+    [(["--average.decay=0.9", "--training.dtype=bfloat16"], 4), (["--average.window=3"], 12)],
+    ids=["ema", "window"],
+)
+def test_averages_of_weights_are_counted(options: list[str], bytes_each: int) -> None:
+    elements = sum(-(-shape[0] // 8) * shape[1:].numel() for shape in shapes())
+    found = planned(*options)
+    assert found.breakdown["average"] == pytest.approx(bytes_each * elements, abs=8)
+    on_host = planned(*options, "--average.enable_cpu_offload=true")
+    assert on_host.host == found.breakdown["average"]
+    assert found.peak - on_host.peak == found.breakdown["average"]
+    assert on_host.time.total > found.time.total
+
+
 @pytest.mark.long
 def test_a_world_of_4096() -> None:
     """More ranks than most matrices have rows: the first rank has the first rows, and of each matrix at least one."""

@@ -19,7 +19,16 @@ from torch.distributed.checkpoint.storage import StorageReader
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
-from titanlite.checkpoint.state import Difference, State, check_settings, difference, flat, model_state, selected
+from titanlite.checkpoint.state import (
+    AVERAGE,
+    Difference,
+    State,
+    check_settings,
+    difference,
+    flat,
+    model_state,
+    selected,
+)
 from titanlite.models.quantized import quantize, scales_of
 from titanlite.models.registry import ModelSpec
 from titanlite.optim.quantized import MIN_ELEMENTS
@@ -195,7 +204,13 @@ class Loader:
         where = self.storage.url_of(folder_name(manifest.step))
         reader = self._open(self.storage, folder_name(manifest.step), manifest)
         to_quantize(flat(state), reader.metadata, where)
-        if wrong := difference(flat(state), reader.metadata, ["*"]):
+        found = difference(flat(state), reader.metadata, ["*"])
+        if AVERAGE in state and found != found.without(missing=[AVERAGE], unexpected=[AVERAGE]):
+            for tensor in state[AVERAGE].values():
+                tensor.zero_()  # what a damaged checkpoint has left
+            state = {part: tensors for part, tensors in state.items() if part != AVERAGE}
+            logger.info(f"{where} has no such average of the weights: it begins anew at step {manifest.step}")
+        if wrong := found.without(missing=[AVERAGE], unexpected=[AVERAGE]):
             if wrong.is_of_quantization():
                 mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items())
                 raise UserError(

@@ -22,11 +22,12 @@ from titanlite.checkpoint.load import ForeignWeights, Loader
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
-from titanlite.checkpoint.state import complete_optimizer_state, put_back_numbers, state_of
+from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
 from titanlite.models.added import added_parameters
 from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import on_rank_0
+from titanlite.runtime.weight_average import WeightAverage
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import Storage
 
@@ -71,6 +72,7 @@ class CheckpointManager:
         storage: Storage,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        average: WeightAverage | None = None,
         mesh: DeviceMesh,
         device: torch.device,
         settings: dict[str, Any],
@@ -84,6 +86,7 @@ class CheckpointManager:
         self.storage = storage
         self.model = model
         self.optimizer = optimizer
+        self.average = average or WeightAverage()
         self.mesh = mesh
         self.settings = json.loads(json.dumps(settings))  # as in a manifest that was read
         self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
@@ -110,7 +113,12 @@ class CheckpointManager:
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
         self.newest = 0
         """Step that was loaded, or committed last."""
-        optimizer.register_step_pre_hook(lambda *_: self._saver.wait_until_staged())
+        optimizer.register_step_pre_hook(lambda *_: self.wait_until_staged())
+
+    def state(self) -> State:
+        """Return the tensors of a checkpoint."""
+        average = {AVERAGE: {**self.average.tensors}} if self.average.tensors else {}
+        return state_of(self.model, self.optimizer) | average
 
     def load(self, *, has_saved: bool) -> Progress:
         """Load the newest complete checkpoint of the run in place. Without one, load `initial_load_path` if it is set.
@@ -125,7 +133,7 @@ class CheckpointManager:
             on_rank_0(self._group, self.storage.sweep)
             while (manifest := self._loader.find()) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
-                state = state_of(self.model, self.optimizer)
+                state = self.state()
                 try:
                     self._loader.load(manifest, state)
                 except DamagedCheckpoint as damage:
@@ -163,6 +171,10 @@ class CheckpointManager:
         """Exclude a block from the cost of saving."""
         return self._clock.not_training()
 
+    def wait_until_staged(self) -> None:
+        """Return when the state may change."""
+        self._saver.wait_until_staged()
+
     def is_saving(self) -> bool:
         """Return whether a save has begun and not ended."""
         return self._in_flight.any()
@@ -198,7 +210,7 @@ class CheckpointManager:
 
         if self._flush is not None:
             self._flush()
-        state = state_of(self.model, self.optimizer)
+        state = self.state()
         background = self.is_background and not last
         save = self._saver.start(state, folder_name(progress.step), manifest, background=background)
         self._in_flight.begin(progress.step, save)

@@ -11,15 +11,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
-from torch.distributed.tensor import DTensor
 
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
-from titanlite.runtime.dtensor import from_local_like
+from titanlite.runtime.dtensor import unwrapped
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch.tensors import local_tensor, non_persistent_buffers, wrapped_tensors
+from titanlite.runtime.private_torch.tensors import non_persistent_buffers
 
 State = dict[str, dict[str, Tensor]]
+AVERAGE = "average"
+"""Part of a state with the average of the weights, which a checkpoint and a run need not have."""
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -48,7 +49,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
             raise UserError(f"{kinds}: only tensors and numbers can be saved")
     return {
         "model": model_state(model),
-        "optimizer": {name: _plain(_as_tensor(value)) for name, value in moments.items()},
+        "optimizer": {name: unwrapped(_as_tensor(value)) for name, value in moments.items()},
     }
 
 
@@ -60,7 +61,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
         for name, buffer in module.named_buffers(recurse=False)
         if name not in non_persistent_buffers(module)
     }
-    return {name: _plain(tensor) for name, tensor in (dict(unique_parameters(model)) | buffers).items()}
+    return {name: unwrapped(tensor) for name, tensor in (dict(unique_parameters(model)) | buffers).items()}
 
 
 def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
@@ -201,10 +202,3 @@ def _as_tensor(value: Tensor | int | float) -> Tensor:
     if isinstance(value, Tensor):
         return value
     return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
-
-
-def _plain(tensor: Any) -> Any:
-    """Unwrap a tensor subclass around a local shard, same memory: a checkpoint must load without torchao."""
-    tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
-    inner = wrapped_tensors(local_tensor(tensor)).get("_tensor") if isinstance(tensor, DTensor) else None
-    return tensor if inner is None else from_local_like(inner, tensor)

@@ -121,7 +121,8 @@ def validation_line(record: dict[str, Any]) -> str:
     for name, source in record["sources"].items():
         bits = "" if source["bits_per_byte"] is None else f", {source['bits_per_byte']:.4f} bits per byte"
         parts.append(f"{name} {source['loss']:.4f}{bits} ({source['sequences']:,} sequences)")
-    return f"step {record['step']:>5}  validation loss {record['loss']:.4f}: {'; '.join(parts)}"
+    average = f"; average of weights {record['average']['loss']:.4f}" if "average" in record else ""
+    return f"step {record['step']:>5}  validation loss {record['loss']:.4f}: {'; '.join(parts)}{average}"
 
 
 class MetricsRecorder:

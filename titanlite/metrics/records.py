@@ -74,8 +74,9 @@ VALIDATION = {
     **COMMON,
     "loss": Field(float, "nats a token", optional=True),
     "sources": Field(dict, ""),
+    "average": Field(dict, "", optional=True),
 }
-"""validation.jsonl: one record a validation."""
+"""validation.jsonl: one record a validation. `average` has loss and sources with the average of the weights."""
 SAVES = {
     **COMMON,
     "blocking_seconds": Field(float, "s", optional=True),

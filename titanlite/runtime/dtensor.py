@@ -2,12 +2,15 @@
 
 import math
 from itertools import product
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
+
+from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
 
 
 def sharded_dim(placement: Placement) -> int | None:
@@ -71,6 +74,13 @@ def from_local_like(part: Tensor, tensor: Tensor) -> Tensor:
         return part
     mesh, placements = tensor.device_mesh, tensor.placements
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+
+
+def unwrapped(tensor: Any) -> Any:
+    """Unwrap a tensor subclass around a local shard, same memory: a checkpoint must load without torchao."""
+    tensor = tensor.detach() if isinstance(tensor, Tensor) else tensor
+    inner = wrapped_tensors(local_tensor(tensor)).get("_tensor") if isinstance(tensor, DTensor) else None
+    return tensor if inner is None else from_local_like(inner, tensor)
 
 
 def slice_like(whole: Tensor, tensor: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from titanlite.models.base import Model
     from titanlite.ops.cross_entropy import SplitVocabulary
     from titanlite.runtime.state_memory import StateMemory
+    from titanlite.runtime.weight_average import WeightAverage
     from titanlite.step import Gradients
 
 Found = TypeVar("Found")
@@ -36,6 +37,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "expert": ("parallelism.expert_parallel_degree",),
     "offload": ("offload", "training.enable_cpu_offload"),
     "in_backward": ("optimizer.in_backward",),
+    "average": ("average",),
     "loss_scale": ("training.mixed_precision_param=float16",),
     "distill": ("teacher", "distill"),
     "profiling": ("profiling",),
@@ -106,6 +108,13 @@ def state_memory(config: Config, run: Path) -> "StateMemory":
     from titanlite.runtime.state_memory import StateMemory
 
     return _first(technique.state_memory(config, run) for technique in used(config)) or StateMemory()
+
+
+def weight_average(config: Config, model: "Model") -> "WeightAverage":
+    """Return the average of the weights of a model that has memory; see `Technique.weight_average`."""
+    from titanlite.runtime.weight_average import WeightAverage
+
+    return _first(technique.weight_average(config, model) for technique in used(config)) or WeightAverage()
 
 
 def split_batch(config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from titanlite.ops.cross_entropy import SplitVocabulary
     from titanlite.runtime.hardware import Hardware
     from titanlite.runtime.state_memory import StateMemory
+    from titanlite.runtime.weight_average import WeightAverage
     from titanlite.step import Gradients
     from titanlite.train import Run
 
@@ -185,13 +186,22 @@ class Technique:
         """
         return None
 
+    def weight_average(self, config: Config, model: "Model") -> "WeightAverage | None":
+        """Return the average of weights that checkpoints keep and validation measures; None if there is none. Only
+        asked if it is used.
+
+        Args:
+            model: as it is trained, with memory.
+        """
+        return None
+
     def keeps_gradients(self, config: Config) -> bool:
         """Return whether gradients last until after backward. Otherwise parameters are updated within it."""
         return True
 
     def places(self, config: Config) -> dict[str, str]:
         """Return host or disk for each category of memory that the technique keeps elsewhere than on the device:
-        parameters, gradients, optimizer, or that of a frozen model."""
+        parameters, gradients, optimizer, average, or that of a frozen model."""
         return {}
 
     # The plan, and what `titanlite inspect` shows

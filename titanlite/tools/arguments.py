@@ -55,6 +55,7 @@ AnyWeights = Annotated[
 ]
 RunConfig = Annotated[str, "config of the run, for checkpoints that do not keep it, or whose own names code or data"]
 ModelFile = Annotated[str, "code of a model of your own (model.file): a checkpoint's own word is refused"]
+OfAverage = Annotated[bool, "take the average of the weights, of a run with [average]"]
 RunTokenizer = Annotated[str, "tokenizer, instead of the run's data.tokenizer"]
 Inputs = Annotated[
     Sequence[str],
@@ -162,7 +163,9 @@ class Parser(ArgumentParser):
         elif get_origin(annotation) is Literal:
             options = {"choices": get_args(annotation)}
         elif get_origin(annotation) is Sequence:
-            options |= {"action": "append"} if is_option else {"nargs": "+", "type": get_args(annotation)[0]}
+            [of_each] = get_args(annotation)
+            is_repeated = is_option and of_each is str  # --drop GLOB --drop GLOB; --weights 1 2
+            options |= {"action": "append"} if is_repeated else {"nargs": "+", "type": of_each}
         elif get_origin(annotation) is tuple:
             options |= {"nargs": 2, "metavar": tuple(metavar.split())}
         elif annotation is not str:

@@ -61,6 +61,7 @@ COMMANDS = {
     "checkpoint prune": "checkpoints.command.prune",
     "checkpoint export": "convert.export.export",
     "checkpoint import": "convert.import_weights.import_weights",
+    "checkpoint merge": "convert.merge.merge",
     "generate": "convert.generate.generate",
     "evaluate": "convert.evaluate.evaluate",
     "distill cache": "convert.teacher_cache.cache_teacher",
@@ -72,7 +73,7 @@ COMMANDS = {
 """{command: the function below titanlite.tools whose signature and docstring are its options and its --help}"""
 GROUPS = {
     "data": "prepare text, inspect token shards, train tokenizers",
-    "checkpoint": "list, verify, show, export and delete checkpoints",
+    "checkpoint": "list, verify, show, export, merge and delete checkpoints",
     "distill": "write the output of a teacher for the training data",
     "config": "check, show and translate configs",
 }

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from titanlite.checkpoint.dcp_read import RankReader, ShardReader
+from titanlite.checkpoint.dcp_read import RankReader
 from titanlite.checkpoint.load import LORA_ALPHA
 from titanlite.models.quantized import SCALE, dequantize
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
@@ -33,8 +33,8 @@ class Adapters:
     """Names of the layers that have one."""
     rank: int
     alpha: float
-    reader: ShardReader
-    """Reader of the checkpoint as it is."""
+    reader: RankReader
+    """Reader of the checkpoint, with adapters beside their weights."""
 
     def is_quantized(self, layer: str) -> bool:
         return f"model.{layer}.{SCALE}" in self.reader.metadata.state_dict_metadata
@@ -51,7 +51,7 @@ class Adapters:
         return weight.addmm_(b, a, alpha=self.alpha / self.rank)
 
 
-def find_adapters(reader: ShardReader, settings: Mapping[str, Any]) -> Adapters | None:
+def find_adapters(reader: RankReader, settings: Mapping[str, Any]) -> Adapters | None:
     """Return the adapters of a checkpoint; None if it has none.
 
     Args:

@@ -24,7 +24,7 @@ from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
 from titanlite.schema import Config, Data, Validation, ValidationSource
-from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer
+from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, OfAverage, RunConfig, RunTokenizer
 from titanlite.tools.convert.source import Source as Weights
 from titanlite.tools.convert.source import default_dtype, load_model, open_source, tokenizer_of
 from titanlite.tools.ingest.prepare import prepare_text
@@ -40,6 +40,7 @@ def evaluate(
     config: RunConfig | None = None,
     model_file: ModelFile | None = None,
     tokenizer: RunTokenizer | None = None,
+    average: OfAverage = False,
     data: Sequence[str] = (),
     text_field: str | None = None,
     sequences: Index | None = None,
@@ -73,7 +74,7 @@ def evaluate(
         outputs/debug --data stdlib:// --data mine='texts/*.jsonl'
         outputs/debug --json
     """
-    weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
+    weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     known = tokenizer_of(weights)
     length = seq_len or _default_seq_len(weights)
     if length > weights.spec.args.max_seq_len:

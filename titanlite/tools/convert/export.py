@@ -14,7 +14,7 @@ from titanlite.models.formats import HuggingFace
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
-from titanlite.tools.arguments import ModelFile, RunConfig, RunTokenizer, Weights
+from titanlite.tools.arguments import ModelFile, OfAverage, RunConfig, RunTokenizer, Weights
 from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
@@ -35,6 +35,7 @@ def export(
     config: RunConfig | None = None,
     model_file: ModelFile | None = None,
     tokenizer: RunTokenizer | None = None,
+    average: OfAverage = False,
     out: str,
     dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     max_shard_size: str = "5GB",
@@ -67,7 +68,7 @@ def export(
     """
     max_shard_bytes = parse_size(max_shard_size)
     try:
-        source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
+        source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
         if merge and source.adapters is None:
             raise UserError(f"--merge: {source.where} has no adapters")
         if source.adapters is not None and not merge:

@@ -6,7 +6,7 @@ from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device
-from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, RunConfig, RunTokenizer, between
+from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, OfAverage, RunConfig, RunTokenizer, between
 from titanlite.tools.convert.generation import Generator, Sampler, stream_text
 from titanlite.tools.convert.prompts import prompt_encoder, read_prompts, stop_ids
 from titanlite.tools.convert.source import default_dtype, load_model, note, open_source, tokenizer_of
@@ -19,6 +19,7 @@ def generate(
     config: RunConfig | None = None,
     model_file: ModelFile | None = None,
     tokenizer: RunTokenizer | None = None,
+    average: OfAverage = False,
     prompt: str | None = None,
     prompt_file: str | None = None,
     chat: bool = False,
@@ -65,7 +66,7 @@ def generate(
     texts = read_prompts(prompt, prompt_file)
     if prompt_file != "-":  # else each line is answered before the next one is read
         texts = [*texts]
-    source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file)
+    source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     known = tokenizer_of(source)
     encode = prompt_encoder(known, config=source.config, chat=Chat(known) if chat else None)
     prompts = map(encode, texts)

@@ -96,8 +96,8 @@ def import_weights(
         for name, tensor in model_state(spec.build()).items()
     }
     try:
-        storage, folder = _open_place(out)
-        _write(
+        storage, folder = open_place(out)
+        write_weights(
             storage,
             folder,
             state,
@@ -128,7 +128,7 @@ def _check(
         raise UserError(f"{reader.where} does not fit the model:\n{wrong}{advice}")
 
 
-def _open_place(out: str) -> tuple[Storage, str]:
+def open_place(out: str) -> tuple[Storage, str]:
     """Return the storage and the folder of the checkpoint in it.
 
     Raises:
@@ -156,7 +156,7 @@ def _initial_buffers(spec: ModelSpec, names: set[str]) -> dict[str, Tensor]:
     return {name: tensor for name, tensor in model_state(model).items() if name in names}
 
 
-def _write(
+def write_weights(
     storage: Storage,
     folder: str,
     state: dict[str, Tensor],
@@ -164,10 +164,18 @@ def _write(
     read: Callable[[str], Tensor],
     settings: dict[str, Any],
     config: str,
-    origin: dict[str, Any],
+    origin: dict[str, Any] | None,
     tokenizer: str,
 ) -> None:
-    """Write and commit a checkpoint of a model alone; after an error nothing is left of it."""
+    """Write and commit a checkpoint of step 0 with a model alone; after an error nothing is left of it.
+
+    Args:
+        state: tensors of the shapes and dtypes to write, of which `read` gives the values when they are written.
+        settings: see `model_settings`.
+        config: TOML with the model and the tokenizer.
+        origin: see `origin_of`; None for weights that we trained.
+        tokenizer: name or path of the tokenizer. One that is not shipped is copied beside the checkpoint.
+    """
     started = time.perf_counter()
     with progress_bar(folder, sum(tensor.nbytes for tensor in state.values())) as advance:
 
@@ -182,7 +190,8 @@ def _write(
             _save(state, writer)
             writer.write_file(manifests.CHECKSUMS, checksums_json(writer.written))
             writer.write_file(manifests.CONFIG, config.encode())
-            writer.write_file(ORIGIN, json.dumps(origin).encode())
+            if origin is not None:
+                writer.write_file(ORIGIN, json.dumps(origin).encode())
             manifest = Manifest(
                 step=0,
                 samples=0,

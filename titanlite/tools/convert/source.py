@@ -34,6 +34,7 @@ from titanlite.runtime.files import file_inside, read_small
 from titanlite.schema import Config, Data, ModelSelection
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
+from titanlite.tools.convert.average import AverageReader
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.reader import ForeignSource, load_tensors, read_whole
 from titanlite.tools.convert.tokenizer_files import Generation, read_generation
@@ -76,7 +77,12 @@ class Source:
 
 
 def open_source(
-    path: str, *, config: str | Path | None = None, tokenizer: str | None = None, model_file: str | None = None
+    path: str,
+    *,
+    config: str | Path | None = None,
+    tokenizer: str | None = None,
+    model_file: str | None = None,
+    average: bool = False,
 ) -> Source:
     """Open a checkpoint: its folder, the folder of a run (its newest complete checkpoint), or a URL of either.
 
@@ -84,13 +90,16 @@ def open_source(
         config: config of the run, for checkpoints that do not keep it, or that name code or data.
         tokenizer: replaces `data.tokenizer` of the config.
         model_file: code of a model of the user's own. That which a checkpoint names is refused.
+        average: take the average of the weights in their place; see `AverageReader`.
 
     Weights of another program are opened, too, if they describe their model.
 
     Raises:
-        UserError: there is no checkpoint, it is damaged, or its model is unknown.
+        UserError: there is no checkpoint, it is damaged, it has no average, or its model is unknown.
     """
     if (foreign := find_source(path)) is not None:
+        if average:
+            raise UserError(f"--average: {path} is of another program")
         if model_file is not None:
             raise UserError(f"--model-file: {path} is of another program: name a config with the model, with --config")
         return open_foreign(foreign, config=config, tokenizer=tokenizer)[0]
@@ -101,8 +110,9 @@ def open_source(
     except (ValueError, ImportError, NotADirectoryError) as error:  # damage, and what fsspec raises
         raise error if isinstance(error, UserError) else UserError(f"{path}: {error}") from None
     where = storage.url_of(folder)
-    adapters = find_adapters(stored, manifest.settings)
-    reader = MergedReader(adapters) if adapters else stored
+    whole = AverageReader(stored, where) if average else stored
+    adapters = find_adapters(whole, manifest.settings)
+    reader = MergedReader(adapters) if adapters else whole
     resolved, refused = _read_config(storage, folder, manifest, config, model_file)
     imported = _read_origin(storage, folder, manifest) if tokenizer is None else None
     found, reason = None, ""

@@ -18,7 +18,7 @@ from titanlite.tools.plan.time import Collective, Group, Unit
 MOST_CONTEXT = 64
 """Largest number of ranks that split a sequence in a search."""
 
-STATES = ("parameters", "gradients", "optimizer")
+STATES = ("parameters", "gradients", "optimizer", "average")
 """Categories of memory that ranks share."""
 COMPUTE_POOL = 0, False
 """The pool of large tensors of the stream that computes."""

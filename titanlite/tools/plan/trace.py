@@ -46,6 +46,7 @@ from titanlite.techniques import (
     places,
     split_batch,
     split_vocabulary,
+    weight_average,
 )
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
@@ -109,10 +110,12 @@ def trace_step(
                 optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
                 with recorder.category("other"):
                     fill_states(optimizer, one_by_one=not keeps_gradients(config))
+                    average = weight_average(config, model)
                     batches = [*map(split_batch(config, mesh), _batches(config, data_parallel_rank(mesh)[1], targets))]
                     recorder.micro_batches = len(batches)
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
+                recorder.label(average.tensors.values(), "average")
                 if not keeps_gradients(config):
                     _label_gradients(model, recorder)
                 gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})

@@ -73,9 +73,14 @@ def _loss(runs: Sequence[RunRecords]) -> dict[str, Any]:
         losses = run.column("loss")
         traces.append({"name": f"{run.name}: each record", "x": run.steps, "y": losses, "color": color, "thin": True})
         traces.append({"name": run.name, "x": run.steps, "y": smoothed(losses), "color": color})
-        if run.validation:
-            x, y = [it["step"] for it in run.validation], [it.get("loss") for it in run.validation]
-            traces.append({"name": f"{run.name}: validation", "x": x, "y": y, "color": color, "points": "circle"})
+        averages = [{"step": it["step"], **it["average"]} for it in run.validation if it.get("average")]
+        for what, symbol, records in (
+            ("validation", "circle", run.validation),
+            ("validation, average of weights", "circle-open", averages),
+        ):
+            if records:
+                x, y = [it["step"] for it in records], [it.get("loss") for it in records]
+                traces.append({"name": f"{run.name}: {what}", "x": x, "y": y, "color": color, "points": symbol})
         low = min((loss for loss in losses if loss is not None), default=0)
         for what, symbol, steps in (
             ("checkpoint", "triangle-up", [it["step"] for it in run.saves]),
