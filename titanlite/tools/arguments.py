@@ -161,6 +161,8 @@ class Parser(ArgumentParser):
             options = {"action": "store_true"}
         elif get_origin(annotation) is Literal:
             options = {"choices": get_args(annotation)}
+        elif get_origin(annotation) is Sequence and get_args(annotation)[0] is Count:
+            options |= {"nargs": "+", "type": get_args(Count)[1]}
         elif get_origin(annotation) is Sequence:
             options |= {"action": "append"} if is_option else {"nargs": "+", "type": get_args(annotation)[0]}
         elif get_origin(annotation) is tuple:
