@@ -1,7 +1,8 @@
 """Best learning rate at several widths and depths, with and without a parametrization that transfers it.
 
     python benchmarks/transfer.py --results FILE.jsonl [--rules standard completep] [--optimizer AdamW]
-        [--widths 64 128 256 512] [--depths 2 4 8 16] [--seeds 1] [--steps 100] [--record FILE.jsonl]
+        [--widths 64 128 256 512] [--depths 2 4 8 16] [--seeds 1] [--steps 100] [--powers -11 -4]
+        [--record FILE.jsonl]
 
 Trains models of bytes on the standard library's source: every width at the base depth, and every depth at the base
 width. Prints the loss (the mean of the last fifth of the steps, over seeds) for each learning rate of a grid of powers
@@ -24,7 +25,6 @@ from record import add_record_option, record
 import titanlite
 
 BASE_WIDTH, BASE_DEPTH = 64, 2
-RATES = [2.0**power for power in range(-11, -3)]
 RULES = {
     "standard": {},
     "mup": {"optimizer.parametrization": "mup", "optimizer.base_width": BASE_WIDTH},
@@ -79,11 +79,13 @@ def main() -> None:
     parser.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW")
     parser.add_argument("--widths", nargs="+", type=int, default=[64, 128, 256, 512])
     parser.add_argument("--depths", nargs="+", type=int, default=[2, 4, 8, 16])
+    parser.add_argument("--powers", nargs=2, type=int, default=[-11, -4], help="least and greatest power of two")
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--steps", type=int, default=100)
     add_record_option(parser)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
+    rates = [2.0**power for power in range(arguments.powers[0], arguments.powers[1] + 1)]
     widths = [(width, BASE_DEPTH) for width in arguments.widths]
     sizes = list(dict.fromkeys([*widths, *((BASE_WIDTH, depth) for depth in arguments.depths)]))
     lines = arguments.results.read_text().splitlines() if arguments.results.exists() else []
@@ -91,7 +93,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder, arguments.results.open("a") as file:
         for size in sorted(sizes, key=math.prod):
             for rule in arguments.rules:
-                for rate in RATES:
+                for rate in rates:
                     for seed in range(arguments.seeds):
                         key = (rule, arguments.optimizer, *size, rate, seed, arguments.steps)
                         if key in done:
@@ -101,9 +103,9 @@ def main() -> None:
                         file.write(json.dumps([key, done[key]]) + "\n")
                         file.flush()
     print(
-        "| rule | width | depth |" + "".join(f" {rate:.2g} |" for rate in RATES) + " best | grid steps from the base |"
+        "| rule | width | depth |" + "".join(f" {rate:.2g} |" for rate in rates) + " best | grid steps from the base |"
     )
-    print("|---" * (len(RATES) + 5) + "|")
+    print("|---" * (len(rates) + 5) + "|")
     for rule in arguments.rules:
         base = None
         for width, depth in sizes:
@@ -112,12 +114,12 @@ def main() -> None:
                     done[rule, arguments.optimizer, width, depth, rate, seed, arguments.steps]
                     for seed in range(arguments.seeds)
                 )
-                for rate in RATES
+                for rate in rates
             ]
             best = losses.index(min(losses))
             base = best if base is None else base
             values = "".join(f" {loss:.3f} |" for loss in losses)
-            print(f"| {rule} | {width} | {depth} |{values} {RATES[best]:.2g} | {best - base:+d} |")
+            print(f"| {rule} | {width} | {depth} |{values} {rates[best]:.2g} | {best - base:+d} |")
             name = f"{arguments.optimizer}, {rule}, width {width}, depth {depth}: grid steps of the best rate"
             record(arguments.record, name=name, value=best - base)
 

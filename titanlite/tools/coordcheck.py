@@ -60,10 +60,10 @@ def coordcheck(
     """Check that activations and their changes have the same size at other widths and depths.
 
     Trains each size a few steps in this process, on the config's data, with the peak learning rate from the first step
-    on. After each step, it measures on one batch the root mean squares of the outputs of embedding, middle block, last block and head,
-    and of their changes since step 0. A quantity is flat if the logarithm of it, against that of the width or the
-    depth, has a slope of at most 0.25 after the last step. Exit code 1 if one grows or vanishes; logits may vanish, but
-    not their changes.
+    on. After each step, it measures the outputs of the embedding, the middle block, the last block and the head on one
+    batch: their root mean squares, and those of their changes since step 0. A quantity is flat if the logarithm of it,
+    against that of the width or the depth, has a slope of at most 0.25 after the last step. Exit code 1 if one grows or
+    vanishes; logits may vanish, but not their changes.
 
     A width is dim. Heads keep their size, and hidden_dim stays in proportion.
 
