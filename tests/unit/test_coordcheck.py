@@ -32,6 +32,7 @@ def test_slopes_are_those_of_power_laws() -> None:
     assert judge({(64, 2): {"a": [1.0]}, (64, 4): {"a": [2.0]}})[0].slopes == pytest.approx({"depth": 1.0})
 
 
+@pytest.mark.long
 def test_the_standard_parametrization_grows_and_mup_is_flat(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     def check(*options: str) -> None:
         coordcheck(str(tiny.toml), [*OPTIONS, *options], widths=[32, 64, 128], steps=3, json_=True)

@@ -101,6 +101,7 @@ def test_options_of_muon_keep_the_spectral_rule(tiny: TinyRun, adjust: str, hidd
     assert found["head.output.weight"] == pytest.approx((0.06, 0.2, 6e-8))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("rule", "residual"), [("mup", 0.02 / 12**0.5), ("completep", 0.02 / 4**0.5 / 3)])
 def test_initial_values(tiny: TinyRun, rule: str, residual: float) -> None:
     """Hidden matrices have the base's values / sqrt(2), the head half of them, residual branches 1/3 in addition."""
@@ -163,6 +164,7 @@ def logits_while_training(model: Model, optimizer: torch.optim.Optimizer) -> lis
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 @pytest.mark.parametrize("rule", ["mup", "completep"])
 def test_training_equals_the_papers_with_multipliers(tiny: TinyRun, rule: str, optimizer: str) -> None:
@@ -180,6 +182,7 @@ def test_training_equals_the_papers_with_multipliers(tiny: TinyRun, rule: str, o
     assert (found[-1] - standard[-1]).std() > 0.1
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
 def test_the_base_size_has_the_bits_of_a_plain_run(tiny: TinyRun, optimizer: str) -> None:
@@ -190,6 +193,7 @@ def test_the_base_size_has_the_bits_of_a_plain_run(tiny: TinyRun, optimizer: str
     assert tiny.losses("base") == tiny.losses("plain")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_another_base_does_not_resume(tiny: TinyRun) -> None:
     base = ["--optimizer.parametrization=mup", "--optimizer.base_width=42", "--training.steps=2"]
@@ -288,12 +292,20 @@ class Own(Model):
     assert initial["layers.5.up.weight"] == Scaled(Normal(std=32**-0.5), 2**-0.5)
     assert initial["layers.5.down.weight"] == Scaled(Normal(std=128**-0.5), 2**-0.5 / 3)
     assert initial["embedding.weight"] == Normal(std=32**-0.5)
-    file.with_name("silent.py").write_text(source.replace("ROLES", "{}"))
-    with pytest.raises(ConfigError) as error:
-        meta_model(
-            tiny.config("--model.file", str(file.with_name("silent.py")), "--model.args={}", *RULES["completep"])
-        )
-    assert mentions(str(error.value), "Own.roles", "completep")
+    extra = "        self.extra = nn.Embedding(8, args.size) if args.blocks > 2 else None\n        self.layers ="
+    for number, (wrong, words) in enumerate(
+        [
+            (source.replace("ROLES", "{}"), ["Own.roles", "completep"]),
+            (file.read_text().replace("        self.layers =", extra), ["Own", "extra.weight"]),
+            (file.read_text().replace("nn.Embedding(args.vocab_size, args.size)", "nn.Identity()"), ["Own", "input"]),
+        ]
+    ):
+        other = tmp_path / f"wrong_{number}.py"
+        other.write_text(wrong)
+        with pytest.raises(ConfigError) as error:
+            meta_model(tiny.config("--model.file", str(other), "--model.args={}", *RULES["completep"]))
+        [problem] = error.value.problems
+        assert mentions(problem.message, *words)
 
 
 def test_inspect_shows_the_options_of_each_parameter(tiny: TinyRun) -> None:

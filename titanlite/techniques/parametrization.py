@@ -102,20 +102,24 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
     except ValueError as error:
         raise ConfigError([Problem("optimizer.base_width", f"{width} does not fit the model: {error}")]) from error
     base = ModelSpec(kind, args).build()
-    growth = [parameter.numel() / base.get_parameter(name).numel()
-              for name, parameter in parameters.items() if roles[name] == "input"]  # fmt: skip
-    if not growth:
-        problem = f"{kind.__name__} has no input matrix, by which its width is measured (docs/add_a_model.md)"
-        raise ConfigError([Problem("optimizer.parametrization", problem)])
+    names_in_base = {
+        name: re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) * depth // layers), name) for name in roles
+    }
+    of_base = dict(unique_parameters(base))
+    missing = [name for name in names_in_base.values() if name not in of_base]
+    inputs = [name for name, role in roles.items() if role == "input"]
+    if missing or not inputs:
+        lacks = f"of the base size has no {missing[0]}" if missing else "has no input matrix, which gives its width"
+        raise ConfigError([Problem("optimizer.parametrization", f"{kind.__name__} {lacks} (docs/add_a_model.md)")])
+    growth = parameters[inputs[0]].numel() / of_base[inputs[0]].numel()
     found = {}
     for name, parameter in parameters.items():
-        of_base = re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) * depth // layers), name)
-        values = initial_values(base, of_base, base.get_parameter(of_base).shape)
+        values = initial_values(base, names_in_base[name], of_base[names_in_base[name]].shape)
         scaling = Scaling(
             role=roles[name],
             is_matrix=parameter.ndim >= 2,
             in_layers=name.startswith("layers."),
-            width=growth[0],
+            width=growth,
             depth=layers / depth,
             initial=values,
         )
