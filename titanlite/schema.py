@@ -310,6 +310,14 @@ class Optimizer(Section):
     SGD, Adam and others of torch.optim, where it is an L2 penalty."""
     state_dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of AdamW's two moments. bfloat16 takes half the memory, and is rounded stochastically."""
+    parametrization: Literal["standard", "mup", "completep"] = "standard"
+    """Rules by which learning rates, weight decay, eps and initial values follow the size of the model, so that those
+    tuned at base_width suit other widths (mup, arXiv:2203.03466), and other depths than base_depth too (completep,
+    arXiv:2505.01618). standard has none. For AdamW and Muon."""
+    base_width: PositiveInt | None = None
+    """Width (dim) at which the options were tuned. There, mup and completep change nothing."""
+    base_depth: PositiveInt | None = None
+    """Number of layers at which the options were tuned, for completep."""
     in_backward: bool = False
     """Update each parameter in backward, as soon as its gradient is reduced, and free the gradient, so that all
     gradients never exist at once. It excludes clipping (training.max_norm must be 0), accumulation, Muon and skipped

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import TinyRun, mentions, run_in_turn, run_ranks
-from tests.layouts import degrees, optimizer_moments, trained
+from tests.layouts import compare_with_one, degrees, optimizer_moments, trained
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 
@@ -75,3 +75,13 @@ def test_bfloat16_runs_are_equal_on_another_layout_and_after_a_resume(tiny: Tiny
     halves = [tiny.config("--job.name=halves", *more, *LOW) for more in (["--training.steps=3"], [])]
     _, [resumed] = run_in_turn(trained, 1, halves)
     assert all((resumed[name] == value).all() for name, value in runs["one"][0].items())
+
+
+@pytest.mark.slow
+def test_a_parametrization_gives_the_same_losses_on_every_layout(tiny: TinyRun) -> None:
+    """Factors follow the whole shapes, not those of shards."""
+    shape = ["dim=64", "n_layers=2", "n_heads=4", "n_kv_heads=2", "hidden_dim=96", "vocab_size=260"]
+    common = [*(f"--model.args.{it}" for it in shape), "--optimizer.parametrization=completep"]
+    common += ["--optimizer.base_width=32", "--optimizer.base_depth=1"]
+    muon = [*common, "--optimizer.name=Muon", "--optimizer.args.ns_dtype=float32"]
+    compare_with_one(tiny, {"AdamW": common, "Muon": muon}, [(2, 1), (1, 2), (1, 1, 1, 2)], steps=8)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from titanlite.config.keys import toml_text
 from titanlite.config.load import load
 from titanlite.tools import cli
 
@@ -56,6 +57,10 @@ def configs(benchmark: Import) -> Iterator[tuple[str, list[str], int]]:
     rounding = benchmark("bench_rounding")
     for words, _ in rounding.VARIANTS.values():
         yield "debug", [f"--{word}" for word in (*rounding.OPTIONS, *words)], 1
+    transfer = benchmark("transfer")
+    for rule in transfer.RULES:
+        options = transfer.options_of(rule, "Muon", 256, 4)
+        yield "debug", [f"--{key}={toml_text(value)}" for key, value in options.items()], 1
     _, _, *words = benchmark("exit_storm").OPTIONS
     yield "debug", words, 4
     ladder = benchmark("memory_ladder")

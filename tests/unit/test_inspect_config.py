@@ -38,6 +38,7 @@ def test_debug_on_one_process(capsys: Ends) -> None:
         "float8": None, "float8_all_gather": False, "frozen": False, "lora": False, "optimizer": "AdamW",
         "group": "matrices", "lr": 0.003, "weight_decay": 0.1, "parameter_bytes": 4 * 384 * 1024,
         "gradient_bytes": 4 * 384 * 1024, "optimizer_bytes": 8 * 384 * 1024 + 4,
+        "role": None, "initial_std": None, "eps": None,
     }  # fmt: skip
     assert by_name["head.norm.weight"]["weight_decay"] == 0
     assert by_name["tok_embeddings.weight"]["recompute"] is None

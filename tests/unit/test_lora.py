@@ -147,7 +147,7 @@ def test_operations_gradients_and_moments_are_counted_for_adapters_only(tiny: Ti
     in_memory, on_disk = bytes_per_parameter(model, config)
     assert in_memory * whole == pytest.approx(16 * adapters + 2 * (whole - adapters))
     assert on_disk == 0
-    [group] = parameter_groups(config.optimizer, trainable_parameters(model))
+    [group] = parameter_groups(config.optimizer, model)
     assert (group.name, group.weight_decay, len(group.parameters)) == ("AdamW", 0.1, 2 * 7 * 2)
 
 

@@ -346,8 +346,9 @@ def test_weight_decay_is_of_all_parameters(text: str, decay: float, tmp_path: Pa
     config = load(tmp_path / "new.toml", world_size=2)
     kind, args = resolve_model(config.model.name, config.model.flavor, config.model.args)
     with torch.device("meta"):
-        parameters = dict(kind(args).named_parameters())
-    [group] = parameter_groups(config.optimizer, parameters)
+        model = kind(args)
+    parameters = dict(model.named_parameters())
+    [group] = parameter_groups(config.optimizer, model)
     assert (group.weight_decay, group.lr, group.name) == (decay, 8e-4, "AdamW")
     assert group.parameters.keys() == parameters.keys()
     assert any(parameter.ndim == 1 for parameter in parameters.values())

@@ -36,7 +36,7 @@ class Shapes(nn.Module):
 
 
 def planned(text: str) -> list[tuple[str, str, float, float, list[str]]]:
-    groups = parameter_groups(section(text), dict(Shapes().named_parameters()))
+    groups = parameter_groups(section(text), Shapes())
     return [(it.label, it.name, it.lr, it.weight_decay, collapse_names(it.parameters)) for it in groups]
 
 
@@ -78,7 +78,7 @@ def test_groups_and_their_table() -> None:
     assert planned(GROUPS.replace("lr = 0.1", "weight_decay = 0.4"))[0] == (
         "groups.0", "AdamW", 0.5, 0.4, [WEIGHTS, BIASES, EXPERTS]
     )  # fmt: skip
-    table = format_groups(parameter_groups(section(GROUPS), dict(Shapes().named_parameters())))
+    table = format_groups(parameter_groups(section(GROUPS), Shapes()))
     assert [re.split("  +", line) for line in table[1:]] == [
         ["groups.0: matrices", "AdamW", "0.1", "0.1", "4", "84", "layers.*.weight x3, layers.0.experts"],
         ["groups.0: vectors", "AdamW", "0.1", "0", "3", "15", "layers.*.bias x3"],

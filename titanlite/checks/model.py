@@ -2,12 +2,7 @@
 
 import torch
 
-from titanlite.models.base import (
-    Model,
-    initial_values,
-    trainable_parameters,
-    unique_parameters,
-)
+from titanlite.models.base import Model, initial_values, unique_parameters
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, is_quantized_size
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
@@ -55,7 +50,7 @@ def check_quantized_moments(model: Model, config: Config, world_size: int) -> No
     optimizer, columns = config.optimizer, dict[str, tuple[str, int]]()
     for technique in used(config):
         columns |= technique.column_shards(config, model, world_size)
-    for group in parameter_groups(optimizer, trainable_parameters(model)):
+    for group in parameter_groups(optimizer, model):
         optimizer_cls = find_optimizer_cls(group.name)
         block_size = block_size_of(optimizer_cls, constructor_options(optimizer_cls, optimizer, group.args))
         for name in group.parameters if block_size else ():

@@ -77,8 +77,7 @@ def report_start(
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
     _report_device(mesh)
-    trained = trainable_parameters(model)
-    for number, line in enumerate(format_groups(parameter_groups(config.optimizer, trained))):
+    for number, line in enumerate(format_groups(parameter_groups(config.optimizer, model))):
         logger.info(("         " if number else "updates  ") + line)
     for source in samples.sources:
         _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))

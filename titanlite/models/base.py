@@ -5,8 +5,10 @@ then given memory and values. So `__init__` gives shapes, `init_weight` defines 
 asks which device or rank it is on.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
+from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -109,12 +111,67 @@ def exchanges_tokens(block: nn.Module) -> bool:
     return any(layer.exchange is not None for layer in expert_layers(block))
 
 
+# Width and depth transfer: roles of parameters, and the table of the decoders here. `techniques/parametrization.py`
+# applies them.
+
+Role = Literal["input", "hidden", "residual", "output", "vector"]
+"""input: a matrix whose outputs grow with the width of the model and whose inputs do not, as an embedding.
+hidden: both grow. output: only its inputs grow, as the head's or a router's. vector: a norm's weight, or a bias.
+
+residual: the last parameters of a branch that is added to the residual stream: hidden matrices, and biases.
+"""
+
+Roles = Mapping[str, Role]
+"""Roles by patterns of parameters' names, as of `fnmatch`. The first pattern that matches counts."""
+
+BRANCHES_OF_DECODER: Roles = {"layers.*.attention.wo.weight": "residual", "layers.*.feed_forward.w2*": "residual"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Scaling:
+    """Scaling of a parameter from the base size, at which the options were tuned, to the size of its model."""
+
+    role: Role
+    is_matrix: bool
+    """Whether it has two dimensions or more."""
+    in_layers: bool
+    width: float
+    """Width of the model / base width."""
+    depth: float
+    """Layers of the model / base layers; 1 where the parametrization does not depend on the depth."""
+    initial: InitialValues
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelArgs:
     """The shape of a model; each model family extends it."""
 
     vocab_size: int
     max_seq_len: int
+
+    def resized(self, *, width: int, depth: int) -> "ModelArgs":
+        """Return the shape of another width and depth, for width and depth transfer.
+
+        `dim` becomes the width and `n_layers` the depth. `n_heads` and `n_kv_heads` are in proportion to the width, so
+        that heads keep their size, and so is `hidden_dim`, rounded. Shapes with other fields override this.
+
+        Raises:
+            ValueError: there is no such shape.
+        """
+        old = asdict(self)
+        if missing := [name for name in ("dim", "n_layers") if name not in old]:
+            raise ValueError(f"{type(self).__name__} has no {missing[0]}: define resized (docs/add_a_model.md)")
+        heads = [old[name] for name in ("n_heads", "n_kv_heads") if name in old]
+        step = old["dim"] // math.gcd(old["dim"], *heads) if heads else 1
+        if width % step:
+            raise ValueError(
+                f"heads of the same size need a multiple of {step}, for dim {old['dim']} and {heads} heads"
+            )
+        new = {"dim": width, "n_layers": depth}
+        new |= {name: old[name] * width // old["dim"] for name in ("n_heads", "n_kv_heads") if name in old}
+        if "hidden_dim" in old:
+            new["hidden_dim"] = round(old["hidden_dim"] * width / old["dim"])
+        return replace(self, **new)
 
 
 class Model(nn.Module):
@@ -143,6 +200,13 @@ class Model(nn.Module):
 
     tensor_plan: ClassVar[TensorPlan] = {}
     """Roles of modules in tensor parallelism, by patterns of their names. Optional."""
+
+    roles: ClassVar[Roles] = {}
+    """Roles of parameters in width and depth transfer where `role_of` has other defaults. Optional."""
+
+    scaling: Mapping[str, Scaling] = {}
+    """Scaling of each parameter by name; empty in the standard parametrization. `techniques/parametrization.py` sets
+    it."""
 
     layers: nn.ModuleList
 
@@ -218,6 +282,8 @@ def initial_values(model: Model, name: str, shape: torch.Size) -> InitialValues:
     layer = model.get_submodule(place)
     if isinstance(layer, AddsParameters) and attribute in layer.added:
         return layer.added_values(attribute)
+    if name in model.scaling:
+        return model.scaling[name].initial
     where = f"{type(model).__name__}.init_weight"
     advice = "return a distribution such as Normal(std=0.02) (docs/add_a_model.md)"
     if "generator" in signature(model.init_weight).parameters:
@@ -229,6 +295,22 @@ def initial_values(model: Model, name: str, shape: torch.Size) -> InitialValues:
     if not isinstance(values, InitialValues):
         raise UserError(f"{where} returns {values!r:.80} for parameter {name}: {advice}")
     return values
+
+
+def role_of(model: Model, name: str, parameter: Tensor) -> Role:
+    """Return the role of a parameter in width and depth transfer.
+
+    Defaults where `Model.roles` has none: parameters with fewer than two dimensions are vectors, others are hidden in
+    `layers`, output in the head and input elsewhere.
+    """
+    for pattern, role in model.roles.items():
+        if fnmatchcase(name, pattern):
+            return role
+    if parameter.ndim < 2:
+        return "vector"
+    if name.startswith("layers."):
+        return "hidden"
+    return "output" if name.startswith(f"{[*dict(model.named_children())][-1]}.") else "input"
 
 
 def build_on_meta(model_cls: type[Model], args: ModelArgs) -> Model:

@@ -4,13 +4,13 @@ Shape suffixes: see `layers`.
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from titanlite.models.added import added_parameters
-from titanlite.models.base import DECODER, Model, ModelArgs, unique_parameters
+from titanlite.models.base import BRANCHES_OF_DECODER, DECODER, Model, ModelArgs, Roles, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import (
     Attention,
@@ -72,6 +72,7 @@ class Decoder(Model):
     """Decoder of Llama. Other families override the parts of its blocks and their costs."""
 
     tensor_plan = DECODER
+    roles: ClassVar[Roles] = BRANCHES_OF_DECODER
     rope_cos: Tensor
     rope_sin: Tensor
 

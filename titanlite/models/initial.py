@@ -116,6 +116,23 @@ class TruncatedNormal(InitialValues):
         return round(normal.cdf(self.low) * 2**40) / 2**40, round(normal.cdf(self.high) * 2**40) / 2**40
 
 
+@dataclass(frozen=True)
+class Scaled(InitialValues):
+    """Values of another distribution, times a factor."""
+
+    base: InitialValues
+    factor: float
+
+    def values(self, bits: Tensor, indices: Tensor) -> Tensor:
+        return self.base.values(bits, indices).mul_(self.factor)
+
+    @property
+    def std(self) -> float | None:
+        """Standard deviation; None if the other distribution gives none."""
+        std = getattr(self.base, "std", None)
+        return None if std is None else std * self.factor
+
+
 def _fraction(bits: Tensor) -> Tensor:
     """Return float64 between 0 and 1, both excluded. All of its bits are exact."""
     return bits.double().add_(0.5).mul_(2.0**-BITS)

@@ -15,7 +15,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.base import DECODER_OF_EXPERTS, ExpertLayer, ModelArgs, TensorPlan
+from titanlite.models.base import (
+    BRANCHES_OF_DECODER,
+    DECODER_OF_EXPERTS,
+    ExpertLayer,
+    ModelArgs,
+    Roles,
+    TensorPlan,
+)
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
@@ -137,6 +144,7 @@ TORCHTITAN_EXPERTS = (
 class Qwen3Moe(Qwen3):
     draws_random = False
     tensor_plan: ClassVar[TensorPlan] = DECODER_OF_EXPERTS
+    roles: ClassVar[Roles] = {"layers.*.feed_forward.router": "output", **BRANCHES_OF_DECODER}
     formats = Formats(
         hugging_face=HuggingFace(
             architecture="Qwen3MoeForCausalLM",

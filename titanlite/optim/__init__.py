@@ -6,7 +6,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.base import trainable_parameters
 from titanlite.optim.combined import CombinedOptimizer, update, zero_moments
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
@@ -48,7 +47,7 @@ def build_optimizer(
         UserError: a name is unknown, or the groups do not fit the model.
     """
     by_class: dict[tuple[str, str], list[ParameterGroup]] = {}
-    for group in parameter_groups(config, trainable_parameters(model)):
+    for group in parameter_groups(config, model):
         by_class.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
     optimizers = [
         _build(groups, config, seed=seed, memory=memory or StateMemory(), pick_kernel=pick_kernel, fused=fused)
@@ -74,6 +73,7 @@ def _build(
             "params": [*group.parameters.values()],
             "lr": group.lr,
             "lr_scale": 1.0 if group.lr == config.lr else group.lr / config.lr,
+            **({} if group.eps is None else {"eps": group.eps}),
             **({"weight_decay": group.weight_decay} if accepts(optimizer_cls, "weight_decay") else {}),
         }
         for group in groups

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.base import trainable_parameters
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls, has_two_betas
@@ -44,7 +43,7 @@ def check_optimizer(config: Optimizer, model: nn.Module | None, *, dtype: str) -
         used.append(torch.optim.AdamW)
     problems += _check_unused(config, used)
     try:
-        parameter_groups(config, trainable_parameters(model)) if model else None
+        parameter_groups(config, model) if model else None
     except ConfigError as error:
         problems += error.problems
     return problems

@@ -1,14 +1,15 @@
 """Parameter groups: [[optimizer.groups]], or the defaults where there are none."""
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
 
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.models.base import Scaling, trainable_parameters
+from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.schema import Optimizer, OptimizerGroup
 
 
@@ -24,20 +25,29 @@ class ParameterGroup:
     weight_decay: float
     args: dict[str, Any]
     parameters: dict[str, nn.Parameter]
+    eps: float | None = None
+    """None: the optimizer's."""
 
 
-def parameter_groups(config: Optimizer, parameters: Mapping[str, nn.Parameter]) -> list[ParameterGroup]:
-    """Put every parameter into exactly one group.
+def parameter_groups(config: Optimizer, model: nn.Module) -> list[ParameterGroup]:
+    """Put every trained parameter into exactly one group.
 
     Parameters with fewer than two dimensions become a group without weight decay, unless their group sets the decay.
+    Groups of a model with `scaling` are split by the factors of their parameters.
 
     Args:
-        parameters: by name; may be on the meta device.
+        model: may be on the meta device.
 
     Raises:
         ConfigError: a parameter is in no group or in several, or a group has none.
     """
-    parameters = dict(parameters)
+    groups = _groups_of(config, trainable_parameters(model))
+    if scaling := getattr(model, "scaling", None):
+        return [part for group in groups for part in _split_by_factors(group, scaling, eps=config.eps)]
+    return groups
+
+
+def _groups_of(config: Optimizer, parameters: dict[str, nn.Parameter]) -> list[ParameterGroup]:
     if config.groups:
         return _configured_groups(config, parameters)
     everything = ParameterGroup("", config.name, config.lr, config.weight_decay, config.args, parameters)
@@ -114,6 +124,35 @@ def _split_vectors(group: ParameterGroup) -> list[ParameterGroup]:
         replace(group, label=f"{group.label}vectors", parameters=vectors, weight_decay=0.0),
     ]
     return [group for group in groups if group.parameters]
+
+
+def _split_by_factors(group: ParameterGroup, scaling: Mapping[str, Scaling], *, eps: float) -> Iterator[ParameterGroup]:
+    """Yield groups of parameters with the same factors, and apply these; see `optim/parametrization.py`.
+
+    Args:
+        eps: of AdamW, at the base size.
+    """
+    from titanlite.optim.parametrization import Factors, update_factors
+
+    parts: dict[Factors, list[str]] = {}
+    for name, parameter in group.parameters.items():
+        try:
+            factors = update_factors(group.name, group.args, scaling[name], parameter)
+        except UserError as error:
+            raise ConfigError([Problem("optimizer.parametrization", f"{error} ({name})")]) from error
+        parts.setdefault(factors._replace(std=1.0), []).append(name)
+    for factors, names in parts.items():
+        titles = dict.fromkeys(
+            "in layers" if it.role == "vector" and it.in_layers else it.role for it in map(scaling.__getitem__, names)
+        )
+        yield replace(
+            group,
+            label=f"{group.label}: {', '.join(titles)}" if len(parts) > 1 else group.label,
+            lr=group.lr * factors.lr,
+            weight_decay=group.weight_decay / factors.lr,
+            parameters={name: group.parameters[name] for name in names},
+            eps=eps * factors.eps if group.name == "AdamW" else None,
+        )
 
 
 def collapse_names(names: Iterable[str]) -> list[str]:

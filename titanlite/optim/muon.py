@@ -118,11 +118,17 @@ class Muon(torch.optim.Optimizer):
     def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
         weight, skip = local_tensor(parameter), getattr(self, "found_inf", None)
         rows, columns = parameter.shape[-2:]
-        is_like_adamw = group["adjust_lr_fn"] == "match_rms_adamw"
-        scale = 0.2 * math.sqrt(max(rows, columns)) if is_like_adamw else math.sqrt(max(1, rows / columns))
+        scale = update_scale(rows, columns, group["adjust_lr_fn"])
         new = weight * (1 - group["lr"] * group["weight_decay"])
         new.add_(update.to(weight.device), alpha=-(group["lr"] * scale))
         weight.copy_(new if skip is None else torch.where(skip != 0, weight, new))
+
+
+def update_scale(rows: float, columns: float, adjust_lr_fn: str) -> float:
+    """Return the factor of an orthogonal matrix in an update, which is the spectral norm of the update / lr."""
+    if adjust_lr_fn == "match_rms_adamw":
+        return 0.2 * math.sqrt(max(rows, columns))
+    return math.sqrt(max(1, rows / columns))
 
 
 def newton_schulz(matrix: Tensor, *, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.base import trainable_parameters
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, inner_tensors, is_quantized
@@ -55,7 +54,7 @@ def state_bytes(config: Optimizer, model: nn.Module, *, dtype: str) -> int:
         UserError: the config is wrong.
     """
     total = 0
-    for group in parameter_groups(config, trainable_parameters(model)):
+    for group in parameter_groups(config, model):
         optimizer_cls = find_optimizer_cls(group.name)
         state = state_after_one_step(optimizer_cls, constructor_options(optimizer_cls, config, group.args)).values()
         kept = [value for value in state if isinstance(value, Tensor) and value.shape == SAMPLE]

@@ -162,6 +162,8 @@ class Parser(ArgumentParser):
             options = {"action": "store_true"}
         elif get_origin(annotation) is Literal:
             options = {"choices": get_args(annotation)}
+        elif get_origin(annotation) is Sequence and get_args(annotation)[0] is Count:
+            options |= {"nargs": "+", "type": get_args(Count)[1]}
         elif get_origin(annotation) is Sequence:
             [of_each] = get_args(annotation)
             is_repeated = is_option and of_each is str  # --drop GLOB --drop GLOB; --weights 1 2

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from titanlite.mesh import axis_sizes, root_axes
-from titanlite.models.base import Model, trainable_parameters, unique_parameters
+from titanlite.models.base import Model, unique_parameters
 from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.registry import accepts, find_optimizer_cls
@@ -124,7 +124,7 @@ def layouts_of(
     techniques = every_technique()
     facts = [it.parameter_facts(model, config) for it in techniques]
     quantized = quantized_parameters(model)
-    groups = {it: group for group in parameter_groups(config.optimizer, trainable_parameters(model))
+    groups = {it: group for group in parameter_groups(config.optimizer, model)
               for it in group.parameters.values()}  # fmt: skip
     units = {it: (unit, policy) for unit, policy, parameters in _units(model) for it in parameters}
     found = []

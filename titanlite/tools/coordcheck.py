@@ -1,0 +1,200 @@
+"""`titanlite coordcheck`: sizes of activations and of their changes in the first steps, at several widths and depths.
+
+Where a parametrization transfers options between sizes, they do not depend on the size (the coordinate check of
+arXiv:2203.03466, appendix D.1).
+"""
+
+import math
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from itertools import islice, product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Column, Table
+from torch import Tensor
+
+from titanlite.batch import Batch
+from titanlite.config.load import load
+from titanlite.models.registry import resolve_model
+from titanlite.ops.attention import document_arguments
+from titanlite.optim import set_learning_rate
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.schema import Config
+from titanlite.step import train_step
+from titanlite.tools.api import build_run
+from titanlite.tools.arguments import Count
+from titanlite.tools.plan.estimate import with_options
+from titanlite.tools.report.parameter_table import show
+from titanlite.train import Run
+
+FLAT = 0.25
+"""Largest absolute slope of a quantity that counts as flat: of its logarithm, against that of the width or depth."""
+AXES = ("width", "depth")
+Size = tuple[int, int]
+"""(width, depth)"""
+
+
+class Verdict(NamedTuple):
+    """What a quantity does as models grow."""
+
+    quantity: str
+    slopes: dict[str, float]
+    """By width and depth, as far as several were tried."""
+    words: str
+    """flat, grows or vanishes. Logits without a change may vanish: those of mup do before training."""
+
+
+def coordcheck(
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    widths: Sequence[Count],
+    depths: Sequence[Count] = (),
+    steps: Count = 5,
+    json_: bool = False,
+) -> None:
+    """Check that activations and their changes have the same size at other widths and depths.
+
+    Trains each size a few steps in this process, on the config's data, with the peak learning rate from the first step
+    on. After each step, it measures the outputs of the embedding, the middle block, the last block and the head on one
+    batch: their root mean squares, and those of their changes since step 0. A quantity is flat if the logarithm of it,
+    against that of the width or the depth, has a slope of at most 0.25 after the last step. Exit code 1 if one grows or
+    vanishes; logits may vanish, but not their changes.
+
+    A width is dim. Heads keep their size, and hidden_dim stays in proportion.
+
+    Args:
+        widths (N): widths to try
+        depths (N): numbers of layers to try; default: that of the config
+        steps: steps to train
+        json_: print JSON
+
+    Raises:
+        UserError: the config or an argument is wrong.
+        RunError: a quantity is not flat.
+
+    Example:
+        my.toml --widths 128 256 512
+        my.toml --widths 256 --depths 2 4 8 --steps 10
+        my.toml --widths 128 256 512 --optimizer.parametrization=mup --optimizer.base_width=128
+    """
+    if not config:
+        raise UserError("titanlite coordcheck: name a config; see titanlite coordcheck --help")
+    configs = dict(_sized(load(config, overrides), widths, depths))
+    if len(configs) < 2:
+        raise UserError("titanlite coordcheck: name two sizes or more, for example --widths 128 256 512")
+    found = {size: measure(sized, steps=steps) for size, sized in configs.items()}
+    verdicts = judge(found)
+    show(_record(found, verdicts) if json_ else _lines(found, verdicts))
+    if wrong := [f"{it.quantity} {it.words}" for it in verdicts if it.words != "flat"]:
+        raise RunError(f"not flat: {', '.join(wrong)}")
+
+
+def _sized(config: Config, widths: Sequence[int], depths: Sequence[int]) -> Iterator[tuple[Size, Config]]:
+    """Yield the sizes, and the config with the model of each.
+
+    Raises:
+        UserError: there is no such model.
+    """
+    model = config.model
+    spec = resolve_model(model.name, model.flavor, model.args, model.file)
+    own = asdict(spec.args)
+    cache = config.data.cache_folder or str(Path(config.job.dump_folder, "data_cache"))
+    common = {"data.cache_folder": cache, "checkpoint.enable": False, "checkpoint.initial_load_path": None}
+    common |= {"validation.enable": False, "metrics.loggers": []}
+    for width, depth in product(widths, depths or [len(spec.build().layers)]):
+        try:
+            args = asdict(spec.args.resized(width=width, depth=depth))
+        except ValueError as error:
+            raise UserError(f"titanlite coordcheck: width {width}, depth {depth}: {error}") from error
+        changed = {f"model.args.{key}": value for key, value in args.items() if value != own[key]}
+        yield (width, depth), with_options(config, common | changed)
+
+
+def measure(config: Config, *, steps: int) -> dict[str, list[float]]:
+    """Train a few steps in a folder that is removed afterwards.
+
+    Returns:
+        root mean square of each quantity after each step, from step 0 on.
+    """
+    with tempfile.TemporaryDirectory() as folder, build_run(with_options(config, {"job.dump_folder": folder})) as run:
+        set_learning_rate(run.optimizer, config.optimizer.lr)
+        batches = [*islice(run.batches, run.accumulation)]
+        probe, first = batches[0], _outputs(run, batches[0])
+        found = {name: [_rms(value)] for name, value in first.items()} | {f"{name}, change": [] for name in first}
+        for _ in range(steps):
+            train_step(
+                run.model,
+                batches,
+                optimizer=run.optimizer,
+                group=run.group,
+                world=run.world,
+                replicas=run.replicas,
+                max_norm=config.training.max_norm,
+                loss_function=run.loss_function,
+                targets=run.targets,
+                gradients=run.gradients,
+            )
+            for name, value in _outputs(run, probe).items():
+                found[name].append(_rms(value))
+                found[f"{name}, change"].append(_rms(value - first[name]))
+            batches = [*islice(run.batches, run.accumulation)]
+        return found
+
+
+@torch.no_grad()
+def _outputs(run: Run, batch: Batch) -> dict[str, Tensor]:
+    """Return what embedding, middle and last block, and head make of a batch."""
+    blocks, found = [*run.model.layers], dict[str, Tensor]()
+    hooks = [blocks[0].register_forward_pre_hook(lambda _, inputs: found.update(embedding=inputs[0].clone()))]
+    for name, block in {"middle block": blocks[(len(blocks) - 1) // 2], "last block": blocks[-1]}.items():
+        keep = partial(lambda name, _module, _inputs, output: found.update({name: output.clone()}), name)
+        hooks.append(block.register_forward_hook(keep))
+    try:
+        logits = run.model(batch["tokens"], **document_arguments(batch))
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return found | {"logits": logits}
+
+
+def _rms(values: Tensor) -> float:
+    return values.float().square().mean().sqrt().item()
+
+
+def judge(found: Mapping[Size, Mapping[str, Sequence[float]]]) -> list[Verdict]:
+    """Return the verdict on each quantity, from its values after the last step."""
+    axes = [axis for axis in (0, 1) if len({size[axis] for size in found}) > 1]
+    points = torch.tensor([[1.0, *(math.log(size[axis]) for axis in axes)] for size in found], dtype=torch.float64)
+    verdicts = []
+    for quantity in next(iter(found.values())):
+        values = torch.tensor([sizes[quantity][-1] for sizes in found.values()], dtype=torch.float64)
+        slopes = torch.linalg.lstsq(points, values.log().unsqueeze(1)).solution[1:, 0].tolist()
+        grows, vanishes = not max(slopes) <= FLAT, min(slopes) < -FLAT and quantity != "logits"
+        words = "grows" if grows else "vanishes" if vanishes else "flat"
+        verdicts.append(Verdict(quantity, {AXES[axis]: slope for axis, slope in zip(axes, slopes, strict=True)}, words))
+    return verdicts
+
+
+def _record(found: Mapping[Size, Mapping[str, Sequence[float]]], verdicts: Sequence[Verdict]) -> dict[str, Any]:
+    sizes = [{"width": width, "depth": depth, **quantities} for (width, depth), quantities in found.items()]
+    return {"sizes": sizes, "verdicts": [verdict._asdict() for verdict in verdicts], "bound": FLAT}
+
+
+def _lines(found: Mapping[Size, Mapping[str, Sequence[float]]], verdicts: Sequence[Verdict]) -> Iterator[str | Table]:
+    steps = len(next(iter(found.values()))["logits"])
+    numbers = (Column(text, justify="right") for text in ("width", "depth", *(f"step {step}" for step in range(steps))))
+    table = Table("root mean square of", *numbers, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for verdict in verdicts:
+        for (width, depth), quantities in found.items():
+            values = [f"{value:.3g}" for value in quantities[verdict.quantity]]
+            table.add_row(verdict.quantity, str(width), str(depth), *[""] * (steps - len(values)), *values)
+    yield table
+    yield ""
+    for verdict in verdicts:
+        slopes = ", ".join(f"{axis}^{slope:+.2f}" for axis, slope in verdict.slopes.items())
+        yield f"{verdict.quantity}: {slopes}: {verdict.words}"
