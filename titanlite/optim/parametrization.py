@@ -10,11 +10,12 @@ With m = width / base width, l = layers / base layers (1 for "mup"), and the sta
     residual           1/sqrt(m)/l  1/m/l          1/m       m l
     output             1/m          1/m            1         m
 
-These are the rules of CompleteP (arXiv:2505.01618, table 1, alpha = 1), and with l = 1 those of muP for the width
-(arXiv:2203.03466, table 3), after their multipliers in the forward pass (1/m of the logits, 1/l of each residual
+These are the initial values, rates and multipliers of CompleteP (arXiv:2505.01618, alpha = 1), and with l = 1 those of
+muP for the width (arXiv:2203.03466), after the multipliers in the forward pass (1/m of the logits, 1/l of each residual
 branch) are folded into the weights: a multiplier a of a weight W is the same as the weight a W, with a times the
 initial std and the learning rate, 1/a times AdamW's eps, and 1/a times its decoupled weight decay, so that learning
-rate x weight decay stays. eps is in proportion to the gradient that it is added to. docs/optimizers.md derives it.
+rate x weight decay stays. eps is in proportion to the gradient that it is added to, which docs/optimizers.md derives;
+the authors' code divides it by m l for every parameter.
 
 Muon's update is an orthogonal matrix times the learning rate and `update_scale`. Its rule is that of the spectral norm
 (arXiv:2310.17813): an update is as large as sqrt(outputs / inputs), and 1/l of that in residual matrices.
