@@ -581,7 +581,8 @@ class Parallelism(Section):
     gathered."""
     fsdp_reduce_gradients: Literal["each", "last"] = "each"
     """Micro-batches after whose backward gradients are reduced. each keeps shards of gradients only. last reduces once
-    a step: less communication, but every process keeps the gradients of whole parameters, 4 bytes a parameter."""
+    a step: less communication, but every process keeps the gradients of whole parameters, 4 bytes a parameter. A shard
+    degree of 1 takes last."""
     fsdp_forward_prefetch: Count = 0
     """Units to all-gather ahead in forward; 0 leaves it to FSDP2, which gathers one ahead."""
     fsdp_backward_prefetch: Count = 0
