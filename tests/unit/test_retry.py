@@ -92,6 +92,13 @@ def test_a_store_that_is_down_is_named_at_once_and_given_up_in_time(
         assert caplog.records[0].message.startswith(url)
 
 
+def test_a_pause_beyond_the_longest_time_ends_with_the_last_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A busy machine, or the random factor of pauses."""
+    monkeypatch.setattr("titanlite.storage.retry.random.Random.uniform", lambda *_: 10.0)
+    with pytest.raises(RetriesExhausted, match=r"^x: ConnectionError\(\), for 0 s$"):
+        retry(Calls(ConnectionError()), name="x", longest=0.3)
+
+
 @pytest.mark.long
 def test_an_upload_without_an_answer_counts_as_long_as_it_takes() -> None:
     class ReadTimeoutError(Exception):

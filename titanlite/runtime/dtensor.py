@@ -75,7 +75,7 @@ def from_local_like(part: Tensor, tensor: Tensor) -> Tensor:
     mesh, placements = tensor.device_mesh, tensor.placements
     if part.device.type not in (mesh.device_type, "meta"):  # PyTorch would copy it to the device of the mesh
         like = torch.empty_like(tensor, dtype=part.dtype, device=part.device)
-        local_tensor(like).set_(part)
+        local_tensor(like).set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
         return like
     return DTensor.from_local(part, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 

@@ -64,10 +64,14 @@ def retry(
     """
     stop = stop or Event()
     started, counted, pause = time.monotonic(), 0.0, 0.05
+    failure = ""
     while True:
         began = time.monotonic()
+        left = longest - (began - started)
+        if failure and left <= 0:  # a pause took longer than it should
+            raise RetriesExhausted(failure)
         try:
-            return call() if longest == inf else _within(call, longest - (began - started), name)
+            return call() if longest == inf else _within(call, left, name)
         except RetriesExhausted:
             raise
         except PERMANENT as error:
@@ -78,8 +82,9 @@ def retry(
             ended = time.monotonic()
             is_silent = "Timeout" in type(error).__name__  # of the library, after its own retries
             counted += ended - began if counts_calls or is_silent else min(ended - began, COUNTED_SHARE * patience)
+            failure = f"{name}: {error!r}, for {ended - started:.0f} s"
             if stop.is_set() or counted + pause > patience or ended - started + pause > longest:
-                raise RetriesExhausted(f"{name}: {error!r}, for {ended - started:.0f} s") from error
+                raise RetriesExhausted(failure) from error
             if max(pause, ended - began) > LOUD_AFTER:
                 logger.warning(f"{name}: {error!r}; trying again")
         stop.wait(pause * random.Random().uniform(0.5, 1.5))
