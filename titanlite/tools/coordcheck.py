@@ -105,7 +105,7 @@ def _sized(config: Config, widths: Sequence[int], depths: Sequence[int]) -> Iter
     own = asdict(spec.args)
     cache = config.data.cache_folder or str(Path(config.job.dump_folder, "data_cache"))
     common = {"data.cache_folder": cache, "checkpoint.enable": False, "checkpoint.initial_load_path": None}
-    common |= {"validation.enable": False, "metrics.loggers": []}
+    common |= {"validation.enable": False, "metrics.loggers": [], "training.batch_ramp": []}
     for width, depth in product(widths, depths or [len(spec.build().layers)]):
         try:
             args = asdict(spec.args.resized(width=width, depth=depth))
