@@ -1,9 +1,9 @@
 """Training, top to bottom: build the parts of a run, resume, loop over optimizer steps, finish."""
 
 import gc
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -98,6 +98,32 @@ class Run:
     phase: CurrentPhase
     observers: list[StepObserver]
     """Observers of training that the config asks for."""
+
+    @cached_property
+    def reduces_once(self) -> bool:
+        """Whether gradients are reduced after the last micro-batch of a step alone."""
+        return reduces_gradients_once(self.config, self.mesh)
+
+    def make_step(self, batches: Sequence[Batch], **options: Any) -> StepResult:
+        """Make one optimizer step on this rank's micro-batches of a global batch.
+
+        Args:
+            options: further ones of `train_step`.
+        """
+        return train_step(
+            self.model,
+            batches,
+            optimizer=self.optimizer,
+            group=self.group,
+            world=self.world,
+            replicas=self.replicas,
+            max_norm=self.config.training.max_norm,
+            loss_function=self.loss_function,
+            targets=self.targets,
+            gradients=self.gradients,
+            reduce_once=self.reduces_once,
+            **options,
+        )
 
     def open_records(self, name: str) -> RecordFile | None:
         """Open a file of records in the folder of the run. None on ranks that do not write."""
@@ -332,7 +358,6 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
-    reduce_once = reduces_gradients_once(config, run.mesh)
     for step in range(run.progress.step + 1, run.steps + 1):
         observer.begin_step(step)
         batches = list(islice(run.batches, run.micro_batches.count(step)))
@@ -340,22 +365,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = learning_rate(step, peak=config.optimizer.lr, steps=run.steps, config=config.lr_scheduler)
         set_learning_rate(run.optimizer, lr)
-        result = train_step(
-            run.model,
-            batches,
-            optimizer=run.optimizer,
-            group=run.group,
-            world=run.world,
-            replicas=run.replicas,
-            max_norm=config.training.max_norm,
-            loss_function=run.loss_function,
-            targets=run.targets,
-            decide=run.guard.decide,
-            gradients=run.gradients,
-            reduce_once=reduce_once,
-            stop_flag=stop.flag(),
-            observer=observer,
-        )
+        result = run.make_step(batches, decide=run.guard.decide, stop_flag=stop.flag(), observer=observer)
         run.average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)
         after_update()

@@ -8,7 +8,6 @@ asks which device or rank it is on.
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from fnmatch import fnmatchcase
 from inspect import signature
 from typing import Any, ClassVar, Literal, Protocol
 
@@ -202,7 +201,7 @@ class Model(nn.Module):
     """Roles of modules in tensor parallelism, by patterns of their names. Optional."""
 
     roles: ClassVar[Roles] = {}
-    """Roles of parameters in width and depth transfer where `role_of` has other defaults. Optional."""
+    """Roles of parameters in width and depth transfer, where its defaults are others. Optional."""
 
     scaling: Mapping[str, Scaling] = {}
     """Scaling of each parameter by name; empty in the standard parametrization. `techniques/parametrization.py` sets
@@ -295,22 +294,6 @@ def initial_values(model: Model, name: str, shape: torch.Size) -> InitialValues:
     if not isinstance(values, InitialValues):
         raise UserError(f"{where} returns {values!r:.80} for parameter {name}: {advice}")
     return values
-
-
-def role_of(model: Model, name: str, parameter: Tensor) -> Role:
-    """Return the role of a parameter in width and depth transfer.
-
-    Defaults where `Model.roles` has none: parameters with fewer than two dimensions are vectors, others are hidden in
-    `layers`, output in the head and input elsewhere.
-    """
-    for pattern, role in model.roles.items():
-        if fnmatchcase(name, pattern):
-            return role
-    if parameter.ndim < 2:
-        return "vector"
-    if name.startswith("layers."):
-        return "hidden"
-    return "output" if name.startswith(f"{[*dict(model.named_children())][-1]}.") else "input"
 
 
 def build_on_meta(model_cls: type[Model], args: ModelArgs) -> Model:

@@ -7,6 +7,7 @@ declares, how much larger the model is than the base, and the initial values tha
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlite.runtime.errors import ConfigError, Problem
@@ -14,9 +15,9 @@ from titanlite.schema import Config
 from titanlite.techniques.technique import Conflict, Technique, reads
 
 if TYPE_CHECKING:
-    from torch import nn
+    from torch import Tensor, nn
 
-    from titanlite.models.base import Model, Scaling
+    from titanlite.models.base import Model, Role, Scaling
     from titanlite.schema import Optimizer
 
 
@@ -80,7 +81,7 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
     Raises:
         ConfigError: the model has no base of this size, or shares weights that need different factors.
     """
-    from titanlite.models.base import Role, Scaling, head_of, initial_values, role_of, unique_parameters
+    from titanlite.models.base import Scaling, head_of, initial_values, unique_parameters
     from titanlite.models.initial import Scaled
     from titanlite.models.registry import ModelSpec
     from titanlite.optim.parametrization import adamw_factors
@@ -126,6 +127,22 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
         factor = adamw_factors(scaling).std
         found[name] = scaling if factor == 1 else replace(scaling, initial=Scaled(values, factor))
     return found
+
+
+def role_of(model: "Model", name: str, parameter: "Tensor") -> "Role":
+    """Return the role of a parameter in width and depth transfer.
+
+    Defaults where `Model.roles` has none: parameters with fewer than two dimensions are vectors, others are hidden in
+    `layers`, output in the head and input elsewhere.
+    """
+    for pattern, role in model.roles.items():
+        if fnmatchcase(name, pattern):
+            return role
+    if parameter.ndim < 2:
+        return "vector"
+    if name.startswith("layers."):
+        return "hidden"
+    return "output" if name.startswith(f"{[*dict(model.named_children())][-1]}.") else "input"
 
 
 TECHNIQUE = Parametrization()

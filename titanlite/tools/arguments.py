@@ -162,12 +162,11 @@ class Parser(ArgumentParser):
             options = {"action": "store_true"}
         elif get_origin(annotation) is Literal:
             options = {"choices": get_args(annotation)}
-        elif get_origin(annotation) is Sequence and get_args(annotation)[0] is Count:
-            options |= {"nargs": "+", "type": get_args(Count)[1]}
         elif get_origin(annotation) is Sequence:
             [of_each] = get_args(annotation)
             is_repeated = is_option and of_each is str  # --drop GLOB --drop GLOB; --weights 1 2
-            options |= {"action": "append"} if is_repeated else {"nargs": "+", "type": of_each}
+            parse_each = get_args(of_each)[1] if get_origin(of_each) is Annotated else of_each
+            options |= {"action": "append"} if is_repeated else {"nargs": "+", "type": parse_each}
         elif get_origin(annotation) is tuple:
             options |= {"nargs": 2, "metavar": tuple(metavar.split())}
         elif annotation is not str:

@@ -24,7 +24,6 @@ from titanlite.ops.attention import document_arguments
 from titanlite.optim import set_learning_rate
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.schema import Config
-from titanlite.step import train_step
 from titanlite.tools.api import build_run
 from titanlite.tools.arguments import Count
 from titanlite.tools.plan.estimate import with_options
@@ -127,18 +126,7 @@ def measure(config: Config, *, steps: int) -> dict[str, list[float]]:
         probe, first = batches[0], _outputs(run, batches[0])
         found = {name: [_rms(value)] for name, value in first.items()} | {f"{name}, change": [] for name in first}
         for _ in range(steps):
-            train_step(
-                run.model,
-                batches,
-                optimizer=run.optimizer,
-                group=run.group,
-                world=run.world,
-                replicas=run.replicas,
-                max_norm=config.training.max_norm,
-                loss_function=run.loss_function,
-                targets=run.targets,
-                gradients=run.gradients,
-            )
+            run.make_step(batches)
             for name, value in _outputs(run, probe).items():
                 found[name].append(_rms(value))
                 found[f"{name}, change"].append(_rms(value - first[name]))
