@@ -107,8 +107,8 @@ class Contest:
         section = self.run.config.checkpoint.model_copy(update={"async_mode": mode, "keep_latest_k": 1})
         return CheckpointManager(
             section, storage=open_storage(str(self.folder / name), owner=name), model=self.run.model,
-            optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=torch.device("cpu"), settings={},
-            whole_config="",
+            optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=torch.device("cpu"),
+            settings=lambda samples: {}, whole_config="",
         )  # fmt: skip
 
     def hold(self, saves: int) -> None:

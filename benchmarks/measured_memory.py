@@ -211,7 +211,7 @@ def train(
     with torch.device("meta"):
         model = kind(replace(args, max_seq_len=training.seq_len))
     kernels = pick_kernels(device)
-    parallelize_student(model, config, mesh=mesh, kernels=kernels, has_other_model=config.teacher.is_live)
+    parallelize_student(model, config, mesh=mesh, kernels=kernels, has_other_sizes=config.teacher.is_live)
     memory = state_memory(config, Path(config.job.dump_folder))
     on_host = "parameters" in places(config)
     materialize(model, device=device, dtype=DTYPES[training.dtype], seed=seed, on_host=on_host, memory=memory)

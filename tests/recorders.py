@@ -33,7 +33,7 @@ def recorder(
         steps=100,
         seq_len=125,
         samples=8 * step,
-        model_flops=(5_000_000, 4_000_000),
+        flops_per_token=lambda first, end, causal: 4_000_000 if causal else 5_000_000,
         device=torch.device("cpu"),
         compute_type="bfloat16",
         group=group,

@@ -1,6 +1,7 @@
 """What a step's number decides: the learning rate, and what is due after the step. Pure functions; nothing to save."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from titanlite.runtime.errors import UserError
@@ -42,6 +43,40 @@ class BatchSizes:
         return found
 
 
+@dataclass(frozen=True)
+class SequenceLengths:
+    """Tokens in the sequences that steps compute: each sample is cut into sequences of the length of its step."""
+
+    stages: tuple[tuple[int, int], ...]
+    """First sample after the stage, at which a step begins, and its sequence length. Ascending."""
+    last: int
+    """Length after all stages."""
+
+    @classmethod
+    def of(cls, training: Training, *, samples: int = 0) -> "SequenceLengths":
+        """Return the lengths of a config.
+
+        Args:
+            samples: at which a step of this start begins.
+        """
+        sizes = BatchSizes.of(training)
+        ends = [-(-it.until_tokens // training.seq_len) for it in training.seq_len_ramp]
+        ends = [sizes.after(samples, sizes.steps_to(end, samples=samples)) for end in ends]
+        return cls(tuple(zip(ends, (it.seq_len for it in training.seq_len_ramp), strict=True)), training.seq_len)
+
+    def at(self, sample: int) -> int:
+        """Return the length of the sequences of which a sample consists."""
+        return next((length for end, length in self.stages if sample < end), self.last)
+
+    def mean(self, first: int, end: int, value: Callable[[int], float]) -> float:
+        """Return the mean of a function of the length over the samples from `first` to before `end`."""
+        total, begin = 0.0, first
+        for until, length in (*self.stages, (end, self.last)):
+            until = min(max(begin, until), end)
+            total, begin = total + (until - begin) * value(length), until
+        return total / (end - first)
+
+
 def known_steps(training: Training) -> int | None:
     """Optimizer steps of a whole run with this config. None: `training.epochs` is set, and the data decides."""
     return None if training.epochs is not None else count_steps(training, step=0, samples=0, limit=None)
@@ -75,21 +110,28 @@ def is_due(step: int, freq: int, *, last: bool) -> bool:
     return last or step % freq == 0
 
 
-def learning_rate(step: int, *, peak: float, steps: int, config: LRScheduler) -> float:
-    """The rate of optimizer step `step`, counted from 1 to `steps`.
+def learning_rate(position: int, *, peak: float, end: int, size: int = 1, config: LRScheduler) -> float:
+    """The rate of an optimizer step.
 
     Warm-up rises linearly and is at the peak in its last step. Decay falls towards min_lr_factor x peak, which it would
     reach one step after the last, so that no step has a rate of zero. The sqrt form is 1 - sqrt(progress)
     (arXiv:2405.18392).
+
+    Args:
+        position: of the end of the step in the run, in steps, or in tokens if `config.counts_tokens`.
+        end: of the run, in the same unit.
+        size: of the step, in the same unit.
     """
-    if step <= config.warmup_steps:
-        return peak * step / config.warmup_steps
-    after_warmup = max(0, steps - config.warmup_steps)
-    decay_steps = config.decay_steps
-    if decay_steps is None:
-        decay_steps = after_warmup if config.decay_ratio is None else round(steps * config.decay_ratio)
-    decay_steps = min(after_warmup, decay_steps)
-    progress = max(0, step - (steps - decay_steps)) / (decay_steps + 1)
+    by_tokens = config.counts_tokens
+    warmup = (config.warmup_tokens or 0) if by_tokens else config.warmup_steps
+    if position <= warmup:
+        return peak * position / warmup
+    after_warmup = max(0, end - warmup)
+    decay = config.decay_tokens if by_tokens else config.decay_steps
+    if decay is None:
+        decay = after_warmup if config.decay_ratio is None else round(end * config.decay_ratio)
+    decay = min(after_warmup, decay)
+    progress = max(0, position - (end - decay)) / (decay + size)
     match config.decay_type:
         case "linear":
             factor = 1 - progress

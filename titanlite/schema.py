@@ -214,8 +214,17 @@ class ValidationSource(Section):
 class DataSource(ValidationSource):
     """One of several data sources, mixed by weight."""
 
-    weight: Positive = 1.0
-    """Share of the tokens, relative to the sum of all weights."""
+    weight: NonNegative = 1.0
+    """Share of the tokens, relative to the sum of all weights. 0 is for a source that only data.stages read."""
+
+
+class DataStage(Section):
+    """Beginning of a run, in which sources have other weights."""
+
+    until_tokens: PositiveInt
+    """Tokens of the run at which the stage ends, rounded up to whole sequences."""
+    weights: Annotated[dict[Name, NonNegative], Field(min_length=1)]
+    """Weight of each source by its name. Sources without one are not read in the stage."""
 
 
 class Data(Section):
@@ -226,6 +235,9 @@ class Data(Section):
     looked for beside the config file."""
     sources: list[DataSource] = []
     """Several sources, mixed in exact shares, instead of data.path."""
+    stages: list[DataStage] = []
+    """Stages at the beginning of the run in which sources have other weights, in their order. After them, the weights
+    of data.sources count. Stages that a run has not reached may be changed when it resumes."""
     tokenizer: Name = "bytes"
     """Tokenizer: bytes (one token per byte), the name of a shipped tokenizer, or a path. The path is that of a tiktoken
     rank file (Llama 3's tokenizer.model), of Hugging Face's tokenizer.json, or of its folder."""
@@ -393,10 +405,20 @@ class LRScheduler(Section):
     Default: all steps after warm-up."""
     decay_steps: Count | None = None
     """Steps over which the rate decays at the end. It wins over decay_ratio."""
+    warmup_tokens: Count | None = None
+    """Tokens of linear warm-up, instead of warmup_steps. With it, the rate is a function of tokens and not of steps:
+    decay_ratio is a fraction of all tokens, and decay_tokens takes the place of decay_steps."""
+    decay_tokens: Count | None = None
+    """Tokens over which the rate decays at the end. It needs warmup_tokens, and wins over decay_ratio."""
     decay_type: Literal["linear", "cosine", "sqrt"] = "linear"
     """Shape of the decay."""
     min_lr_factor: Fraction = 0.0
     """Final learning rate, as a fraction of the peak."""
+
+    @property
+    def counts_tokens(self) -> bool:
+        """Whether the rate is a function of tokens."""
+        return self.warmup_tokens is not None
 
 
 LONGEST_NAME = 200
@@ -449,6 +471,13 @@ class BatchStage(Section):
     """Sequences in one optimizer step of this stage, over all processes."""
 
 
+class LengthStage(Section):
+    until_tokens: PositiveInt
+    """Tokens of the run before which a step of this stage begins."""
+    seq_len: PositiveInt
+    """Tokens in a sequence of this stage: a divisor of training.seq_len."""
+
+
 class Training(Section):
     steps: PositiveInt = 1000
     """Optimizer steps of the whole run. Raise it to resume a finished run."""
@@ -468,6 +497,9 @@ class Training(Section):
     batch_ramp: list[BatchStage] = []
     """Stages at the beginning of the run with other global batches, in their order. Forward passes have
     local_batch_size sequences in all of them."""
+    seq_len_ramp: list[LengthStage] = []
+    """Stages at the beginning of the run with shorter sequences, in their order. Each sequence of training.seq_len is
+    cut into sequences of the stage, so that a step has the same tokens."""
     local_batch_size: PositiveInt | None = None
     """Largest number of sequences in one forward pass of one process. Gradients of the rest are accumulated. Default:
     no limit."""
@@ -501,6 +533,11 @@ class Training(Section):
     def batch_sizes(self) -> list[int]:
         """Global batch sizes of all steps."""
         return [*(it.global_batch_size for it in self.batch_ramp), self.global_batch_size]
+
+    @property
+    def seq_lens(self) -> list[int]:
+        """Sequence lengths of all steps."""
+        return [*(it.seq_len for it in self.seq_len_ramp), self.seq_len]
 
     @property
     def max_seconds(self) -> int | None:

@@ -42,7 +42,7 @@ from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, see
 from titanlite.runtime.ranks import check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.runtime.weight_average import WeightAverage
-from titanlite.schedule import BatchSizes, count_steps, is_due, learning_rate
+from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import Gradients, StepResult, train_step
 from titanlite.storage.storage import open_storage
@@ -178,7 +178,7 @@ def build(
         prepare_text=prepare_text,
         add_targets=targets.added_to,
     )
-    check_same_everywhere(str(samples.settings), "the training data", group=world)
+    check_same_everywhere(str(samples.settings()), "the training data", group=world)
     if targets.settings:
         check_same_everywhere(str(targets.settings), targets.title, group=world)
 
@@ -191,7 +191,7 @@ def build(
     phase.phase(Phase.SHARDING)
     parallelize_student(
         model, config, mesh=mesh, kernels=kernels, pin_memory=states.pins,
-        has_other_model=targets.frozen is not None,
+        has_other_sizes=targets.frozen is not None or (bool(training.seq_len_ramp) and not config.data.document_mask),
     )  # fmt: skip
     materialize(
         model,
@@ -212,6 +212,11 @@ def build(
     phase.phase(Phase.CHECKPOINT_LOAD)
     whole_config = hide_secrets(dump(config))
     spec, allow_changes = resolved.model, config.checkpoint.allow_changes
+
+    def settings(samples_seen: int) -> dict[str, Any]:
+        inputs = {**samples.settings(samples_seen), **targets.settings}
+        return resume_settings(config, model_args=spec.args, inputs=inputs)
+
     checkpoints = CheckpointManager(
         config.checkpoint,
         storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
@@ -220,7 +225,7 @@ def build(
         average=average,
         mesh=mesh,
         device=device,
-        settings=resume_settings(config, model_args=spec.args, inputs={**samples.settings, **targets.settings}),
+        settings=settings,
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=whole_config,
         timeout_seconds=config.comm.save_timeout_seconds,
@@ -253,7 +258,12 @@ def build(
     )
     split = split_batch(config, mesh)
     workers = config.data.num_workers
-    batches = build_loader(samples, micro_batches, num_workers=workers, device=device, split=split)
+    lengths, dataset = SequenceLengths.of(training, samples=progress.samples_seen), samples
+    if training.seq_len_ramp:
+        from titanlite.data.shorter import ShorterSequences
+
+        dataset = ShorterSequences(samples, lengths)
+    batches = build_loader(dataset, micro_batches, num_workers=workers, device=device, split=split)
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
     parts = {"mesh": mesh, "state": progress.guard, "should_skip": guard.should_skip}
     gradients = build_gradients(config, model=model, optimizer=optimizer, **parts)
@@ -273,7 +283,10 @@ def build(
         split=split,
     )
     running = [it for it in (model, targets.frozen) if it]
-    full, causal = (sum(it.flops_per_token(training.seq_len, causal=of) for it in running) for of in (False, True))
+
+    def flops_per_token(first: int, end: int, causal: bool) -> float:
+        return lengths.mean(first, end, lambda length: sum(it.flops_per_token(length, causal=causal) for it in running))
+
     metrics = MetricsRecorder(
         config.metrics,
         folder=folder,
@@ -281,7 +294,7 @@ def build(
         steps=steps,
         seq_len=training.seq_len,
         samples=progress.samples_seen,
-        model_flops=(full, causal),
+        flops_per_token=flops_per_token,
         device=device,
         compute_type=training.mixed_precision_param,
         group=world,
@@ -363,7 +376,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         batches = list(islice(run.batches, run.micro_batches.count(step)))
         metrics.begin_step(step, last=step == run.steps)
         seed_step(config.debug.seed, step, run.ranks.rank)
-        lr = learning_rate(step, peak=config.optimizer.lr, steps=run.steps, config=config.lr_scheduler)
+        lr = _learning_rate(run, step)
         set_learning_rate(run.optimizer, lr)
         result = run.make_step(batches, decide=run.guard.decide, stop_flag=stop.flag(), observer=observer)
         run.average.update(step, result.skip_reason)
@@ -415,6 +428,14 @@ def _after_step(
         with metrics.not_training(waits_for_device=not checkpoints.is_background):
             observer.phase(Phase.CHECKPOINT)
             checkpoints.save(_progress(run, step), last=last)
+
+
+def _learning_rate(run: Run, step: int) -> float:
+    scheduler, peak = run.config.lr_scheduler, run.config.optimizer.lr
+    if not scheduler.counts_tokens:
+        return learning_rate(step, peak=peak, end=run.steps, config=scheduler)
+    before, position, end = (_samples_seen(run, it) * run.config.training.seq_len for it in (step - 1, step, run.steps))
+    return learning_rate(position, peak=peak, end=end, size=position - before, config=scheduler)
 
 
 def _samples_seen(run: Run, step: int) -> int:

@@ -20,7 +20,7 @@ from tests.layouts import built, trained
 from titanlite.batch import Batch
 from titanlite.checkpoint import manifest as manifests
 from titanlite.runtime.console import start_logging
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage
 from titanlite.train import finish, train
@@ -153,6 +153,66 @@ def test_a_run_resumes_within_a_ramp_of_its_batch_on_other_processes(tiny: TinyR
     with one_process():
         refused = refusal(tiny.config(*options, "--training.steps=7"))
     assert mentions(refused, "training.batch_ramp", "until_tokens", 64)
+
+
+@pytest.mark.slow
+def test_schedules_in_tokens_together_on_other_processes(tiny: TinyRun) -> None:
+    """The first start ends in the middle of all four; the second, on two processes, reads and computes the rest."""
+    config = tiny.toml.read_text().replace(f'path = "{tiny.text}"', "") + MIXTURE.format(tiny.text)
+    tiny.toml.write_text(config)
+    options = [
+        "--training.local_batch_size=1",
+        "--training.seq_len=16",
+        "--training.batch_ramp=[{until_tokens=64, global_batch_size=2}, {until_tokens=190, global_batch_size=4}]",
+        "--training.seq_len_ramp=[{until_tokens=96, seq_len=4}, {until_tokens=300, seq_len=8}]",
+        "--data.stages=[{until_tokens=160, weights={'a.txt'=1.0, second=3.0}}, {until_tokens=400, weights={second=1}}]",
+        "--lr_scheduler.warmup_tokens=128",
+        "--lr_scheduler.decay_tokens=256",
+    ]
+    whole, tokens = "--job.name=whole", "--training.tokens=500"
+    run_in_turn(trained, 1, [tiny.config(*options, tokens, whole), tiny.config(*options, "--training.steps=4")])
+    run_in_turn(trained, 2, [tiny.config(*options, tokens, world_size=2)])
+    expected, found = tiny.records("whole"), tiny.records()
+    assert [it["samples"] for it in expected] == [it["samples"] for it in found] == [2, 4, 8, 12, 20, 28, 36]
+    assert [it["loss"] for it in found] == pytest.approx([it["loss"] for it in expected], rel=1e-6)
+    assert [it["data_shares"] for it in found] == [it["data_shares"] for it in expected]
+    assert expected[-1]["data_shares"]["second"] == pytest.approx((7.5 + 15 + 0.3 * 11) / 36, abs=1 / 36)
+    peak, ends = tiny.config().optimizer.lr, [16 * it["samples"] for it in expected]
+    decayed = [1 - (end - (576 - 256)) / (256 + 128) for end in ends[-2:]]
+    rates = [it["lr"] / peak for it in expected]
+    assert [it["lr"] for it in found[:3]] + [it["lr"] for it in found[4:]] == [
+        it["lr"] for number, it in enumerate(expected) if number != 3
+    ]
+    assert rates == pytest.approx([32 / 128, 64 / 128, 1, 1, 1, *decayed])
+    flops = [it["tflops_per_device"] / it["tokens_per_second"] for it in expected]
+    assert flops[0] < flops[3] < flops[5], "attention to fewer tokens"
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("options", [[], ["--data.document_mask"]])
+def test_shorter_sequences_train_as_with_that_seq_len(tiny: TinyRun, options: list[str]) -> None:
+    options = ["--training.steps=4", "--data.shuffle=false", "--training.max_norm=0.5", *options]
+    short = ["--training.seq_len=8", "--training.global_batch_size=8", "--job.name=short"]
+    ramp = "--training.seq_len_ramp=[{until_tokens=1000000, seq_len=8}]"
+    train_on_this_rank(tiny.config(*options, *short), 0, 1)
+    train_on_this_rank(tiny.config(*options, "--training.seq_len=16", "--training.global_batch_size=4", ramp), 0, 1)
+    assert tiny.losses() == pytest.approx(tiny.losses("short"), rel=1e-6)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_later_stage_of_the_data_is_a_config_edit_and_a_past_one_is_not(tiny: TinyRun) -> None:
+    tiny.toml.write_text(tiny.toml.read_text().replace(f'path = "{tiny.text}"', "") + MIXTURE.format(tiny.text))
+    stages = "--data.stages=[{until_tokens=%d, weights={'a.txt'=1}}, {until_tokens=%d, weights={second=1}}]"
+    seq_len = tiny.config().training.seq_len
+    train_on_this_rank(tiny.config("--training.steps=2", stages % (8 * seq_len, 60 * seq_len)), 0, 1)  # 16 samples
+    edited = ["--training.steps=4", "--data.sources.0.weight=0"]
+    assert mentions(refusal(tiny.config(*edited, stages % (9 * seq_len, 24 * seq_len))), "data.on_change")
+    assert consumed(tiny.config(*edited, stages % (8 * seq_len, 24 * seq_len)), 32) == [8, 24]
+    whole = tiny.config(*edited, stages % (8 * seq_len, 24 * seq_len), "--job.name=whole")
+    train_on_this_rank(whole, 0, 1)
+    assert tiny.losses()[2:] == tiny.losses("whole")[2:], "as if the config had always been so"
+    with pytest.raises(ConfigError, match=r"data\.sources"):
+        tiny.config("--data.sources.0.weight=0", "--data.sources.1.weight=0")
 
 
 # Killed and resumed

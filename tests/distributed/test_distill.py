@@ -72,7 +72,7 @@ def taught(rank: int, world_size: int, config: Config) -> dict[str, Any]:
         "gradients": [name for name, p in teacher.named_parameters() if p.grad is not None or p.requires_grad],
         "saved": {name for part in state_of(run.model, run.optimizer).values() for name in part},
         "student": {name for name, _ in run.model.named_parameters()},
-        "flops": run.metrics.model_flops[0] - run.model.flops_per_token(config.training.seq_len),
+        "flops": run.metrics.flops_per_token(0, 1, False) - run.model.flops_per_token(config.training.seq_len),
         "flops of teacher": stored.flops_per_token(config.training.seq_len),
         "weights": {name: whole(p).float().numpy() for name, p in run.model.named_parameters()},
     }

@@ -229,7 +229,7 @@ path = "nowhere/a"
 weigth = 2
 [[data.sources]]
 path = "somewhere/a"
-weight = 0
+weight = -1
 [validation]
 enable = true
 """
@@ -237,7 +237,7 @@ enable = true
         problems(tmp_path, text, "--data.sources.7.weight=1"),
         ("data.sources.0", "run.toml:3", "path"),
         ("data.sources.1.weigth", "run.toml:7", "data.sources.1.weight"),
-        ("data.sources.2.weight", "run.toml:10", 0),
+        ("data.sources.2.weight", "run.toml:10", -1),
         ("validation.path", "run.toml:11", "validation.enable = false"),
         ("data.sources.7.weight", "command line", 7, 3),
     )

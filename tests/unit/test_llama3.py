@@ -66,7 +66,7 @@ def test_twenty_steps_lose_as_much_as_with_transformers() -> None:
     batches = torch.randint(0, args.vocab_size // 4, (20, 4, 65), generator=generator)
     found, expected = [], []
     for step, tokens in enumerate(batches, 1):
-        lr = learning_rate(step, peak=3e-3, steps=20, config=LRScheduler(warmup_steps=5))
+        lr = learning_rate(step, peak=3e-3, end=20, config=LRScheduler(warmup_steps=5))
         set_learning_rate(optimizer, lr)
         set_learning_rate(plain, lr)
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.packing import TokenSequence
-from titanlite.data.samples import MOST_PERIOD, Mixture, Samples, Source, as_batch
+from titanlite.data.samples import MOST_PERIOD, Mixture, Samples, Source, Stage, as_batch
+from titanlite.data.shorter import cut_sequences
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import BatchSizes, count_steps
 from titanlite.schema import DataSource, Training
@@ -237,3 +238,71 @@ def test_batches_know_their_documents() -> None:
     assert batch["boundaries"].tolist() == [0, 2, 5, 6, 12]
     assert (batch["positions"].dtype, batch["documents"].dtype) == (torch.int64, torch.int32)
     assert set(as_batch([one], mark_documents=False)) == {"tokens", "labels"}
+
+
+# Stages
+
+
+STAGES = [Stage(50, {"s0": 1.0}), Stage(130, {"s0": 0.25, "s1": 0.75, "s2": 0.0})]
+
+
+def test_weights_of_stages_are_exact_and_each_source_goes_on_where_it_was() -> None:
+    samples = mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=STAGES)
+    located = [samples.locate(sample) for sample in range(400)]
+    owners = [source for source, _, _ in located]
+    assert [owners[:50].count(i) for i in range(3)] == [50, 0, 0]
+    assert [owners[50:130].count(i) for i in range(3)] == [20, 60, 0]
+    assert [owners[130:].count(i) for i in range(3)] == [68, 0, 202]
+    for i, sequences in enumerate((37, 11, 20)):
+        mine = [(epoch, sequence) for source, epoch, sequence in located if source == i]
+        assert mine == [samples.orders[i].locate(number) for number in range(len(mine))]
+        assert {epoch for epoch, _ in mine} == set(range(-(-len(mine) // sequences)))
+    for seen in (0, 49, 50, 51, 130, 131, 400):
+        assert samples.consumed(seen) == [owners[:seen].count(i) for i in range(3)]
+
+
+@pytest.mark.parametrize("epochs", [1, 2, 5, 9])
+def test_the_limit_counts_stages(epochs: int) -> None:
+    samples = mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=STAGES)
+    limit = samples.limit(epochs)
+    assert all(epoch < epochs for _, epoch, _ in map(samples.locate, range(limit)))
+    assert samples.locate(limit)[1] == epochs
+
+
+@pytest.mark.parametrize("at", [0, 30, 50, 51, 129, 130, 200])
+def test_samples_resume_in_any_stage_and_later_stages_may_change(at: int) -> None:
+    first = mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=STAGES)
+    state = first.state(at)
+    again = mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=STAGES).resume(state, at, "error")
+    assert read(again, at, 300) == read(first, at, 300)
+    for changed in (
+        mixed((37, 5.0), (11, 1.0), (20, 3.0), (9, 1.0), stages=STAGES),  # from sample 130 on
+        mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=[STAGES[0], Stage(140, STAGES[1].weights)]),  # the same
+        mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=[STAGES[0]]),  # from sample 50 on
+    ):
+        begins = 50 if len(changed.stages) == 1 else 130
+        assert (changed.settings(at) == first.settings(at)) == (at <= begins)
+        found = changed.resume(state, at, "continue")
+        if at <= begins:
+            assert read(found, 0, 300) == read(changed, 0, 300), "as if it had been so from the beginning"
+        assert found.consumed(at)[:3] == first.consumed(at)
+
+
+# Sequences cut for a shorter length
+
+
+@pytest.mark.parametrize("mark", [False, True])
+def test_cut_sequences_have_the_same_tokens(mark: bool) -> None:
+    tokens = np.arange(24)
+    one = TokenSequence(tokens[:12], tokens[:12] + 1, np.array([0, 3, 10]), {"weight": np.ones((12, 2))})
+    other = TokenSequence(tokens[12:], tokens[12:] + 1, np.array([0, 4]), {"weight": np.zeros((12, 2))})
+    batch = as_batch([one, other], mark_documents=mark)
+    cut = cut_sequences(batch, 4)
+    assert cut["tokens"].shape == cut["labels"].shape == (6, 4)
+    assert cut["weight"].shape == (6, 4, 2)
+    for name in set(batch) - {"boundaries"}:
+        assert torch.equal(cut[name].flatten(), batch[name].flatten())
+    if mark:
+        assert batch["boundaries"].tolist() == [0, 3, 10, 12, 16, 24]
+        assert cut["boundaries"].tolist() == [0, 3, 4, 8, 10, 12, 16, 20, 24]
+    assert cut_sequences(batch, 12)["tokens"].equal(batch["tokens"])

@@ -20,7 +20,7 @@ from titanlite.optim import build_optimizer
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.hardware import peak_flops
-from titanlite.schedule import BatchSizes, count_steps, known_steps, learning_rate
+from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, known_steps, learning_rate
 from titanlite.schema import LRScheduler, Optimizer, Training
 from titanlite.step import train_step
 
@@ -44,7 +44,7 @@ def batch_of(count: int, seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def rates(config: LRScheduler, steps: int) -> list[float]:
-    return [learning_rate(step, peak=1.0, steps=steps, config=config) for step in range(1, steps + 1)]
+    return [learning_rate(step, peak=1.0, end=steps, config=config) for step in range(1, steps + 1)]
 
 
 def test_warmup_stable_decay() -> None:
@@ -101,6 +101,41 @@ def test_batch_sizes_are_a_function_of_the_sequences_before() -> None:
         count_steps(training, step=0, samples=0, limit=1)
 
 
+def test_lengths_are_a_function_of_the_samples_at_steps() -> None:
+    """Stages end with whole steps: of 4 sequences at first, and of 8 from sample 12 on."""
+    training = Training.model_validate(
+        {
+            "seq_len": 16,
+            "global_batch_size": 8,
+            "batch_ramp": [{"until_tokens": 12 * 16, "global_batch_size": 4}],
+            "seq_len_ramp": [{"until_tokens": 5 * 16, "seq_len": 4}, {"until_tokens": 13 * 16 + 1, "seq_len": 8}],
+        }
+    )
+    lengths = SequenceLengths.of(training)
+    assert [lengths.at(sample) for sample in range(30)] == [4] * 8 + [8] * 12 + [16] * 10
+    assert SequenceLengths.of(training, samples=8) == SequenceLengths.of(training, samples=4) == lengths
+    assert [SequenceLengths.of(training, samples=20).at(sample) for sample in (20, 29)] == [16, 16]
+    for first, end in ((0, 1), (0, 8), (5, 9), (3, 30), (25, 26)):
+        expected = sum(lengths.at(sample) ** 2 for sample in range(first, end)) / (end - first)
+        assert lengths.mean(first, end, lambda length: length**2) == pytest.approx(expected)
+
+
+def test_the_rate_by_tokens() -> None:
+    """With equal steps it is the rate by steps; with others, the closed form."""
+    by_steps = LRScheduler(warmup_steps=3, decay_ratio=0.5, decay_type="cosine", min_lr_factor=0.1)
+    by_tokens = by_steps.model_copy(update={"warmup_tokens": 3 * 64})
+    for step in range(1, 21):
+        expected = learning_rate(step, peak=2.0, end=20, config=by_steps)
+        assert learning_rate(64 * step, peak=2.0, end=20 * 64, size=64, config=by_tokens) == pytest.approx(expected)
+    scheduler = LRScheduler(warmup_tokens=100, decay_tokens=400)
+    ends = [40, 80, 160, 240, 400, 560, 720, 880, 1000]  # steps of other sizes
+    rates = [
+        learning_rate(end, peak=1.0, end=1000, size=end - before, config=scheduler)
+        for before, end in pairwise([0, *ends])
+    ]
+    assert rates == pytest.approx([0.4, 0.8, 1, 1, 1, 1, 1 - 120 / 560, 1 - 280 / 560, 1 - 400 / 520])
+
+
 RAMP = "--training.batch_ramp=[{until_tokens=%d, global_batch_size=%d}, {until_tokens=%d, global_batch_size=%d}]"
 
 
@@ -117,6 +152,25 @@ RAMP = "--training.batch_ramp=[{until_tokens=%d, global_batch_size=%d}, {until_t
 def test_ramps_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str], key: str) -> None:
     with pytest.raises(ConfigError, match=key):
         tiny.config("--training.local_batch_size=1", *options, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("options", "key"),
+    [
+        (["--training.seq_len_ramp=[{until_tokens=64, seq_len=5}]"], r"seq_len_ramp\.0\.seq_len"),
+        (
+            ["--training.seq_len_ramp=[{until_tokens=64, seq_len=4}, {until_tokens=64, seq_len=8}]"],
+            r"seq_len_ramp\.1\.until_tokens",
+        ),
+        (["--lr_scheduler.decay_tokens=64"], r"lr_scheduler\.decay_tokens"),
+        (["--lr_scheduler.warmup_tokens=64", "--lr_scheduler.decay_steps=2"], r"lr_scheduler\.decay_steps"),
+        (["--data.stages=[{until_tokens=64, weights={txt=1.0}}]"], r"data\.stages\.0\.weights\.txt"),
+        (["--data.stages=[{until_tokens=64, weights={}}]"], r"data\.stages\.0\.weights"),
+    ],
+)
+def test_schedules_that_do_not_fit_are_refused(tiny: TinyRun, options: list[str], key: str) -> None:
+    with pytest.raises(ConfigError, match=key):
+        tiny.config("--training.seq_len=16", *options)
 
 
 def test_a_run_has_one_length(tiny: TinyRun) -> None:

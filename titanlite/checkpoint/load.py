@@ -56,14 +56,14 @@ def resume_settings(config: Config, *, model_args: Any, inputs: Mapping[str, Any
         model_args: dataclass of the model's shape.
         inputs: fingerprints of the data sources and the targets.
     """
-    ramp = [stage.model_dump() for stage in config.training.batch_ramp]
+    ramps = {name: getattr(config.training, name) for name in ("batch_ramp", "seq_len_ramp")}
     return {
         **model_settings(config.model.title, model_args),
         **inputs,
         **{key: value for it in used(config) for key, value in it.resume_settings(config).items()},
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
-        **({"training.batch_ramp": ramp} if ramp else {}),
+        **{f"training.{name}": [stage.model_dump() for stage in ramp] for name, ramp in ramps.items() if ramp},
         "debug.seed": config.debug.seed,
     }
 
@@ -161,7 +161,7 @@ class Loader:
     flood it.
 
     Args:
-        settings: settings that must match on resume.
+        settings: returns the settings that must match on resume, by the samples that the run has seen by then.
         may_change: globs of settings that may differ from the checkpoint's.
         open_weights: opens initial_load_path where other programs wrote it; returns None where titanlite did.
     """
@@ -172,7 +172,7 @@ class Loader:
         storage: Storage,
         *,
         group: dist.ProcessGroup,
-        settings: dict[str, Any],
+        settings: Callable[[int], dict[str, Any]],
         may_change: Sequence[str],
         open_weights: Callable[[str], ForeignWeights | None] | None = None,
     ) -> None:
@@ -255,7 +255,7 @@ class Loader:
         if continues and isinstance(reader, ForeignWeights):
             raise UserError(f"checkpoint.initial_load: {where} has no {PROGRESS}; only a checkpoint of titanlite has")
         if continues and isinstance(reader, ShardReader):
-            check_settings(self.settings, reader.manifest.settings, self.may_change, where)
+            self._check_settings(reader.manifest, where)
         if isinstance(reader, ForeignWeights):
             chosen = {name: tensor for name, tensor in chosen.items() if name not in reader.kept}
         stored = reader.metadata.state_dict_metadata
@@ -283,9 +283,12 @@ class Loader:
         logger.info(f"initial {', '.join(self.config.initial_load)} from {where}")
         return reader.manifest if continues and isinstance(reader, ShardReader) else None
 
+    def _check_settings(self, manifest: Manifest, where: str) -> None:
+        check_settings(self.settings(manifest.samples), manifest.settings, self.may_change, where)
+
     def _check_scale(self, reader: ShardReader, where: str) -> None:
         """Refuse adapters that were trained with another scale."""
-        then, now = (settings.get(LORA_ALPHA) for settings in (reader.manifest.settings, self.settings))
+        then, now = (settings.get(LORA_ALPHA) for settings in (reader.manifest.settings, self.settings(0)))
         if then != now:
             raise UserError(f"lora.alpha: {where} has adapters that were trained with {then}, and this is {now}")
 
@@ -321,7 +324,7 @@ class Loader:
             where = self.storage.url_of(folder)
             for lost in sorted(manifests.without_manifest(listing, since=step)):
                 logger.warning(f"{self.storage.url_of(lost)} has lost its {MANIFEST}, and does not count")
-            check_settings(self.settings, manifest.settings, self.may_change, where)
+            self._check_settings(manifest, where)
             if manifest.run_id != self.storage.owner:
                 logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
             return manifest

@@ -56,7 +56,7 @@ class CheckpointManager:
 
     Args:
         storage: where the run's checkpoints are.
-        settings: settings that must match on resume.
+        settings: returns the settings that must match on resume, by the samples that the run has seen by then.
         may_change: globs of settings that need not match.
         whole_config: resolved config of the run as TOML, of which each checkpoint keeps a copy.
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
@@ -75,7 +75,7 @@ class CheckpointManager:
         average: WeightAverage | None = None,
         mesh: DeviceMesh,
         device: torch.device,
-        settings: dict[str, Any],
+        settings: Callable[[int], dict[str, Any]],
         may_change: Sequence[str] = (),
         whole_config: str,
         timeout_seconds: float = 1800,
@@ -88,7 +88,7 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.average = average or WeightAverage()
         self.mesh = mesh
-        self.settings = json.loads(json.dumps(settings))  # as in a manifest that was read
+        self._settings = lambda samples: json.loads(json.dumps(settings(samples)))  # as in a manifest that was read
         self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
         # A save runs in a thread: its collectives must not mix with training's.
         timeout = timedelta(seconds=timeout_seconds)
@@ -105,7 +105,7 @@ class CheckpointManager:
         self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
         may_change = [*config.allow_changes, *may_change]
         self._loader = Loader(
-            config, storage, group=group, settings=self.settings, may_change=may_change, open_weights=open_weights
+            config, storage, group=group, settings=self._settings, may_change=may_change, open_weights=open_weights
         )
         self._group = group
         self._clock = StepClock(device)
@@ -198,7 +198,7 @@ class CheckpointManager:
                 data=progress.data,
                 guard=progress.guard,
                 run_id=self.storage.owner,
-                settings=self.settings,
+                settings=self._settings(progress.samples_seen),
                 config_hash=self.config_hash,
                 mesh=mesh,
                 versions={"titanlite": titanlite.__version__, "torch": torch.__version__},

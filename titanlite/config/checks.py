@@ -2,10 +2,12 @@
 
 import glob
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import pairwise
 
-from titanlite.schema import Config, Data, Training, Validation
+from titanlite.runtime.errors import did_you_mean
+from titanlite.schema import BatchStage, Config, Data, DataStage, LengthStage, LRScheduler, Training, Validation
 from titanlite.techniques import asked_for, exclusions
 from titanlite.techniques.technique import Conflict, reads_of
 
@@ -20,12 +22,15 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
     """
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path", "data.sources"), lambda: _sources(config.data, "data")),
+        (("data.path", "data.sources", "data.stages"), lambda: _data_stages(config.data)),
         (
             ("validation.enable", "validation.path", "validation.sources"),
             lambda: _sources(config.validation, "validation"),
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("training.epochs", "training.tokens"), lambda: _length(config.training)),
+        (("training.seq_len", "training.seq_len_ramp"), lambda: _lengths(config.training)),
+        (("lr_scheduler",), lambda: _rate_unit(config.lr_scheduler)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
         ((), lambda: exclusions(config)),
@@ -59,6 +64,22 @@ def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
 def _length(training: Training) -> Iterator[Conflict]:
     if training.epochs is not None and training.tokens is not None:
         yield "training.tokens", "a run has the length of training.epochs or of training.tokens: set one of them"
+
+
+def _lengths(training: Training) -> Iterator[Conflict]:
+    yield from _ends("training.seq_len_ramp", training.seq_len_ramp)
+    for number, stage in enumerate(training.seq_len_ramp):
+        if training.seq_len % stage.seq_len:
+            key = f"training.seq_len_ramp.{number}.seq_len"
+            yield key, f"{stage.seq_len} does not divide training.seq_len = {training.seq_len}"
+
+
+def _rate_unit(scheduler: LRScheduler) -> Iterator[Conflict]:
+    if scheduler.counts_tokens:
+        for name in {"warmup_steps", "decay_steps"} & scheduler.model_fields_set:
+            yield f"lr_scheduler.{name}", "lr_scheduler.warmup_tokens makes the rate a function of tokens: leave it out"
+    elif scheduler.decay_tokens is not None:
+        yield "lr_scheduler.decay_tokens", "counts only with lr_scheduler.warmup_tokens: set that too, 0 is no warm-up"
 
 
 def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
@@ -101,7 +122,7 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
 
 def _ramp(training: Training, ranks: int) -> Iterator[Conflict]:
     together = training.batch_split(ranks)[0] * ranks
-    before = 0
+    yield from _ends("training.batch_ramp", training.batch_ramp)
     for number, stage in enumerate(training.batch_ramp):
         key = f"training.batch_ramp.{number}"
         if stage.global_batch_size % together:
@@ -110,9 +131,27 @@ def _ramp(training: Training, ranks: int) -> Iterator[Conflict]:
                 f"{stage.global_batch_size} is not a multiple of the {together} sequences in one forward pass of all "
                 "processes: set training.local_batch_size, by default a process's share of a step after the ramp",
             )
-        if stage.until_tokens <= before:
-            yield f"{key}.until_tokens", f"{stage.until_tokens} is not after {before}, where the stage before ends"
-        before = stage.until_tokens
+
+
+def _ends(key: str, stages: Sequence[BatchStage | DataStage | LengthStage]) -> Iterator[Conflict]:
+    for number, (before, stage) in enumerate(pairwise(stages), start=1):
+        if stage.until_tokens <= before.until_tokens:
+            where = f"{before.until_tokens}, where the stage before ends"
+            yield f"{key}.{number}.until_tokens", f"{stage.until_tokens} is not after {where}"
+
+
+def _data_stages(data: Data) -> Iterator[Conflict]:
+    names = [source.title for source in data.all_sources()]
+    if data.sources and not any(source.weight for source in data.sources):
+        yield "data.sources", "all weights are 0: give a source another one"
+    yield from _ends("data.stages", data.stages)
+    for number, stage in enumerate(data.stages):
+        key = f"data.stages.{number}.weights"
+        for name in stage.weights:
+            if name not in names:
+                yield f"{key}.{name}", f"no source is called {name!r}{did_you_mean(name, names)}"
+        if not any(stage.weights.values()):
+            yield key, "all weights are 0: give a source another one"
 
 
 def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:

@@ -1,17 +1,17 @@
 """The samples of a run: global sample index -> one sequence, on any number of ranks and workers.
 
-Samples are numbered 0, 1, 2, ... over the whole run. The mixture maps a sample to a source and to a number within it,
-and the source's order maps that number to an epoch and a sequence. The position of a run is the number of samples that
-it has consumed and, if its data was changed, the origin of the present data.
+Samples are numbered 0, 1, 2, ... over the whole run. The mixture of its stage maps a sample to a source and to a number
+within it, and the source's order maps that number to an epoch and a sequence. The position of a run is the number of
+samples that it has consumed and, if its data was changed, the origin of the present data.
 """
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from fractions import Fraction
-from math import lcm
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -38,7 +38,7 @@ class Mixture:
     """Order in which the samples of several sources alternate.
 
     Args:
-        weights: one positive number for each source; only their ratios count.
+        weights: one number for each source, not all zero; only their ratios count.
     """
 
     def __init__(self, weights: Sequence[float]) -> None:
@@ -77,11 +77,12 @@ def _whole_numbers(weights: Sequence[float]) -> list[int]:
     """Return whole numbers in the ratio of the weights: exact, or rounded to 1 / MOST_PERIOD if the period is long."""
     exact = [Fraction(repr(float(weight))) for weight in weights]
     shares = [weight / sum(exact) for weight in exact]
-    period = lcm(*(share.denominator for share in shares))
+    period = math.lcm(*(share.denominator for share in shares))
     if period <= MOST_PERIOD:
         return [int(share * period) for share in shares]
-    parts = [max(1, int(share * MOST_PERIOD)) for share in shares]
-    by_remainder = sorted(range(len(shares)), key=lambda i: parts[i] - shares[i] * MOST_PERIOD)
+    parts = [max(1, int(share * MOST_PERIOD)) if share else 0 for share in shares]
+    read = [i for i, share in enumerate(shares) if share]
+    by_remainder = sorted(read, key=lambda i: parts[i] - shares[i] * MOST_PERIOD)
     for i in by_remainder[: max(0, MOST_PERIOD - sum(parts))]:
         parts[i] += 1
     return parts
@@ -173,10 +174,36 @@ class Origin:
     consumed: dict[str, int] = field(default_factory=dict)
 
 
+class Stage(NamedTuple):
+    """Part of a run with weights of its own."""
+
+    end: int
+    """First sample after it."""
+    weights: Mapping[str, float]
+    """By the name of the source. Sources that are not here are not read."""
+
+
+class Stretch(NamedTuple):
+    """Samples in a row that one mixture maps to sources."""
+
+    start: int
+    end: float
+    """First sample after it; infinite for the last one."""
+    mixture: Mixture
+    before: list[int]
+    """Samples of each source before the start."""
+
+    def consumed(self, samples: int) -> list[int]:
+        """Count the samples of each source before a sample of the stretch."""
+        counts = self.mixture.counts(samples - self.start)
+        return [before + count for before, count in zip(self.before, counts, strict=True)]
+
+
 class Samples(Dataset[Batch]):
     """All samples of a run.
 
     Args:
+        stages: of the run's beginning, in their order. After them, sources have their own weights.
         shuffle: read each epoch in another order.
         origin: start of the present data, in a run whose data was changed.
 
@@ -189,16 +216,17 @@ class Samples(Dataset[Batch]):
         sources: Sequence[Source],
         *,
         seed: int,
+        stages: Sequence[Stage] = (),
         shuffle: bool = True,
         origin: Origin | None = None,
     ) -> None:
         self.sources = sorted(sources, key=lambda source: source.name)  # their order in the config does not matter
         self.seed = seed
+        self.stages = stages
         self.shuffle = shuffle
         self.origin = origin or Origin()
-        self.mixture = Mixture([source.weight for source in self.sources])
         self.orders = [Order(len(source.sequences), seed, shuffle) for source in self.sources]
-        self._before = [self.origin.consumed.get(source.fingerprint, 0) for source in self.sources]
+        self._stretches = self._make_stretches()
         names = {source.fingerprint: source.name for source in sources}
         if twice := next((s for s in sources if names[s.fingerprint] != s.name), None):
             raise UserError(
@@ -206,10 +234,31 @@ class Samples(Dataset[Batch]):
                 "both weights"
             )
 
+    def _make_stretches(self) -> list[Stretch]:
+        start = self.origin.since
+        before = [self.origin.consumed.get(source.fingerprint, 0) for source in self.sources]
+        found: list[Stretch] = []
+        for end, weights in (*self.stages, (math.inf, self._last_weights)):
+            if end > start:
+                mixture = Mixture([weights.get(source.name, 0.0) for source in self.sources])
+                found.append(Stretch(start, end, mixture, before))
+                if end < math.inf:
+                    start = int(end)
+                    before = found[-1].consumed(start)
+        return found
+
+    @property
+    def _last_weights(self) -> dict[str, float]:
+        return {source.name: source.weight for source in self.sources}
+
+    def _stretch(self, sample: int) -> Stretch:
+        return next(stretch for stretch in self._stretches if sample < stretch.end)
+
     def locate(self, sample: int) -> tuple[int, int, int]:
         """Return (source, epoch, sequence) of a global sample index."""
-        source, number = self.mixture.locate(sample - self.origin.since)
-        return source, *self.orders[source].locate(self._before[source] + number)
+        stretch = self._stretch(sample)
+        source, number = stretch.mixture.locate(sample - stretch.start)
+        return source, *self.orders[source].locate(stretch.before[source] + number)
 
     def __getitems__(self, samples: list[int]) -> Batch:
         """Return the batch of these samples, by global sample index."""
@@ -219,8 +268,7 @@ class Samples(Dataset[Batch]):
 
     def consumed(self, samples_seen: int) -> list[int]:
         """Count the samples of each source among the first `samples_seen` of the run."""
-        counts = self.mixture.counts(samples_seen - self.origin.since)
-        return [before + count for before, count in zip(self._before, counts, strict=True)]
+        return self._stretch(samples_seen).consumed(samples_seen)
 
     def shares(self, samples_seen: int) -> dict[str, float]:
         """Return each source's share, from 0 to 1, of the first `samples_seen` samples of the run."""
@@ -234,22 +282,35 @@ class Samples(Dataset[Batch]):
 
     def limit(self, epochs: int) -> int:
         """Return the largest number of samples of the run that reads no source more often than `epochs` times."""
-        left = [epochs * len(source.sequences) - read for source, read in zip(self.sources, self._before, strict=True)]
-        return self.origin.since + min(self.mixture.index(i, max(0, count)) for i, count in enumerate(left))
+        limits = [epochs * len(source.sequences) for source in self.sources]
+        for start, end, mixture, before in self._stretches:
+            left = [max(0, limit - read) for limit, read in zip(limits, before, strict=True)]
+            further = [mixture.index(i, left[i]) for i, share in enumerate(mixture.counts_in_period) if share]
+            if (found := start + min(further)) < end:
+                return found
+        raise AssertionError("the last mixture has no end")
 
     # Resuming
 
-    @property
-    def settings(self) -> dict[str, Any]:
-        """Settings that must match on resume: with them, seed and origin give the tokens of every sample index."""
-        sources = {f"data.sources.{s.name}": f"{s.fingerprint} x {s.weight!r}" for s in self.sources}
-        return {**sources, "data.shuffle": self.shuffle}
+    def settings(self, samples_seen: float = math.inf) -> dict[str, Any]:
+        """Settings that must match on resume: with them, seed and origin give the tokens of every sample index below
+        `samples_seen`. Stages that begin later may still change."""
+        found: dict[str, Any] = {"data.shuffle": self.shuffle}
+        start = 0
+        for end, weights in (*self.stages, (math.inf, self._last_weights)):
+            if start < samples_seen or start == 0:
+                for source in self.sources:
+                    if weight := weights.get(source.name, 0.0):
+                        key = f"data.sources.{source.name}" + (f" from sample {start}" if start else "")
+                        found[key] = f"{source.fingerprint} x {weight!r}"
+            start = end
+        return found
 
     def state(self, samples_seen: int) -> dict[str, Any]:
         """Return the entry `data` of a checkpoint's manifest, in types of JSON."""
         consumed = zip([source.fingerprint for source in self.sources], self.consumed(samples_seen), strict=True)
         return {
-            "meaning": self.settings,
+            "meaning": self.settings(samples_seen),
             "origin": asdict(self.origin),
             "consumed": {**self.origin.consumed, **dict(consumed)},
         }
@@ -264,7 +325,7 @@ class Samples(Dataset[Batch]):
             samples_seen: samples that the run has consumed.
             on_change: `data.on_change`, for data that differs from the checkpoint's.
         """
-        if state.get("meaning") == self.settings:
+        if state.get("meaning") == self.settings(samples_seen):
             origin = Origin(**state["origin"])
         else:
             # With "error", loading the checkpoint has failed before, unless checkpoint.allow_changes names the data.
@@ -272,7 +333,7 @@ class Samples(Dataset[Batch]):
             for source in self.sources:
                 at = origin.consumed.get(source.fingerprint, 0)
                 logger.info(f"data changed: {source.name} continues after {at:,} of its sequences (data.on_change)")
-        return Samples(self.sources, seed=self.seed, shuffle=self.shuffle, origin=origin)
+        return Samples(self.sources, seed=self.seed, stages=self.stages, shuffle=self.shuffle, origin=origin)
 
 
 def as_batch(sequences: Sequence[TokenSequence], *, mark_documents: bool) -> Batch:

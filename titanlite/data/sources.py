@@ -9,7 +9,7 @@ import torch.distributed as dist
 from titanlite.data.custom import PREFIX, CustomSequences
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
-from titanlite.data.samples import Samples, Source
+from titanlite.data.samples import Samples, Source, Stage
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
@@ -66,7 +66,8 @@ def open_data(
 
     on_all(group, open_on_this_rank)
     sources, validation_sources = opened
-    samples = Samples(sources, seed=seed, shuffle=data.shuffle)
+    stages = [Stage(-(-stage.until_tokens // seq_len), stage.weights) for stage in data.stages]
+    samples = Samples(sources, seed=seed, stages=stages, shuffle=data.shuffle)
     return samples, validation_sources
 
 

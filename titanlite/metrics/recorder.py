@@ -134,7 +134,8 @@ class MetricsRecorder:
         step: step at which the run resumes.
         steps: steps of the whole run.
         samples: sequences of `seq_len` tokens that the run has seen before.
-        model_flops: `Model.flops_per_token` at this sequence length, full and causal.
+        flops_per_token: returns the mean of `Model.flops_per_token` over samples, from the first one and that after
+            the last one, full or causal.
         phase: has the time of each phase so far.
     """
 
@@ -147,7 +148,7 @@ class MetricsRecorder:
         steps: int,
         seq_len: int,
         samples: int,
-        model_flops: tuple[float, float],
+        flops_per_token: Callable[[int, int, bool], float],
         device: torch.device,
         compute_type: str,
         group: dist.ProcessGroup,
@@ -158,7 +159,7 @@ class MetricsRecorder:
         self.seq_len = seq_len
         self._samples = samples
         """Sequences that the run had seen at the last record."""
-        self.model_flops = model_flops
+        self.flops_per_token = flops_per_token
         self.device = device
         self.peak_flops = peak_flops(device, compute_type)
         self._group = group
@@ -232,10 +233,11 @@ class MetricsRecorder:
         values = [result.loss, result.grad_norm, result.added_loss, result.shard_grad_norm]
         loss, grad_norm, added_loss, shard_grad_norm = torch.stack(values).tolist()
         times = self._times(step, shard_grad_norm, tokens=(samples - self._samples) * self.seq_len)
-        self._samples = samples
+        tokens_per_second = times["tokens_per_second"] / dist.get_world_size(self._group)
         flops, causal_flops = (
-            flops * times["tokens_per_second"] / dist.get_world_size(self._group) for flops in self.model_flops
+            self.flops_per_token(self._samples, samples, causal) * tokens_per_second for causal in (False, True)
         )
+        self._samples = samples
         record = {
             "step": step,
             "loss": loss,

@@ -81,6 +81,9 @@ def report_start(
         logger.info(("         " if number else "updates  ") + line)
     for source in samples.sources:
         _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))
+    for stage in config.data.stages:
+        shares = [f"{weight / sum(stage.weights.values()):.2%} {name}" for name, weight in stage.weights.items()]
+        logger.info(f"         until {stage.until_tokens:,} tokens: {', '.join(shares)}")
     total = BatchSizes.of(training).after(progress.samples_seen, steps - progress.step)
     logger.info(f"saves    {saves_of(config)}")
     passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()]
@@ -103,7 +106,7 @@ def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
         steps: of the whole run. None: not known yet, as with `training.epochs` before the data is open.
     """
     warmup = config.lr_scheduler.warmup_steps
-    if steps is not None and warmup > steps:
+    if steps is not None and warmup > steps and not config.lr_scheduler.counts_tokens:
         yield (
             f"lr_scheduler.warmup_steps: a warm-up of {warmup} steps never reaches the peak learning rate in a run of "
             f"{steps} steps; set --lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"

@@ -76,7 +76,7 @@ def parallelize(
     float8: Float8 = NO_FLOAT8,
     choose_trained: Callable[[Model], None] = lambda model: None,
     compile_backend: str = "inductor",
-    has_other_model: bool = False,
+    has_other_sizes: bool = False,
     lasting_gradients: bool = True,
     reproducible_layouts: bool = False,
     on_host: bool | None = None,
@@ -89,7 +89,7 @@ def parallelize(
         choose_trained: freezes parameters, and adds those of adapters; see `titanlite.techniques`. Default: all are
             trained.
         compile_backend: of torch.compile; the planner has its own.
-        has_other_model: whether a frozen model runs beside it, or this is one; see `compile_blocks`.
+        has_other_sizes: whether a frozen model runs beside it, or this is one; see `compile_blocks`.
         lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
         reproducible_layouts: whether gradients have the same bits on every layout.
         on_host: whether parameters are in host memory. Default: `training.enable_cpu_offload`.
@@ -125,11 +125,11 @@ def parallelize(
             model, mesh=sharding, parts=parts, kernels=kernels, is_compiled=compile.enable, exchange=exchange
         )
     if compile.enable:
-        compile_around_exchange(model, backend=compile_backend, has_other_model=has_other_model)
+        compile_around_exchange(model, backend=compile_backend, has_other_sizes=has_other_sizes)
     policies = recompute_policies(activation_checkpoint, len(model.layers))
     apply_activation_checkpoint(model, policies, is_compiled=compile.enable)
     if compile.enable:
-        compile_blocks(model, backend=compile_backend, has_other_model=has_other_model)
+        compile_blocks(model, backend=compile_backend, has_other_sizes=has_other_sizes)
     reduce_scatter = None
     if reproducible_layouts:
         from titanlite.techniques.reproducible.sums import TreeReduceScatter as reduce_scatter

@@ -13,30 +13,31 @@ from titanlite.schema import Compile
 logger = logging.getLogger(__name__)
 
 
-def compile_blocks(model: Model, *, backend: str = "inductor", has_other_model: bool = False) -> None:
+def compile_blocks(model: Model, *, backend: str = "inductor", has_other_sizes: bool = False) -> None:
     """Compile each block in place. Blocks are alike, so the compiler works once for all of them; compiling in place
     (`block.compile()`, not `torch.compile(block)`) leaves parameter names alone.
 
     Args:
-        has_other_model: whether this process compiles blocks of a model with other sizes, too. The compiler would take
-            their sizes for one that changes, and generate slower code, or fail.
+        has_other_sizes: whether this process compiles blocks of a model with other sizes, too, or blocks for sequences
+            of several lengths. The compiler would take their sizes for one that changes, and generate slower code, or
+            fail.
     """
     for block in model.layers:
         if not exchanges_tokens(block):
-            block.compile(fullgraph=True, backend=backend, dynamic=False if has_other_model else None)
+            block.compile(fullgraph=True, backend=backend, dynamic=False if has_other_sizes else None)
 
 
-def compile_around_exchange(model: Model, *, backend: str = "inductor", has_other_model: bool = False) -> None:
+def compile_around_exchange(model: Model, *, backend: str = "inductor", has_other_sizes: bool = False) -> None:
     """Compile blocks whose experts are on several ranks, in place: what comes before and after the exchange of tokens.
 
     The compiler cannot trace activation checkpointing around such a block, and would compile nothing. So this comes
     before. A part is recomputed as a whole, but for attention, which is kept where the policy keeps it.
 
     Args:
-        has_other_model: as for `compile_blocks`.
+        has_other_sizes: as for `compile_blocks`.
     """
     for block in filter(exchanges_tokens, model.layers):
-        block.forward = torch.compile(block.forward, backend=backend, dynamic=False if has_other_model else None)
+        block.forward = torch.compile(block.forward, backend=backend, dynamic=False if has_other_sizes else None)
 
 
 def use_cache(config: Compile) -> None:

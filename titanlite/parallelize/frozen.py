@@ -37,7 +37,7 @@ def parallelize_frozen(
         training=config.training.model_copy(update=dtypes),
         activation_checkpoint=ActivationCheckpoint(),
         compile=config.compile,
-        has_other_model=True,
+        has_other_sizes=True,
         on_host=frozen.is_on_host,
         **options,
     )

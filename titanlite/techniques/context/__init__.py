@@ -21,16 +21,18 @@ class ContextParallel(Technique):
     def is_used(self, config: Config) -> bool:
         return config.parallelism.context_parallel_degree > 1
 
-    @reads(option, "training.seq_len")
+    @reads(option, "training.seq_len", "training.seq_len_ramp")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        degree, seq_len = config.parallelism.context_parallel_degree, config.training.seq_len
-        if seq_len % (2 * degree):
-            near = -(-seq_len // (2 * degree)) * 2 * degree
-            yield (
-                self.option,
-                f"{degree} ranks split each sequence into {2 * degree} equal chunks, and training.seq_len is "
-                f"{seq_len}: set it to {near}",
-            )
+        degree = config.parallelism.context_parallel_degree
+        for seq_len in config.training.seq_lens:
+            if seq_len % (2 * degree):
+                near = -(-seq_len // (2 * degree)) * 2 * degree
+                yield (
+                    self.option,
+                    f"{degree} ranks split each sequence into {2 * degree} equal chunks, and training.seq_len or a "
+                    f"stage of training.seq_len_ramp is {seq_len}: set it to {near}",
+                )
+                return
 
     def split_batch(self, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
         from titanlite.techniques.context.sequences import split_batch

@@ -45,13 +45,14 @@ class TensorParallel(Technique):
         degrees = config.parallelism.degrees(world_size)
         return dict.fromkeys(column_shards(model, degrees.sharded), ("tensor", degrees.sharded * degrees.tensor))
 
-    @reads("training.seq_len")  # the degree may be wrong for the number of processes too
+    @reads("training.seq_len", "training.seq_len_ramp")  # the degree may be wrong for the number of processes too
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
         from titanlite.techniques.tensor.layers import check_tensor
 
         parallelism = config.parallelism
-        of_a_rank = config.training.seq_len // parallelism.context_parallel_degree
-        check_tensor(model, parallelism.tensor_parallel_degree, seq_len=of_a_rank)
+        for seq_len in config.training.seq_lens:
+            of_a_rank = seq_len // parallelism.context_parallel_degree
+            check_tensor(model, parallelism.tensor_parallel_degree, seq_len=of_a_rank)
 
 
 TECHNIQUE = TensorParallel()

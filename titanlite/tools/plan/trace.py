@@ -84,7 +84,7 @@ def trace_step(
         targets = targets or Targets()
         frozen = targets.frozen
         model, mesh = parallelized(
-            config, model_cls, args, world_size=world_size, kernels=kernels, has_other_model=frozen is not None
+            config, model_cls, args, world_size=world_size, kernels=kernels, has_other_sizes=frozen is not None
         )
         models = {"": model}
         if frozen:
