@@ -253,6 +253,11 @@ class Data(Section):
     Default: documents are text."""
     shuffle: bool = True
     """Shuffle sequences, in another order in each epoch. false reads in the order of the files."""
+    shuffle_window: PositiveInt | None = None
+    """Shuffle within windows of so many sequences, in the order of the files. Default: all of an epoch is shuffled."""
+    prepare: Literal["before", "background"] = "before"
+    """Time at which text becomes tokens. before makes all of them before training begins. background lets training
+    begin with the first ones, and read on as more are made. It needs shuffle_window or shuffle = false."""
     packing: Literal["stream", "best_fit"] = "stream"
     """Packing of documents into sequences. stream cuts one long stream of documents wherever a sequence is full.
     best_fit puts whole documents together, cuts only those longer than a sequence, and pads the rest."""
@@ -406,7 +411,7 @@ class LRScheduler(Section):
     decay_steps: Count | None = None
     """Steps over which the rate decays at the end. It wins over decay_ratio."""
     warmup_tokens: Count | None = None
-    """Tokens of linear warm-up, instead of warmup_steps. With it, the rate is a function of tokens and not of steps:
+    """Tokens of linear warm-up. It wins over warmup_steps, and makes the rate a function of tokens and not of steps:
     decay_ratio is a fraction of all tokens, and decay_tokens takes the place of decay_steps."""
     decay_tokens: Count | None = None
     """Tokens over which the rate decays at the end. It needs warmup_tokens, and wins over decay_ratio."""

@@ -306,3 +306,22 @@ def test_cut_sequences_have_the_same_tokens(mark: bool) -> None:
         assert batch["boundaries"].tolist() == [0, 3, 10, 12, 16, 24]
         assert cut["boundaries"].tolist() == [0, 3, 4, 8, 10, 12, 16, 20, 24]
     assert cut_sequences(batch, 12)["tokens"].equal(batch["tokens"])
+
+
+# Windows
+
+
+@pytest.mark.parametrize(("sequences", "window"), [(50, 8), (48, 8), (5, 8), (37, 1)])
+def test_windows_are_shuffled_each_in_its_place(sequences: int, window: int) -> None:
+    samples = mixed((sequences, 1.0), window=window)
+    located = [samples.locate(sample)[1:] for sample in range(3 * sequences)]
+    epochs = [[sequence for epoch, sequence in located if epoch == number] for number in range(3)]
+    for epoch in epochs:
+        for first in range(0, sequences, window):
+            part = epoch[first : first + window]
+            assert sorted(part) == list(range(first, min(first + window, sequences)))
+    if window == 8 < sequences:
+        offsets = {
+            tuple(sequence - first for sequence in epoch[first : first + 8]) for epoch in epochs for first in (0, 8)
+        }
+        assert len(offsets) == 6, "each window has an order of its own in each epoch"

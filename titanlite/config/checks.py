@@ -23,6 +23,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path", "data.sources"), lambda: _sources(config.data, "data")),
         (("data.path", "data.sources", "data.stages"), lambda: _data_stages(config.data)),
+        (("data", "training.epochs", "teacher.cache"), lambda: _background(config)),
         (
             ("validation.enable", "validation.path", "validation.sources"),
             lambda: _sources(config.validation, "validation"),
@@ -76,8 +77,11 @@ def _lengths(training: Training) -> Iterator[Conflict]:
 
 def _rate_unit(scheduler: LRScheduler) -> Iterator[Conflict]:
     if scheduler.counts_tokens:
-        for name in {"warmup_steps", "decay_steps"} & scheduler.model_fields_set:
-            yield f"lr_scheduler.{name}", "lr_scheduler.warmup_tokens makes the rate a function of tokens: leave it out"
+        if scheduler.decay_steps is not None and scheduler.decay_tokens is None:
+            yield (
+                "lr_scheduler.decay_steps",
+                "lr_scheduler.warmup_tokens makes the rate one of tokens: set decay_tokens",
+            )
     elif scheduler.decay_tokens is not None:
         yield "lr_scheduler.decay_tokens", "counts only with lr_scheduler.warmup_tokens: set that too, 0 is no warm-up"
 
@@ -152,6 +156,20 @@ def _data_stages(data: Data) -> Iterator[Conflict]:
                 yield f"{key}.{name}", f"no source is called {name!r}{did_you_mean(name, names)}"
         if not any(stage.weights.values()):
             yield key, "all weights are 0: give a source another one"
+
+
+def _background(config: Config) -> Iterator[Conflict]:
+    data = config.data
+    needs_all = {
+        "data.shuffle": data.shuffle and data.shuffle_window is None,
+        "data.packing": data.packing == "best_fit",
+        "training.epochs": config.training.epochs is not None,
+        "teacher.cache": config.teacher.cache is not None,
+    }
+    for key, needs in needs_all.items():
+        if data.prepare == "background" and needs:
+            hint = "set data.shuffle_window" if key == "data.shuffle" else 'set data.prepare = "before"'
+            yield key, f'needs all sequences, and data.prepare = "background" begins before they are there: {hint}'
 
 
 def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:

@@ -71,6 +71,11 @@ class Stream:
     def __len__(self) -> int:
         return max(0, (len(self.store) - 1) // self.seq_len)
 
+    def wait_for(self, sequences: int) -> bool:
+        """Wait until there are as many sequences, or all. Return whether all are there."""
+        self.store.wait_for(sequences * self.seq_len + 1)
+        return self.store.is_complete
+
     def read(self, index: int) -> TokenSequence:
         begin, length = index * self.seq_len, self.seq_len
         stretch = self.store.read(begin, length + 1)

@@ -9,7 +9,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
 
@@ -18,7 +18,7 @@ import torch
 from torch.utils.data import Dataset
 
 from titanlite.batch import Batch
-from titanlite.data.packing import SequenceReader, TokenSequence
+from titanlite.data.packing import SequenceReader, Stream, TokenSequence
 from titanlite.runtime.errors import UserError
 
 logger = logging.getLogger(__name__)
@@ -105,13 +105,30 @@ class Order:
     sequences: int
     seed: int
     shuffle: bool = True
+    window: int | None = None
+    """Sequences that are shuffled together, one window after the other; None: all."""
 
     def locate(self, sample: int) -> tuple[int, int]:
         """Return (epoch, sequence) of a global sample index."""
         epoch, position = divmod(sample, self.sequences)
         if not self.shuffle:
             return epoch, position
-        return epoch, permute(position, self.sequences, key=(self.seed << 32) + epoch)
+        key = (self.seed << 32) + epoch
+        if self.window is None:
+            return epoch, permute(position, self.sequences, key=key)
+        number, place = divmod(position, self.window)
+        first = number * self.window
+        size = min(self.window, self.sequences - first)
+        return epoch, first + permute(place, size, key=((key << 48) + number + 1))
+
+    def needed(self, sample: int) -> int:
+        """Return the number of sequences that must be there to locate a sample of the first epoch."""
+        window = (self.window if self.shuffle else None) or 1
+        return (sample // window + 1) * window
+
+
+UNKNOWN = 1 << 62
+"""Number of sequences of a source that still grows, for an order that is in its first epoch for sure."""
 
 
 def permute(index: int, size: int, *, key: int) -> int:
@@ -160,6 +177,11 @@ class Source:
     add: Callable[[int, TokenSequence], TokenSequence] | None = None
     """Adds what `Targets` need to the sequence of a number."""
 
+    @property
+    def is_growing(self) -> bool:
+        """Whether its tokens are still being made."""
+        return isinstance(self.sequences, Stream) and not self.sequences.store.is_complete
+
     def read(self, number: int) -> TokenSequence:
         sequence = self.sequences.read(number)
         return self.add(number, sequence) if self.add else sequence
@@ -204,7 +226,7 @@ class Samples(Dataset[Batch]):
 
     Args:
         stages: of the run's beginning, in their order. After them, sources have their own weights.
-        shuffle: read each epoch in another order.
+        shuffle, window: of each source's `Order`.
         origin: start of the present data, in a run whose data was changed.
 
     Raises:
@@ -218,14 +240,16 @@ class Samples(Dataset[Batch]):
         seed: int,
         stages: Sequence[Stage] = (),
         shuffle: bool = True,
+        window: int | None = None,
         origin: Origin | None = None,
     ) -> None:
         self.sources = sorted(sources, key=lambda source: source.name)  # their order in the config does not matter
         self.seed = seed
         self.stages = stages
         self.shuffle = shuffle
+        self.window = window
         self.origin = origin or Origin()
-        self.orders = [Order(len(source.sequences), seed, shuffle) for source in self.sources]
+        self.orders = [Order(len(source.sequences), seed, shuffle, window) for source in self.sources]
         self._stretches = self._make_stretches()
         names = {source.fingerprint: source.name for source in sources}
         if twice := next((s for s in sources if names[s.fingerprint] != s.name), None):
@@ -258,7 +282,20 @@ class Samples(Dataset[Batch]):
         """Return (source, epoch, sequence) of a global sample index."""
         stretch = self._stretch(sample)
         source, number = stretch.mixture.locate(sample - stretch.start)
-        return source, *self.orders[source].locate(stretch.before[source] + number)
+        return source, *self._order(source, number := stretch.before[source] + number).locate(number)
+
+    def _order(self, source: int, number: int) -> Order:
+        """Return the order of a source, of which a sample is read. Waits for sequences that are still made."""
+        reader = self.sources[source].sequences
+        if not isinstance(reader, Stream) or (
+            reader.store.is_complete and len(reader) == self.orders[source].sequences
+        ):
+            return self.orders[source]
+        has_all = reader.wait_for(self.orders[source].needed(number))
+        order = replace(self.orders[source], sequences=len(reader) if has_all else UNKNOWN)
+        if has_all:
+            self.orders[source] = order
+        return order
 
     def __getitems__(self, samples: list[int]) -> Batch:
         """Return the batch of these samples, by global sample index."""
@@ -276,9 +313,10 @@ class Samples(Dataset[Batch]):
         return {name: count / samples_seen for name, count in zip(names, self.consumed(samples_seen), strict=True)}
 
     def passes(self, samples_seen: int) -> dict[str, float]:
-        """Return the passes over each source in the first `samples_seen` samples of the run."""
+        """Return the passes over each source in the first `samples_seen` samples of the run, but for sources that still
+        grow."""
         consumed = zip(self.sources, self.consumed(samples_seen), strict=True)
-        return {source.name: count / len(source.sequences) for source, count in consumed}
+        return {source.name: count / len(source.sequences) for source, count in consumed if not source.is_growing}
 
     def limit(self, epochs: int) -> int:
         """Return the largest number of samples of the run that reads no source more often than `epochs` times."""
@@ -296,6 +334,8 @@ class Samples(Dataset[Batch]):
         """Settings that must match on resume: with them, seed and origin give the tokens of every sample index below
         `samples_seen`. Stages that begin later may still change."""
         found: dict[str, Any] = {"data.shuffle": self.shuffle}
+        if self.shuffle and self.window is not None:
+            found["data.shuffle_window"] = self.window
         start = 0
         for end, weights in (*self.stages, (math.inf, self._last_weights)):
             if start < samples_seen or start == 0:
@@ -333,7 +373,8 @@ class Samples(Dataset[Batch]):
             for source in self.sources:
                 at = origin.consumed.get(source.fingerprint, 0)
                 logger.info(f"data changed: {source.name} continues after {at:,} of its sequences (data.on_change)")
-        return Samples(self.sources, seed=self.seed, stages=self.stages, shuffle=self.shuffle, origin=origin)
+        options = {"seed": self.seed, "stages": self.stages, "shuffle": self.shuffle, "window": self.window}
+        return Samples(self.sources, **options, origin=origin)
 
 
 def as_batch(sequences: Sequence[TokenSequence], *, mark_documents: bool) -> Batch:

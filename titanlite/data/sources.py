@@ -51,11 +51,12 @@ def open_data(
     opened: list[list[Source]] = []
 
     def open_on_this_rank() -> None:
-        for section in (data, validation):
+        whole = data.model_copy(update={"prepare": "before"})
+        for section, options in ((data, data), (validation, whole)):
             opened.append(
                 open_sources(
                     section,
-                    data,
+                    options,
                     tokenizer=tokenizer,
                     seq_len=seq_len,
                     cache_folder=cache_folder,
@@ -67,7 +68,7 @@ def open_data(
     on_all(group, open_on_this_rank)
     sources, validation_sources = opened
     stages = [Stage(-(-stage.until_tokens // seq_len), stage.weights) for stage in data.stages]
-    samples = Samples(sources, seed=seed, stages=stages, shuffle=data.shuffle)
+    samples = Samples(sources, seed=seed, stages=stages, shuffle=data.shuffle, window=data.shuffle_window)
     return samples, validation_sources
 
 
@@ -163,6 +164,7 @@ def _open(
         sequences = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
     else:
         sequences = Stream(store, seq_len=seq_len, document_mask=data.document_mask)
+        sequences.wait_for(1)
     if len(sequences) == 0:
         raise UserError(
             f"data.path: {store.folder} holds {len(store)} tokens, less than one sequence of {seq_len} (and the token "

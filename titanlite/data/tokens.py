@@ -2,7 +2,8 @@
 
 A folder holds `index.json`, and for each shard `NAME.tokens` (uint16 or uint32, little endian), `NAME.documents`
 (uint64: where in the shard documents begin) and, if some of its tokens do not count in the loss, `NAME.mask` (one byte
-a token, 0 for those). The folder is written beside its place and renamed when it is whole.
+a token, 0 for those). The folder is written beside its place and renamed when it is whole; `titanlite.data.growing`
+reads it before that.
 """
 
 import hashlib
@@ -86,6 +87,8 @@ class RecordFile:
 
 FORMAT = 2
 INDEX = "index.json"
+GROWING = "growing.json"
+"""Index of what is written so far, in the folder beside. The last shard may grow, and has no checksums yet."""
 MOST_OPEN_FILES = 1024
 """Most files of a store that are open at once, where the limit of the process allows so many."""
 REMEDY = "Restore it, or delete the folder and prepare the text again"
@@ -116,7 +119,14 @@ class TokenStore:
         UserError: the folder is not complete.
     """
 
+    is_complete = True
+
     def __init__(self, folder: Path) -> None:
+        self._read_folder(folder)
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
+        self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self._open_file)
+
+    def _read_folder(self, folder: Path) -> None:
         self.folder = folder
         try:
             self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
@@ -135,8 +145,6 @@ class TokenStore:
         for path, size, _ in self.files():
             if not path.is_file() or path.stat().st_size != size:
                 raise UserError(f"data.path: {path} is missing or does not have the size that {INDEX} states")
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
-        self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self._open_file)
 
     def _read_index(self) -> None:
         """Read what the index states, all of which it must have."""
@@ -149,11 +157,14 @@ class TokenStore:
             raise ValueError("a negative number of tokens")
         _ = self.fingerprint, self.tokenizer_name, self.index["bos"], self.index["eos"]
 
-    def __reduce__(self) -> tuple[type[Self], tuple[Path]]:
+    def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.folder,)  # a worker process opens the files anew
 
     def __len__(self) -> int:
         return int(self._starts[-1])
+
+    def wait_for(self, tokens: int) -> None:
+        """Wait until there are as many tokens, or all."""
 
     @property
     def fingerprint(self) -> str:

@@ -215,6 +215,11 @@ def _report_source(source: Source, *, share: float) -> None:
         own = f"{len(source.sequences):,} sequences of its own"
         logger.info(f"data     {source.name}: {share:.2%} of the sequences; {own}")
         return
+    if source.is_growing:
+        logger.info(
+            f"data     {source.name}: {share:.2%} of the sequences; {len(store):,} tokens so far ({store.folder})"
+        )
+        return
     index = store.index
     reader = source.sequences
     fill = reader.fill if isinstance(reader, BestFit) else 1

@@ -132,7 +132,7 @@ def write_cache(
         group = world_group(mesh)
         with _opened(folder, settings, group) as settings:
             samples, _ = open_data(
-                config.data,
+                config.data.model_copy(update={"prepare": "before"}),
                 Validation(),
                 seq_len=training.seq_len,
                 seed=config.debug.seed,

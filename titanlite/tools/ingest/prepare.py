@@ -25,6 +25,7 @@ from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import is_taken, lock_work, quarantine_path
 from titanlite.schema import Data
 from titanlite.tools.arguments import Count, Inputs
+from titanlite.tools.ingest.background import prepare_in_background
 from titanlite.tools.ingest.chat import chat_options, chats_of
 from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks, options_for
 from titanlite.tools.ingest.inputs import File, find_files, local_folder
@@ -73,7 +74,7 @@ def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cach
 
     Args:
         paths: text files, folders, globs, datasets; see `ingest.inputs`.
-        data: `text_field`, `chat_template`, `add_bos` and `add_eos`.
+        data: `text_field`, `chat_template`, `add_bos`, `add_eos` and `prepare`.
 
     Raises:
         UserError: there is nothing to read, or text that cannot be read.
@@ -82,7 +83,18 @@ def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cach
     chat = chats_of(data, tokenizer)
     options = options_for(tokenizer, chat=chat, text_field=data.text_field, bos=data.add_bos, eos=data.add_eos)
     task = _Task(paths=[*paths], tokenizer=tokenizer, options=options, files=_find(paths))
-    return _made(replace(task, folder=cache_folder / task.key, is_cache=True))
+    task = replace(task, folder=cache_folder / task.key, is_cache=True)
+    if data.prepare == "background":
+        work = partial(
+            _prepare_again, paths, data.model_copy(update={"prepare": "before"}), tokenizer.name, cache_folder
+        )
+        return prepare_in_background(work, task.folder, key=task.key, may_mask=chat is not None)
+    return _made(task)
+
+
+def _prepare_again(paths: Sequence[str], data: Data, tokenizer: str, cache_folder: Path) -> TokenStore:
+    """Call `prepare_text` in another process."""
+    return prepare_text(paths, data=data, tokenizer=load_tokenizer(tokenizer), cache_folder=cache_folder)
 
 
 def prepare_folder(

@@ -1,6 +1,7 @@
 """Write token shards: the form is that of `titanlite.data.tokens`, which reads them.
 
-A folder of tokens is written beside its place and renamed when it is complete, so that readers never see a part of it.
+A folder of tokens is written beside its place and renamed when it is complete. Readers that want a part of it find what
+is written so far in `GROWING`: bytes up to there never change, also where a killed process is followed by another.
 """
 
 import hashlib
@@ -15,11 +16,13 @@ from typing import IO, Any, Self
 
 import numpy as np
 
-from titanlite.data.tokens import FORMAT, INDEX
+from titanlite.data.tokens import FORMAT, GROWING, INDEX
 from titanlite.runtime.files import write_atomically
 
 PROGRESS = "resume.json"
 SHARD_TOKENS = 2**27
+GROWING_TOKENS = 2**20
+"""Tokens between two states of `GROWING`."""
 
 
 class TokenWriter:
@@ -57,6 +60,7 @@ class TokenWriter:
         self._counts = np.zeros(vocab_size, dtype=np.int64)
         self._shards: list[dict[str, Any]] = []
         self._shard: _Shard | None = None
+        self._shown = 0
 
     @property
     def tokens(self) -> int:
@@ -67,6 +71,7 @@ class TokenWriter:
         if not self._resume():
             shutil.rmtree(self._staging, ignore_errors=True)
             self._staging.mkdir(parents=True)
+            self._save()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
@@ -101,8 +106,18 @@ class TokenWriter:
         if self._shard.tokens >= self._shard_tokens:
             self._close_shard()
             self.position = position
-            state = {"key": self._key, "shards": self._shards, "position": position, "notes": self.notes}
-            write_atomically(self._staging / PROGRESS, json.dumps({**state, "counts": self._counts.tolist()}))
+            self._save()
+        if self.tokens >= self._shown + min(GROWING_TOKENS, self._shard_tokens):
+            self._shown = self.tokens
+            shards = self._shards + ([self._shard.show()] if self._shard else [])
+            write_atomically(self._staging / GROWING, json.dumps({**self._index(), "key": self._key, "shards": shards}))
+
+    def _save(self) -> None:
+        state = {"key": self._key, "shards": self._shards, "position": self.position, "notes": self.notes}
+        write_atomically(self._staging / PROGRESS, json.dumps({**state, "counts": self._counts.tolist()}))
+
+    def _index(self) -> dict[str, Any]:
+        return {"format": FORMAT, **self._about, "tokenizer": self._tokenizer}
 
     def _close_shard(self) -> None:
         if self._shard:
@@ -123,9 +138,7 @@ class TokenWriter:
     def _commit(self) -> None:
         self._close_shard()
         index = {
-            "format": FORMAT,
-            **self._about,
-            "tokenizer": self._tokenizer,
+            **self._index(),
             "tokens": self.tokens,
             "documents": sum(shard["documents"] for shard in self._shards),
             "unigram_entropy": unigram_entropy(self._counts),
@@ -139,7 +152,8 @@ class TokenWriter:
             shutil.rmtree(self._staging)
             if not (self.folder / INDEX).is_file():
                 raise
-        (self.folder / PROGRESS).unlink(missing_ok=True)  # wanted until here
+        for name in (PROGRESS, GROWING):
+            (self.folder / name).unlink(missing_ok=True)  # wanted until here
 
 
 class _Shard:
@@ -150,12 +164,13 @@ class _Shard:
         self._folder = folder
         self._name = name
         self._dtype = dtype
-        self._starts: list[np.ndarray] = []
+        self._documents = 0
         self._files: dict[str, IO[bytes]] = {}
         self._hashes: dict[str, Any] = {}
 
     def add(self, tokens: np.ndarray, starts: np.ndarray, mask: np.ndarray | None) -> None:
-        self._starts.append(starts + self.tokens)
+        self._write("documents", (starts + self.tokens).astype("<u8"))
+        self._documents += len(starts)
         if mask is not None and "mask" not in self._files and not mask.all():
             self._write("mask", np.ones(self.tokens, dtype=np.uint8))
         if "mask" in self._files:
@@ -164,24 +179,36 @@ class _Shard:
         self.tokens += len(tokens)
 
     def close(self) -> dict[str, Any]:
-        """Returns the shard's record in the index."""
-        starts = np.concatenate(self._starts).astype("<u8")
-        self._write("documents", starts)
+        """Return the shard's record in the index."""
         for file in self._files.values():
+            file.truncate()
             file.flush()
             os.fsync(file.fileno())
             file.close()
-        checksums = {kind: digest.hexdigest() for kind, digest in sorted(self._hashes.items())}
-        return {"name": self._name, "tokens": self.tokens, "documents": len(starts), "sha256": checksums}
+        return self._record({kind: digest.hexdigest() for kind, digest in sorted(self._hashes.items())})
+
+    def show(self) -> dict[str, Any]:
+        """Return the record of what readers find so far."""
+        for file in self._files.values():
+            file.flush()
+        return self._record(dict.fromkeys(self._files, ""))
+
+    def _record(self, checksums: dict[str, str]) -> dict[str, Any]:
+        return {"name": self._name, "tokens": self.tokens, "documents": self._documents, "sha256": checksums}
 
     def _write(self, kind: str, values: np.ndarray) -> None:
         if kind not in self._files:
-            self._files[kind] = open(self._folder / f"{self._name}.{kind}", "wb")  # noqa: SIM115 (open until close())
+            # What a killed process has left stays, because it is the same, and others may be reading it.
+            self._files[kind] = open(self._folder / f"{self._name}.{kind}", "wb", opener=_open_as_it_is)  # noqa: SIM115
             self._hashes[kind] = hashlib.sha256()
         data = np.ascontiguousarray(values).data
         if len(values):
             self._files[kind].write(data)
             self._hashes[kind].update(data)
+
+
+def _open_as_it_is(path: str, flags: int) -> int:
+    return os.open(path, flags & ~os.O_TRUNC, 0o666)
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
