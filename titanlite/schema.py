@@ -452,8 +452,10 @@ class Job(Section):
 
 class ModelSelection(Section):
     name: Name | None = None
-    """Model family: llama3 (the default), qwen3 or qwen3_moe. With model.file: the class to use if the file defines
-    several."""
+    """Model family: llama3 (the default), qwen3, qwen3_moe, or transformers for any decoder of that package, which
+    model.path names. With model.file: the class to use if the file defines several."""
+    path: Name | None = None
+    """Config of a model of transformers: a folder with a config.json, or a model type such as olmo2."""
     file: Name | None = None
     """A model of your own instead: a .py file, relative to the TOML file that names it, or a module: package.module."""
     flavor: Name | None = None

@@ -133,7 +133,8 @@ def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> Mode
         ConfigError: the model, its flavor or one of its arguments is unknown.
     """
     size = tokenizer.vocab_size if tokenizer else None
-    return resolve_model(selection.name, selection.flavor, selection.args, selection.file, tokenizer_size=size)
+    name, flavor, args, file = selection.name, selection.flavor, selection.args, selection.file
+    return resolve_model(name, flavor, args, file, path=selection.path, tokenizer_size=size)
 
 
 def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | None:

@@ -33,6 +33,9 @@ MODELS = _Families({"llama3": "Llama3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe
 """The built-in model families by `[model] name`: a file of titanlite/models/ each, and the class in it."""
 
 
+TRANSFORMERS = "transformers"
+
+
 class ModelSpec(NamedTuple):
     """Model class and shape that a config selects."""
 
@@ -50,6 +53,8 @@ class ModelSpec(NamedTuple):
             len(model.layers)
         except Exception as error:  # code of the user's own may raise anything
             if self.model_cls.__module__.startswith("titanlite.models."):
+                if isinstance(error, UserError):
+                    raise ConfigError([Problem("model.args", str(error))]) from error
                 if isinstance(error, RuntimeError) and "overflow" in str(error):
                     raise ConfigError([Problem("model.args", "a weight has more than 2^63 bytes")]) from error
                 raise
@@ -69,6 +74,7 @@ def resolve_model(
     overrides: dict[str, Any],
     file: str | None = None,
     *,
+    path: str | None = None,
     tokenizer_size: int | None = None,
 ) -> ModelSpec:
     """Find the class and the shape that `[model]` names.
@@ -78,12 +84,15 @@ def resolve_model(
         flavor: None selects debug, or else the first flavor.
         overrides: fields of the flavor to change.
         file: Python file or module of the user's own model.
+        path: config of a model of transformers.
         tokenizer_size: entries of the tokenizer, which vocab_size follows unless overrides has it; None if unknown.
 
     Raises:
         ConfigError: lists every unknown name, flavor or argument, and the nearest known ones.
     """
     known_models: Mapping[str, type[Model]] = MODELS if file is None else _models_of(file)
+    if file is None and (name == TRANSFORMERS or path is not None):
+        known_models = _model_of_transformers(name, path)
     name = name or ("llama3" if file is None else next(iter(known_models)) if len(known_models) == 1 else "")
     if name not in known_models:
         raise ConfigError([_unknown("model.name", name, known_models)])
@@ -122,6 +131,26 @@ def vocab_size_for(tokenizer_size: int, flavor_size: int) -> int:
     if 0.99 * flavor_size <= tokenizer_size <= flavor_size:
         return flavor_size
     return -(-tokenizer_size // 128) * 128
+
+
+def _model_of_transformers(name: str | None, path: str | None) -> dict[str, type[Model]]:
+    """Return the class of a model of transformers.
+
+    Raises:
+        ConfigError: name and path do not belong together, the package is missing, or there is no such model.
+    """
+    if name != TRANSFORMERS:
+        raise ConfigError([Problem("model.path", f'belongs to model.name = "{TRANSFORMERS}": set it, or leave it out')])
+    if path is None:
+        raise ConfigError([Problem("model.path", "is not set: name a folder with a config.json, or a model type")])
+    try:
+        from titanlite.models.transformers import decoder_of
+
+        return {TRANSFORMERS: decoder_of(path)}
+    except ImportError as error:
+        raise ConfigError([Problem("model.name", f"{error}: pip install 'transformers>=5'")]) from error
+    except UserError as error:
+        raise ConfigError([Problem("model.path", str(error).removeprefix("model.path: "))]) from error
 
 
 def _models_of(file: str) -> dict[str, type[Model]]:

@@ -100,7 +100,7 @@ def _sized(config: Config, widths: Sequence[int], depths: Sequence[int]) -> Iter
         UserError: there is no such model.
     """
     model = config.model
-    spec = resolve_model(model.name, model.flavor, model.args, model.file)
+    spec = resolve_model(model.name, model.flavor, model.args, model.file, path=model.path)
     own = asdict(spec.args)
     cache = config.data.cache_folder or str(Path(config.job.dump_folder, "data_cache"))
     common = {"data.cache_folder": cache, "checkpoint.enable": False, "checkpoint.initial_load_path": None}

@@ -346,7 +346,8 @@ def _model_of(selection: ModelSelection, manifest: Manifest, tokenizer: Tokenize
     size = tokenizer.vocab_size if tokenizer else None
     try:
         args = {**selection.args, **saved}
-        return resolve_model(selection.name, selection.flavor, args, selection.file, tokenizer_size=size)
+        name, flavor, file = selection.name, selection.flavor, selection.file
+        return resolve_model(name, flavor, args, file, path=selection.path, tokenizer_size=size)
     except ConfigError as error:
         raise UserError(
             f"the model of {where} is unknown here:\n{error}\nName a config with it, with --config"

@@ -1,0 +1,395 @@
+"""Any decoder of transformers: `[model] name = "transformers"`; `path` is a folder with a config.json, or a model type.
+
+The layers are those of transformers, and so is the order in which they are computed. titanlite gives them what its
+contract asks for: attention, a head that takes a loss, and initial values by name. Names of parameters are theirs, so
+that export is the identity.
+"""
+
+# ruff: noqa: SLF001 (transformers has no other name for the initialization of one module)
+
+import copy
+import math
+import re
+import zlib
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, make_dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from titanlite.models.base import Model, ModelArgs, unique_parameters
+from titanlite.models.formats import Entry, Formats, HuggingFace, Table
+from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
+from titanlite.models.layers import Loss
+from titanlite.ops.attention import Documents
+from titanlite.runtime.errors import UserError
+
+ATTENTION = "titanlite"
+"""Name of our attention among those of transformers. It makes its masks itself, so transformers makes none."""
+FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
+"""Fields of configs by which logits are multiplied (1) or divided (-1). Here that happens before the head."""
+INITIALIZED = "_is_hf_initialized"
+"""Mark that transformers sets on modules and parameters whose values its initialization leaves alone."""
+MAX_LENGTH = 2**20
+"""Tokens of a sequence of models whose config has no limit."""
+
+
+def attend(
+    module: nn.Module,
+    q_BNLH: Tensor,
+    k_BNLH: Tensor,
+    v_BNLH: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    documents: Documents | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend causally -> ([B, L, N, H], None), in the form of transformers' `AttentionInterface`.
+
+    Args:
+        sliding_window: tokens that a token sees, itself included.
+        softcap: bound of the scores, by tanh.
+        s_aux: [N], a further logit of the softmax, whose value is zero (a sink).
+    """
+    seq_len = q_BNLH.shape[2]
+    if sliding_window is not None and sliding_window >= seq_len:
+        sliding_window = None
+    shared = q_BNLH.shape[1] // k_BNLH.shape[1]
+    if documents is None and sliding_window is None and softcap is None and s_aux is None:
+        out_BNLH = F.scaled_dot_product_attention(
+            q_BNLH, k_BNLH, v_BNLH, None, dropout, is_causal=True, scale=scaling, enable_gqa=shared > 1
+        )
+        return out_BNLH.transpose(1, 2), None
+    mask = _mask(q_BNLH, documents, sliding_window)
+    if softcap is None and s_aux is None:
+        out_BNLH = F.scaled_dot_product_attention(
+            q_BNLH, k_BNLH, v_BNLH, mask, dropout, scale=scaling, enable_gqa=shared > 1
+        )
+        return out_BNLH.transpose(1, 2), None
+    k_BNLH, v_BNLH = k_BNLH.repeat_interleave(shared, 1), v_BNLH.repeat_interleave(shared, 1)
+    scores_BNLL = q_BNLH @ k_BNLH.transpose(2, 3) * (q_BNLH.shape[-1] ** -0.5 if scaling is None else scaling)
+    if softcap is not None:
+        scores_BNLL = softcap * torch.tanh(scores_BNLL / softcap)
+    scores_BNLL = scores_BNLL.float().masked_fill(~mask, -torch.inf)
+    if s_aux is not None:
+        sink_BNL1 = s_aux.float().view(1, -1, 1, 1).expand(*scores_BNLL.shape[:3], 1)
+        scores_BNLL = torch.cat((scores_BNLL, sink_BNL1), -1)
+    shares_BNLL = scores_BNLL.softmax(-1)[..., :seq_len]
+    return (F.dropout(shares_BNLL, dropout).to(v_BNLH.dtype) @ v_BNLH).transpose(1, 2), None
+
+
+def _mask(q_BNLH: Tensor, documents: Documents | None, window: int | None) -> Tensor:
+    """Return which key each query sees: bool [B or 1, 1, L, L]."""
+    places = torch.arange(q_BNLH.shape[2], device=q_BNLH.device)
+    distance = places[:, None] - places
+    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if documents is None:
+        return seen[None, None]
+    ids = documents.ids_BS
+    return (seen & (ids[:, :, None] == ids[:, None, :]))[:, None]
+
+
+AttentionInterface.register(ATTENTION, attend)
+
+
+class Head(nn.Module):
+    """Matmul with the vocabulary.
+
+    Args:
+        factor: of the logits.
+    """
+
+    def __init__(self, weight_VD: nn.Parameter, factor: float) -> None:
+        super().__init__()
+        self.weight = weight_VD
+        self.factor = factor
+
+    def forward(self, x_BLD: Tensor, loss: Loss | None = None) -> Any:
+        x_BLD = x_BLD if self.factor == 1 else x_BLD * self.factor
+        return F.linear(x_BLD, self.weight) if loss is None else loss(x_BLD, self.weight)
+
+
+class Transformers(Model):
+    """Decoder of transformers. `decoder_of` makes a subclass for each config."""
+
+    settings: ClassVar[Mapping[str, Any]]
+    """The whole config, as config.json has it."""
+    _whole: Any
+    _values: dict[str, InitialValues]
+
+    def __init__(self, args: ModelArgs) -> None:
+        super().__init__(args)
+        self.args: ModelArgs = args
+        whole = _build(type(self).settings, args)
+        for name, child in whole.base_model.named_children():
+            self.add_module(name, child)
+        self.lm_head = Head(whole.get_output_embeddings().weight, _factor(whole.config))
+        # They are no children of this module, since what has parameters in them is one already.
+        object.__setattr__(self, "_whole", whole)
+        object.__setattr__(self, "_values", _initial_values(whole))
+
+    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
+        inputs = {} if documents is None else {"documents": documents, "position_ids": documents.positions_BL}
+        hidden_BLD = self._whole.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
+        return self.lm_head(hidden_BLD, loss)
+
+    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
+        return self._values[name]
+
+    @torch.no_grad()
+    def init_buffers(self) -> None:
+        for module in self._whole.modules():
+            if not (buffers := dict(module.named_buffers(recurse=False))):
+                continue
+            for name, buffer in buffers.items():
+                setattr(module, name, torch.full(buffer.shape, torch.nan).to(buffer.dtype))
+            with _untouched(module.parameters(recurse=False)):
+                self._whole._init_weights(module)
+            for name in buffers:
+                if getattr(module, name).isnan().any():
+                    raise UserError(
+                        f"model.path: transformers gives buffer {name} of {type(module).__name__} no values"
+                    )
+
+    def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
+        """Floating point operations of forward and backward for one token: of its matmuls and of attention."""
+        config = self._whole.config
+        weights = 0.0
+        for name, parameter in unique_parameters(self):
+            is_lookup = name.startswith("embed") and parameter is not self.lm_head.weight
+            if parameter.ndim > 1 and not is_lookup:
+                share = _share_of_experts(config) if parameter.ndim == 3 and ".experts." in name else 1.0
+                weights += parameter.numel() * share * (6 if parameter.requires_grad else 4)
+        heads = getattr(config, "num_attention_heads", 0) or 0
+        size = getattr(config, "head_dim", None) or config.hidden_size // max(heads, 1)
+        kinds = getattr(config, "layer_types", None) or ["full_attention"] * len(self.layers)
+        window = getattr(config, "sliding_window", None) or seq_len
+        seen = {"full_attention": seq_len, "attention": seq_len, "sliding_attention": min(window, seq_len)}
+        tokens = [seen.get(kind, 0) for kind in kinds]
+        # A causal mask leaves each token of the first `n` on average (n + 1) / 2 of them, and later ones all n.
+        sums = [n * (n + 1) / 2 + (seq_len - n) * n if causal else seq_len * n for n in tokens]
+        return weights + 12 * heads * size * sum(sums) / seq_len
+
+
+def _factor(config: PretrainedConfig) -> float:
+    found = {name: getattr(config, name, None) or 1.0 for name in FACTORS}
+    return math.prod(value ** FACTORS[name] for name, value in found.items())
+
+
+def _share_of_experts(config: PretrainedConfig) -> float:
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    experts = next((getattr(config, name) for name in names if getattr(config, name, None)), None)
+    return config.num_experts_per_tok / experts if experts else 1.0
+
+
+# Initial values: transformers' own, taken from what its initialization does to parameters on the meta device.
+
+
+@dataclass(frozen=True, eq=False)
+class Given(InitialValues):
+    """Values that are the same in every run."""
+
+    table: Tensor
+
+    def values(self, bits: Tensor, indices: Tensor) -> Tensor:
+        return self.table.flatten()[indices.to(self.table.device)].to(bits.device, torch.float64)
+
+
+class _Recorder(TorchDispatchMode):
+    """Notes what is done to tensors in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.done: dict[int, list[tuple[str, tuple[Any, ...]]]] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name.endswith("_") and isinstance(args[0], Tensor):
+            self.done.setdefault(id(args[0]), []).append((name, args[1:]))
+        return func(*args, **(kwargs or {}))
+
+
+def _initial_values(whole: PreTrainedModel) -> dict[str, InitialValues]:
+    """Return the initial values of each parameter, by its name in our model."""
+    for module in whole.modules():
+        setattr(module, INITIALIZED, False)
+    with _Recorder() as recorder, torch.random.fork_rng(devices=[]):
+        whole.initialize_weights()
+    prefix, found = f"{whole.base_model_prefix}.", {}
+    for name, parameter in unique_parameters(whole):
+        done = recorder.done.get(id(parameter), [])
+        is_table = bool(done) and done[-1][0] == "copy_"
+        found[name.removeprefix(prefix)] = _table(whole, name) if is_table else _distribution(name, done)
+    return found
+
+
+def _table(whole: PreTrainedModel, name: str) -> Given:
+    """Return the values that transformers computes for a parameter, once more with memory."""
+    place, _, attribute = name.rpartition(".")
+    module = copy.copy(whole.get_submodule(place))
+    shapes = {own: parameter.shape for own, parameter in module.named_parameters(recurse=False)}
+    with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
+        module._parameters = {own: nn.Parameter(torch.empty(shape)) for own, shape in shapes.items()}
+        torch.manual_seed(zlib.crc32(name.encode()))
+        whole._init_weights(module)
+    return Given(module.get_parameter(attribute).detach())
+
+
+def _distribution(name: str, done: list[tuple[str, tuple[Any, ...]]]) -> InitialValues:
+    found: InitialValues | None = None
+    for operation, args in done:
+        match operation, found:
+            case "normal_", _:
+                mean, std = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], 1.0)
+                found = Normal(std=std, mean=mean)
+            case "uniform_", _:
+                low, high = args or (0.0, 1.0)
+                found = Uniform(low=low, high=high)
+            case "zero_", _:
+                found = Constant(0.0)
+            case "fill_", _:
+                found = Constant(float(args[0]))
+            case "erfinv_", Uniform():
+                found = Normal(std=0.5**0.5)  # a truncated normal distribution is made of these steps
+            case "mul_", Normal():
+                found = Normal(std=found.std * args[0], mean=found.mean * args[0])
+            case "add_", Normal():
+                found = Normal(std=found.std, mean=found.mean + args[0])
+            case "clamp_", Normal():
+                low, high = args
+                found = TruncatedNormal(std=found.std, mean=found.mean, low=low, high=high)
+            case _:
+                found = None
+                break
+    if found is None:
+        raise UserError(f"model.path: the initial values of {name} are not known ({done or 'none are given'})")
+    return found
+
+
+@contextmanager
+def _untouched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
+    """Let transformers' initialization pass parameters by."""
+    kept = [*parameters]
+    for parameter in kept:
+        setattr(parameter, INITIALIZED, True)
+    try:
+        yield
+    finally:
+        for parameter in kept:
+            delattr(parameter, INITIALIZED)
+
+
+# Configs
+
+
+def decoder_of(path: str) -> type[Transformers]:
+    """Return the model class of a folder with a config.json, or of a model type with its defaults.
+
+    Raises:
+        UserError: there is no such config, or no decoder that we can train.
+    """
+    try:
+        config = _read(path)
+        settings = config.to_dict()
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"model.path: {path} is neither a folder with a config.json nor a model type: {error}"
+        ) from None
+    if cap := settings.get("final_logit_softcapping"):
+        raise UserError(f"model.path: {path} has final_logit_softcapping = {cap}, which the loss does not compute")
+    skipped = {*PretrainedConfig().to_dict(), "model_type", "vocab_size"} - {"tie_word_embeddings"}
+    scalars = {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, bool | int | float | str | None) and name not in skipped and name.isidentifier()
+    }
+    fields = [
+        (name, bool | int | float | str | None if value is None else type(value), field(default=value))
+        for name, value in scalars.items()
+    ]
+    args_cls = make_dataclass("TransformersArgs", fields, bases=(ModelArgs,), frozen=True, kw_only=True)
+    length = settings.get("max_position_embeddings") or MAX_LENGTH
+    args = args_cls(vocab_size=settings["vocab_size"], max_seq_len=length)
+    name = f"Transformers{type(config).__name__.removesuffix('Config')}"
+    cls = type(name, (Transformers,), {"settings": settings, "flavors": {"default": args}, "__module__": __name__})
+    with torch.device("meta"):
+        whole = _build(settings, args)
+    _check(path, whole)
+    cls.formats = Formats(hugging_face=_format(whole, settings))
+    return cls
+
+
+def _read(path: str) -> PretrainedConfig:
+    if Path(path).expanduser().is_dir():
+        return AutoConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=False, local_files_only=True)
+    return AutoConfig.for_model(path)
+
+
+def _config(settings: Mapping[str, Any], args: ModelArgs) -> PretrainedConfig:
+    own = {name: value for name, value in asdict(args).items() if name != "max_seq_len"}
+    changed = {**settings, **own}
+    kinds, blocks = changed.get("layer_types"), changed.get("num_hidden_layers")
+    if kinds and blocks and len(kinds) != blocks:
+        changed["layer_types"] = [kinds[number % len(kinds)] for number in range(blocks)]
+    for name, value in changed.items():
+        if name.endswith("_token_id") and isinstance(value, int) and value >= args.vocab_size:
+            changed[name] = None  # of another tokenizer
+    return AutoConfig.for_model(**changed)
+
+
+def _build(settings: Mapping[str, Any], args: ModelArgs) -> PreTrainedModel:
+    """Return the model of transformers, on the default device.
+
+    Raises:
+        UserError: there is none of this config.
+    """
+    try:
+        return AutoModelForCausalLM.from_config(_config(settings, args), attn_implementation=ATTENTION)
+    except Exception as error:  # whatever the checks of a config raise
+        reason = str(error.__cause__ or error).splitlines()[0]
+        raise UserError(f"transformers builds no decoder of type {settings['model_type']}: {reason}") from error
+
+
+def _check(path: str, whole: PreTrainedModel) -> None:
+    decoder, head = whole.base_model, whole.get_output_embeddings()
+    problem = None
+    if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
+        problem = "has no list `layers` of its blocks"
+    elif not isinstance(head, nn.Linear) or head.bias is not None:
+        problem = "has a head that is no plain matmul"
+    elif own := [name for name, _ in decoder.named_parameters(recurse=False)]:
+        problem = f"has parameters outside of its layers: {', '.join(own)}"
+    if problem:
+        raise UserError(f"model.path: {path}, {type(whole).__name__}, {problem}: not supported")
+
+
+def _format(whole: PreTrainedModel, settings: Mapping[str, Any]) -> HuggingFace:
+    prefix = f"{whole.base_model_prefix}."
+    names = {re.sub(r"\blayers\.\d+\.", "layers.{layer}.", name): None for name in whole.state_dict()}
+    entries = [Entry(name.removeprefix(prefix), name) for name in names]
+    return _WholeConfig(
+        architecture=type(whole).__name__,
+        model_type=settings["model_type"],
+        tensors=Table(entries),
+        fields={},
+        settings=settings,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _WholeConfig(HuggingFace):
+    settings: Mapping[str, Any]
+
+    def to_config(self, args: Any) -> dict[str, Any]:
+        return {**_config(self.settings, args).to_dict(), "architectures": [self.architecture]}
