@@ -8,6 +8,7 @@ from types import UnionType
 from typing import Any, NamedTuple, Union, get_args, get_origin, get_type_hints
 
 from titanlite.models.base import Model, ModelArgs, build_on_meta
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import ConfigError, Problem, UserError, did_you_mean
 from titanlite.runtime.user_code import describe_error, load_module
 
@@ -148,7 +149,7 @@ def _model_of_transformers(name: str | None, path: str | None) -> dict[str, type
 
         return {TRANSFORMERS: decoder_of(path)}
     except ImportError as error:
-        raise ConfigError([Problem("model.name", f"{error}: pip install 'transformers>=5'")]) from error
+        raise ConfigError([Problem("model.name", f"{error} ({install_hint('transformers')})")]) from error
     except UserError as error:
         raise ConfigError([Problem("model.path", str(error).removeprefix("model.path: "))]) from error
 

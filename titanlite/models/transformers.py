@@ -152,15 +152,15 @@ class Transformers(Model):
         for module in self._whole.modules():
             if not (buffers := dict(module.named_buffers(recurse=False))):
                 continue
-            for name, buffer in buffers.items():
-                setattr(module, name, torch.full(buffer.shape, torch.nan).to(buffer.dtype))
+            new = {name: torch.empty(buffer.shape, dtype=buffer.dtype) for name, buffer in buffers.items()}
+            versions = {name: tensor._version for name, tensor in new.items()}
+            for name, tensor in new.items():
+                setattr(module, name, tensor)
             with _untouched(module.parameters(recurse=False)):
                 self._whole._init_weights(module)
-            for name in buffers:
-                if getattr(module, name).isnan().any():
-                    raise UserError(
-                        f"model.path: transformers gives buffer {name} of {type(module).__name__} no values"
-                    )
+            if unset := [name for name, tensor in new.items() if tensor._version == versions[name]]:
+                where = f"{type(module).__name__} without values: not supported"
+                raise UserError(f"model.path: transformers' initialization leaves {', '.join(unset)} of {where}")
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Floating point operations of forward and backward for one token: of its matmuls and of attention."""

@@ -1,0 +1,106 @@
+"""Decoders of transformers in training: the losses of a plain loop, on one process and on two, with each technique."""
+
+import pytest
+import torch
+import transformers
+from torch import nn
+from torch.nn import functional as F
+
+from tests.decoders import config_of
+from tests.helpers import TinyRun, built, run_in_turn
+from tests.layouts import trained
+from titanlite.models.transformers import Transformers
+from titanlite.schedule import learning_rate
+from titanlite.schema import Config
+
+STEPS = 20
+OPTIONS = [
+    f"--training.steps={STEPS}",
+    "--training.seq_len=24",
+    "--training.global_batch_size=4",
+    "--optimizer.lr=3e-3",
+]
+
+
+def plain_losses(config: Config) -> list[float]:
+    """Train transformers' own model, with its own attention and loss, from the same weights on the same sequences."""
+    run = built(0, 1, config)
+    ours = run.model
+    assert isinstance(ours, Transformers)
+    model = transformers.AutoModelForCausalLM.from_config(ours._whole.config, attn_implementation="eager")
+    table = type(ours).formats.hugging_face
+    assert table
+    own = {
+        name: tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+        for name, tensor in ours.state_dict().items()
+    }
+    found = {name: table.tensors.find(name) for name in own}
+    model.load_state_dict({entry[1]: own[name] for name, entry in found.items() if entry}, strict=False)
+    model.tie_weights()
+    decayed = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim < 2]
+    decay = config.optimizer.weight_decay
+    optimizer = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    losses = []
+    for step in range(1, STEPS + 1):
+        batch = run.samples.__getitems__([*range(4 * (step - 1), 4 * step)])
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, peak=config.optimizer.lr, end=STEPS, config=config.lr_scheduler)
+        logits = model(batch["tokens"], use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"].flatten())
+        optimizer.zero_grad()
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), config.training.max_norm)
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    return losses
+
+
+def plain(rank: int, world_size: int, config: Config) -> list[float]:
+    return plain_losses(config)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *(pytest.param(it, marks=pytest.mark.slow) for it in ("gpt_oss", "qwen3_next")),
+        *(pytest.param(it, marks=pytest.mark.nightly) for it in ("olmo2", "gemma3_text", "lfm2")),
+    ],
+)
+def test_losses_are_those_of_a_plain_loop_on_one_process_and_two(tiny: TinyRun, name: str) -> None:
+    config_of(tiny, name)
+    [[expected]] = run_in_turn(plain, 1, [tiny.config(*OPTIONS, "--job.name=plain")])
+    assert expected[-1] < expected[0] - 0.3
+    for ranks in (1, 2):
+        run_in_turn(trained, ranks, [tiny.config(*OPTIONS, f"--job.name=on-{ranks}", world_size=ranks)])
+        assert tiny.losses(f"on-{ranks}") == pytest.approx(expected, rel=1e-6)
+
+
+TECHNIQUES = {
+    "full": ["--activation_checkpoint.mode=full"],
+    "op": ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=op"],
+    "accumulated": ["--training.local_batch_size=1"],
+    "in backward": ["--optimizer.in_backward", "--training.max_norm=0"],
+    "offload": ["--training.enable_cpu_offload"],
+    "compiled": ["--compile.enable"],
+    "mask": ["--data.document_mask"],
+}
+
+
+@pytest.mark.slow
+def test_techniques_change_no_loss_of_a_decoder_of_transformers(tiny: TinyRun) -> None:
+    config_of(tiny, "olmo2")
+    found = {}
+    for ranks in (1, 2):
+        options = {
+            name: [*OPTIONS, "--training.steps=8", *it, f"--job.name={name.replace(' ', '-')}-{ranks}"]
+            for name, it in TECHNIQUES.items()
+        }
+        run_in_turn(trained, ranks, [tiny.config(*it, world_size=ranks) for it in options.values()])
+        found[ranks] = {name: tiny.losses(f"{name.replace(' ', '-')}-{ranks}") for name in options}
+    for name in TECHNIQUES:
+        assert found[1][name] == pytest.approx(found[2][name], rel=1e-6), name
+        same = name not in ("in backward", "mask")
+        assert not same or found[1][name] == pytest.approx(found[1]["accumulated"], rel=1e-5), name
