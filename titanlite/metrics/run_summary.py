@@ -86,7 +86,7 @@ def report_start(
         logger.info(f"         until {stage.until_tokens:,} tokens: {', '.join(shares)}")
     total = BatchSizes.of(training).after(progress.samples_seen, steps - progress.step)
     logger.info(f"saves    {saves_of(config)}")
-    passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()]
+    passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()] or ["not known yet"]
     logger.info(f"length   {steps:,} steps, {total:,} sequences; passes over the data: {', '.join(passes)}")
     if training.epochs is not None:
         rest = samples.limit(training.epochs) - total

@@ -85,6 +85,8 @@ def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cach
     task = _Task(paths=[*paths], tokenizer=tokenizer, options=options, files=_find(paths))
     task = replace(task, folder=cache_folder / task.key, is_cache=True)
     if data.prepare == "background":
+        if (task.folder / INDEX).is_file():
+            _made(task)  # again, if it is damaged
         work = partial(
             _prepare_again, paths, data.model_copy(update={"prepare": "before"}), tokenizer.name, cache_folder
         )
