@@ -379,13 +379,15 @@ class Offload(Section):
     """Place of AdamW's two moments. disk keeps them in files, with a few slices at a time in memory."""
     parameters: Literal["memory", "disk"] = "memory"
     """Place of the parameters that training.enable_cpu_offload keeps on the host. disk keeps them in files."""
+    average: Literal["memory", "disk"] = "memory"
+    """Place of the average of the weights. disk keeps it in files; a window of many snapshots needs it."""
     path: Name | None = None
     """Folder of those files, on a fast local disk. The files vanish with the process. Default:
     <dump_folder>/<name>/offload."""
 
     @property
     def is_used(self) -> bool:
-        return "disk" in (self.optimizer, self.parameters)
+        return "disk" in (self.optimizer, self.parameters, self.average)
 
 
 class Average(Section):

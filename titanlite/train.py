@@ -206,7 +206,7 @@ def build(
     fused = on_gpu or not config.debug.reproducible_layouts
     optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=states, fused=fused)
 
-    average = weight_average(config, model)
+    average = weight_average(config, model, states)
 
     # Resume
     phase.phase(Phase.CHECKPOINT_LOAD)

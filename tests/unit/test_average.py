@@ -202,3 +202,20 @@ def test_mistakes_are_one_line_each(tiny: TinyRun, capfd: pytest.CaptureFixture[
         printed = capfd.readouterr().err
         assert len(printed.splitlines()) == 1
         assert mentions(printed, "--average")
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("kind", KINDS)
+def test_an_average_on_disk_has_the_bits_of_one_in_memory(kind: str, tiny: TinyRun) -> None:
+    on_disk = [*SAVED, *VALIDATED, *KINDS[kind], "--offload.average=disk"]
+    trained(tiny, "memory", *SAVED, *VALIDATED, *KINDS[kind])
+    trained(tiny, "disk", *on_disk, "--training.steps=4")
+    run = trained(tiny, "disk", *on_disk)
+    assert {tensor.device.type for tensor in run.average.tensors.values()} == {"cpu"}
+    assert validations(tiny, "disk")[-1] == validations(tiny, "memory")[-1]
+    for step in (4, 6):
+        expected = weights_at(checkpoint(tiny, "memory", step), average=True)
+        found = weights_at(checkpoint(tiny, "disk", step), average=True)
+        assert all(torch.equal(found[name], values) for name, values in expected.items())
+    with pytest.raises(ConfigError, match=r"offload\.average"):
+        tiny.config("--offload.average=disk")

@@ -1,4 +1,4 @@
-"""Memory of the states of training, which are parameters and the moments of the optimizer."""
+"""Memory of the states of training: parameters, the moments of the optimizer, and an average of the weights."""
 
 from collections.abc import Iterable
 
@@ -22,6 +22,12 @@ class StateMemory:
         self, parameters: Iterable[nn.Parameter], dtype: torch.dtype
     ) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
         """Return both moments of parameters, zeros, where these are elsewhere."""
+        return {}
+
+    def allocate_average(
+        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
+    ) -> dict[nn.Parameter, Tensor]:
+        """Return zeros for parameters, where the average is elsewhere. dtype: default: the parameters' own."""
         return {}
 
     def drop_after_use(self, model: nn.Module) -> None:

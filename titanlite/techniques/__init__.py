@@ -111,11 +111,11 @@ def state_memory(config: Config, run: Path) -> "StateMemory":
     return _first(technique.state_memory(config, run) for technique in used(config)) or StateMemory()
 
 
-def weight_average(config: Config, model: "Model") -> "WeightAverage":
+def weight_average(config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage":
     """Return the average of the weights of a model that has memory; see `Technique.weight_average`."""
     from titanlite.runtime.weight_average import WeightAverage
 
-    return _first(technique.weight_average(config, model) for technique in used(config)) or WeightAverage()
+    return _first(technique.weight_average(config, model, memory) for technique in used(config)) or WeightAverage()
 
 
 def split_batch(config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":

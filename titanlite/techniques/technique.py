@@ -186,12 +186,13 @@ class Technique:
         """
         return None
 
-    def weight_average(self, config: Config, model: "Model") -> "WeightAverage | None":
+    def weight_average(self, config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage | None":
         """Return the average of weights that checkpoints keep and validation measures; None if there is none. Only
         asked if it is used.
 
         Args:
             model: as it is trained, with memory.
+            memory: of the states of training.
         """
         return None
 

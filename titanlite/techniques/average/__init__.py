@@ -8,6 +8,7 @@ from titanlite.techniques.technique import Conflict, Options, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
+    from titanlite.runtime.state_memory import StateMemory
     from titanlite.runtime.weight_average import WeightAverage
 
 
@@ -32,15 +33,16 @@ class AverageOfWeights(Technique):
         kind = f"EMA {average.decay:g}" if average.decay else f"mean of {average.window} snapshots"
         return f"{kind} of weights every {average.freq} steps" if average.freq > 1 else f"{kind} of weights"
 
-    def weight_average(self, config: Config, model: "Model") -> "WeightAverage | None":
+    def weight_average(self, config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage | None":
         from titanlite.techniques import after_updates
         from titanlite.techniques.average.weights import MovingAverage, WindowAverage
 
         kind = MovingAverage if config.average.decay else WindowAverage
-        return kind(config.average, model, on_host=_is_on_host(config), changed=after_updates(config, model))
+        changed = after_updates(config, model)
+        return kind(config.average, model, on_host=_is_on_host(config), memory=memory, changed=changed)
 
     def places(self, config: Config) -> dict[str, str]:
-        return {"average": "host"} if _is_on_host(config) else {}
+        return {"average": "host"} if _is_on_host(config) and config.offload.average == "memory" else {}
 
     def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if is_gpu and self.is_used(config) and not _is_on_host(config):
@@ -56,7 +58,8 @@ class AverageOfWeights(Technique):
 
 
 def _is_on_host(config: Config) -> bool:
-    return config.average.enable_cpu_offload or config.training.enable_cpu_offload
+    on_disk = config.offload.average == "disk"
+    return config.average.enable_cpu_offload or config.training.enable_cpu_offload or on_disk
 
 
 TECHNIQUE = AverageOfWeights()

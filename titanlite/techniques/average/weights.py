@@ -15,6 +15,7 @@ from titanlite.models.base import trainable_parameters
 from titanlite.ops.mean import rounded_once, weighted_mean
 from titanlite.runtime.dtensor import unwrapped
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.runtime.state_memory import StateMemory
 from titanlite.runtime.weight_average import WeightAverage
 from titanlite.schema import Average
 
@@ -24,19 +25,26 @@ class _Average(WeightAverage):
 
     Args:
         on_host: keep it in host memory.
+        memory: of the average, where that is elsewhere.
         changed: called whenever the weights were replaced.
     """
 
-    def __init__(self, config: Average, model: nn.Module, *, on_host: bool, changed: Callable[[], None]) -> None:
+    def __init__(
+        self, config: Average, model: nn.Module, *, on_host: bool, memory: StateMemory, changed: Callable[[], None]
+    ) -> None:
         self._config = config
+        self._memory = memory
         self._changed = changed
         self._parameters = trainable_parameters(model)
         self._device = torch.device("cpu") if on_host else next(iter(self._parameters.values())).device
 
     def _zeros(self, prefix: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return a tensor for each parameter, sharded like it, and put them among `tensors`."""
+        elsewhere = self._memory.allocate_average(self._parameters.values(), dtype)
         made = {
-            name: torch.zeros_like(unwrapped(parameter), dtype=dtype, device=self._device)
+            name: elsewhere[parameter]
+            if parameter in elsewhere
+            else torch.zeros_like(unwrapped(parameter), dtype=dtype, device=self._device)
             for name, parameter in self._parameters.items()
         }
         self.tensors = {**self.tensors, **{f"{prefix}.{name}": tensor for name, tensor in made.items()}}
@@ -89,6 +97,7 @@ class MovingAverage(_Average):
             average = self._average[name]
             difference = _weight(parameter).to(self._device, torch.float32) - average
             average += difference.mul_(share)
+            self._memory.changed(average)
 
     def value(self, name: str) -> Tensor:
         return self._average[name]
@@ -110,6 +119,7 @@ class WindowAverage(_Average):
         snapshot = self._snapshots[int(self._updates) % len(self._snapshots)]
         for name, parameter in self._parameters.items():
             snapshot[name].copy_(_weight(parameter))
+            self._memory.changed(snapshot[name])
         self._updates += 1
 
     def value(self, name: str) -> Tensor:

@@ -26,7 +26,7 @@ class CPUOffload(Technique):
             return dict.fromkeys((Claim.UPDATE, Claim.PARAMETERS), "offload.parameters")
         return {Claim.UPDATE: "offload.optimizer"} if config.offload.optimizer == "disk" else {}
 
-    @reads("offload", "optimizer", "training.enable_cpu_offload")
+    @reads("offload", "average", "optimizer", "training.enable_cpu_offload")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         offload, optimizer = config.offload, config.optimizer
         if not offload.is_used:
@@ -37,12 +37,15 @@ class CPUOffload(Technique):
         if sys.platform != "linux":
             yield "offload", 'files instead of memory need Linux: set "memory"'
         key = "offload.optimizer" if offload.optimizer == "disk" else "offload.parameters"
-        if others := ", ".join(sorted(optimizer.names - {"AdamW"})):
+        of_states = "disk" in (offload.optimizer, offload.parameters)
+        if of_states and (others := ", ".join(sorted(optimizer.names - {"AdamW"}))):
             yield key, f"disk works with AdamW only, not with {others}"
-        elif optimizer.args or any(group.args for group in optimizer.groups):
+        elif of_states and (optimizer.args or any(group.args for group in optimizer.groups)):
             yield key, "AdamW takes no optimizer.args on disk: leave them out"
         if offload.parameters == "disk" and not config.training.enable_cpu_offload:
             yield "offload.parameters", "disk needs training.enable_cpu_offload = true"
+        if offload.average == "disk" and not (config.average.decay or config.average.window):
+            yield "offload.average", 'has no effect: set [average], or "memory"'
         if offload.path is not None and (problem := why_not_writable(offload.path)):
             yield self.option, problem
 
@@ -57,12 +60,13 @@ class CPUOffload(Technique):
             return None
         from titanlite.techniques.offload.disk import DiskMemory
 
-        parameters, moments = config.offload.parameters == "disk", config.offload.optimizer == "disk"
-        return DiskMemory(_folder(config, run), parameters=parameters, moments=moments)
+        names = {"parameters": "parameters", "moments": "optimizer", "average": "average"}
+        on_disk = {name: getattr(config.offload, option) == "disk" for name, option in names.items()}
+        return DiskMemory(_folder(config, run), **on_disk)
 
     def places(self, config: Config) -> dict[str, str]:
         states = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ()
-        on_disk = {"parameters": config.offload.parameters, "optimizer": config.offload.optimizer}
+        on_disk = {name: getattr(config.offload, name) for name in ("parameters", "optimizer", "average")}
         return dict.fromkeys(states, "host") | {name: place for name, place in on_disk.items() if place == "disk"}
 
     def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.runtime.dtensor import from_local_like
+from titanlite.runtime.dtensor import from_local_like, unwrapped
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.state_memory import StateMemory
@@ -77,15 +77,16 @@ class DiskMemory(StateMemory):
         folder: is made if it is not there.
         parameters: these are to be in files.
         moments: and these, of the optimizer.
+        average: and that of the weights.
     """
 
-    slices_updates = True
-
-    def __init__(self, folder: Path, *, parameters: bool = True, moments: bool = True) -> None:
+    def __init__(self, folder: Path, *, parameters: bool = True, moments: bool = True, average: bool = False) -> None:
         self.folder = folder
+        self.slices_updates = parameters or moments
         self.pins = not parameters
         self._holds_parameters = parameters
         self._holds_moments = moments
+        self._holds_average = average
         self._files: list[_File] = []
         self._thread = ThreadPoolExecutor(1, "offload")
         self._changed: list[Range] = []
@@ -124,6 +125,13 @@ class DiskMemory(StateMemory):
         kept = [*parameters] if self._holds_moments else []
         parts = iter(self.allocate([(local_tensor(p).shape, dtype) for p in kept for _ in range(2)]))
         return {p: (from_local_like(next(parts), p), from_local_like(next(parts), p)) for p in kept}
+
+    def allocate_average(
+        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
+    ) -> dict[nn.Parameter, Tensor]:
+        kept = {p: local_tensor(unwrapped(p)) for p in parameters} if self._holds_average else {}
+        parts = self.allocate([(part.shape, dtype or part.dtype) for part in kept.values()])
+        return {p: from_local_like(part, unwrapped(p)) for p, part in zip(kept, parts, strict=True)}
 
     def drop_after_use(self, model: nn.Module) -> None:
         """Drop parameters from memory after their FSDP unit's forward (compiled units excepted) and after their

@@ -37,6 +37,7 @@ from titanlite.runtime.private_torch.tracing import (
     propagate_shardings_without_modes,
     without_fake_tensors,
 )
+from titanlite.runtime.state_memory import StateMemory
 from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.techniques import (
@@ -110,7 +111,7 @@ def trace_step(
                 optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
                 with recorder.category("other"):
                     fill_states(optimizer, one_by_one=not keeps_gradients(config))
-                    average = weight_average(config, model)
+                    average = weight_average(config, model, StateMemory())
                     batches = [*map(split_batch(config, mesh), _batches(config, data_parallel_rank(mesh)[1], targets))]
                     recorder.micro_batches = len(batches)
                 states = (value for state in optimizer.state.values() for value in state.values())
