@@ -161,15 +161,15 @@ def test_a_ladder_resumes_predicts_and_is_the_same_twice(tiny: TinyRun, capsys: 
     for run in runs:
         last = json.loads((folder / run["name"] / "validation.jsonl").read_text().splitlines()[-1])
         assert (last["step"], last["loss"]) == (run["steps"], run["loss"])
-        assert run["error"] == pytest.approx(run["law"] / run["loss"] - 1)
+        assert run["error"] == pytest.approx(run["predicted"] / run["loss"] - 1)
     law, target = record["law"], record["target"]
-    assert target["law"] == pytest.approx(law["E"] + law["A"] / target["parameters"] ** law["alpha"])
+    assert target["predicted"] == pytest.approx(law["E"] + law["A"] / target["parameters"] ** law["alpha"])
     page = (folder / "ladder.html").read_text()
     report = json.loads(page.split('id="report">')[-1].partition("</script>")[0])
     [chart] = [chart for chart in report["charts"] if chart["name"] == "ladder"]
     drawn = {trace["name"]: trace["y"] for trace in chart["traces"]}
     assert drawn["runs"] == [run["loss"] for run in record["runs"]]
-    assert (drawn["prediction"], drawn["truth"]) == ([target["law"]], [target["loss"]])
+    assert (drawn["prediction"], drawn["truth"]) == ([target["predicted"]], [target["loss"]])
 
     code, output, errors = titanlite(*words_of(tiny, "--json"))
     assert (code, errors) == (0, []), "nothing is trained again, and the target's truth is known"
@@ -195,6 +195,11 @@ def test_commands_and_slurm_jobs_run_as_written(
     assert [line.split()[-1] for line in commands] == configs
     assert cli.run(words_of(tiny, "--print", "--processes", "4")) == 0
     assert mentions(capsys.readouterr().out.splitlines()[0], "titanlite.tools.launch 1 4", configs[0])
+    text = tiny.toml.read_text()
+    tiny.toml.write_text(text + "[optimizer.args]\namsgrad = true\n")
+    assert cli.run(words_of(tiny, "--print", "--optimizer.args={fused=true}")) == 2, "a file that inherits removes none"
+    assert mentions(capsys.readouterr().err, configs[0], tiny.toml)
+    tiny.toml.write_text(text)
     script = tmp_path / "jobs.sh"
     assert cli.run(words_of(tiny, "--slurm", str(script))) == 0
     assert mentions(capsys.readouterr().out, "sbatch", script)

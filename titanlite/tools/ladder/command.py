@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import numpy as np
 from rich.table import Column, Table
 
+from titanlite.config.load import load
 from titanlite.metrics.clock import format_seconds
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
@@ -59,7 +60,7 @@ def ladder(
         seeds: runs of each size, with debug.seed and the numbers after it
         standard: keep the standard parametrization: the same learning rate at every size
         train_target: train the target, too
-        fit: train nothing
+        fit: train nothing: fit the runs, which must be finished
         print_: train nothing: write the configs, and print the commands of runs that are not finished
         slurm (FILE): train nothing: write the configs, and a script for sbatch with one job for each run
         processes: processes of each run; default: one for each GPU, else 1
@@ -70,7 +71,7 @@ def ladder(
         RunError: a run failed.
 
     Example:
-        ladder --sizes 4 --tokens-per-parameter 20 --train-target
+        ladder_example --sizes 4 --tokens-per-parameter 20 --train-target
         llama3_8b --factor 4 --slurm ladder.sbatch
         llama3_8b --factor 4 --fit
     """
@@ -94,6 +95,8 @@ def ladder(
     folder.mkdir(parents=True, exist_ok=True)
     for rung in whole:
         write_atomically(rung.toml, rung.text)
+        if load(rung.toml) != rung.config:
+            raise UserError(f"titanlite ladder: {rung.toml} cannot have these options over {config}: put them there")
     commands = {rung.name: command_of(rung, processes) for rung in unfinished}
     if slurm:
         write_atomically(slurm, slurm_script([rung.toml for rung in jobs], folder.name))
@@ -122,9 +125,6 @@ def ladder(
     show(record if json_ else lines)
 
 
-# Output
-
-
 def _run_records(
     rungs: Sequence[Rung], law: Law | None = None, found: Mapping[str, RunRecords] = MappingProxyType({})
 ) -> list[dict[str, Any]]:
@@ -140,7 +140,7 @@ def _run_records(
         loss = run and loss_of(run)
         records.append(
             {key: getattr(rung, key) for key in keys}
-            | {"config": str(rung.toml), "loss": loss, "law": fitted.loss, "interval": fitted[1:]}
+            | {"config": str(rung.toml), "loss": loss, "predicted": fitted.loss, "interval": fitted[1:]}
             | {"error": fitted.loss / loss - 1 if fitted.loss and loss else None}
             | {"seconds": sum(phase_totals(run).values()) if run else None}
             | {"hash": run.hashes[-1].get("hash") if run and run.hashes else None}
@@ -157,11 +157,12 @@ def _record(law: Law, runs: list[dict[str, Any]], tokens_per_parameter: float) -
 
 def _sentences(record: dict[str, Any]) -> Iterator[str]:
     law, target = record["law"], record["target"]
+    prediction = f"{target['predicted']:.4f}{_interval(target['interval'])}"
     floor, alpha = (f"{it} {law[it]:.4g}{_interval(law[f'{it}_interval'])}" for it in ("E", "alpha"))
     yield f"law         loss = E + A / N^alpha with {floor}, {alpha}, A {law['A']:.4g}"
     if law["A"] <= 0:
         yield "warning     the loss does not fall from size to size: the law predicts nothing"
-    yield f"prediction  {target['law']:.4f}{_interval(target['interval'])} for {target['parameters']:,} parameters"
+    yield f"prediction  {prediction} for {target['parameters']:,} parameters"
     if target["loss"] is None:
         yield f"truth       the target is not trained yet (--train-target): {target['config']}"
     else:
@@ -178,7 +179,7 @@ COLUMNS = ("run", "width", "layers", "N", "tokens", "steps", "FLOPs", "loss", "l
 
 def _rows(runs: Sequence[dict[str, Any]]) -> list[list[str]]:
     forms = {"name": "", "width": "", "depth": "", "parameters": ",", "tokens": ",", "steps": ",", "flops": ".3g"}
-    forms |= {"loss": ".4f", "law": ".4f", "error": "+.2%"}
+    forms |= {"loss": ".4f", "predicted": ".4f", "error": "+.2%"}
     texts = [["" if it[key] is None else format(it[key], form) for key, form in forms.items()] for it in runs]
     return [[*row, format_seconds(it["seconds"]) if it["seconds"] else ""] for row, it in zip(texts, runs, strict=True)]
 
@@ -204,19 +205,14 @@ def _page_parts(record: dict[str, Any], law: Law) -> dict[str, Any]:
         {"name": "runs", "x": [it["parameters"] for it in runs], "y": [it["loss"] for it in runs], "color": 0}
         | {"points": "circle"},
         {"name": "prediction, 95 %", "x": at * 2, "y": low + high, "color": 1},
-        {"name": "prediction", "x": at, "y": [target["law"]], "color": 1, "points": "diamond"},
+        {"name": "prediction", "x": at, "y": [target["predicted"]], "color": 1, "points": "diamond"},
         {"name": "truth", "x": at, "y": [target["loss"]], "color": 2, "points": "x"},
     ]
     is_drawn = (any(value is not None for value in trace["y"]) for trace in traces)
     chart = {
-        "name": "ladder",
-        "title": "Loss by size",
-        "unit": "nats a token",
-        "kind": "lines",
-        "marks": [],
-        "log": True,
-    }
-    chart |= {"log_x": True, "x": "N, parameters of the blocks", "wide": True}
-    chart["traces"] = [trace for trace, is_there in zip(traces, is_drawn, strict=True) if is_there]
+        "name": "ladder", "title": "Loss by size", "unit": "nats a token", "x": "N, parameters of the blocks",
+        "kind": "lines", "log": True, "log_x": True, "wide": True, "marks": [],
+        "traces": [trace for trace, is_there in zip(traces, is_drawn, strict=True) if is_there],
+    }  # fmt: skip
     rows = [*_rows([*runs, target]), *([sentence] for sentence in _sentences(record))]
     return {"tables": [{"title": "", "columns": COLUMNS, "rows": rows}], "charts": [chart]}

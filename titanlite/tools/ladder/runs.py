@@ -18,6 +18,10 @@ from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StoppedBySignal, st
 from titanlite.tools.ladder.sizes import Rung, options_of
 from titanlite.tools.report.run_records import RunRecords, read_run
 
+WITHOUT_EFFECT = (
+    "job", "checkpoint", "metrics", "profiling", "comm", "parallelism", "activation_checkpoint", "compile", "offload",
+)  # fmt: skip
+"""Sections that change no loss, but for rounding: a run that is finished may have had others."""
 LAST_SHARE = 0.1
 """Share of the steps at the end of a run whose mean training loss counts, where the config has no validation."""
 
@@ -31,7 +35,8 @@ def finished(rung: Rung) -> RunRecords | None:
     if (rung.folder / "config.toml").is_file():
         was = dict(options_of(load(rung.folder / "config.toml").model_dump()))
         now = dict(options_of(rung.config.model_dump()))
-        others = [".".join(it) for it in {**was, **now} if it[0] != "job" and was.get(it) != now.get(it)]
+        keys = (it for it in {**was, **now} if it[0] not in WITHOUT_EFFECT and it != ("data", "cache_folder"))
+        others = [".".join(it) for it in keys if was.get(it) != now.get(it)]
         if others:
             raise UserError(
                 f"{rung.folder} was trained with another {', '.join(others)}: delete that folder, or make another "
