@@ -2,7 +2,7 @@
 
     python scripts/ladder_picture.py [FOLDER]
 
-Without a folder of a ladder, it trains that of ladder_example first: ten minutes on 2 CPU cores.
+Without a folder of a ladder, it trains that of ladder_example first: half an hour on 2 busy CPU cores.
 """
 
 import json
