@@ -27,18 +27,18 @@ def law_of(size: float) -> float:
 
 def test_the_fit_recovers_a_planted_law() -> None:
     law = Law(SIZES[:4], [law_of(size) for size in SIZES[:4]])
-    assert law.alpha.loss == pytest.approx(0.4, rel=1e-3)
+    assert law.alpha.value == pytest.approx(0.4, rel=1e-3)
     assert law.amplitude == pytest.approx(2000, rel=1e-2)
-    assert law.predict(math.inf).loss == pytest.approx(1.7, rel=1e-3)
+    assert law.predict(math.inf).value == pytest.approx(1.7, rel=1e-3)
     for size in SIZES:
         loss, low, high = law.predict(size)
         assert loss == pytest.approx(law_of(size), rel=1e-3)
         assert (low, high) == pytest.approx((loss, loss), rel=1e-3), "there is no noise"
     power = Law(SIZES[:4], [50 / size**0.2 for size in SIZES[:4]])
-    assert power.predict(math.inf).loss == pytest.approx(0, abs=5e-3)
-    assert power.predict(SIZES[9]).loss == pytest.approx(50 / SIZES[9] ** 0.2, rel=2e-3)
+    assert power.predict(math.inf).value == pytest.approx(0, abs=5e-3)
+    assert power.predict(SIZES[9]).value == pytest.approx(50 / SIZES[9] ** 0.2, rel=2e-3)
     straight = Law(SIZES[:3], [3.0, 2.9, 2.8])  # falls faster than any law with a floor of at least 0
-    assert straight.predict(math.inf).loss == 0
+    assert straight.predict(math.inf).value == 0
     assert straight.predict(1e6)[1:] == (None, None), "three runs have no spare one"
 
 

@@ -18,7 +18,7 @@ from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import write_atomically
 from titanlite.tools.arguments import Count, at_least, between
-from titanlite.tools.ladder.law import Law, Prediction
+from titanlite.tools.ladder.law import Estimate, Law
 from titanlite.tools.ladder.runs import command_of, finished, loss_of, slurm_script, train
 from titanlite.tools.ladder.sizes import Rung, plan
 from titanlite.tools.report.page import page
@@ -136,12 +136,12 @@ def _run_records(
     keys = ("name", "width", "depth", "parameters", "tokens", "steps", "flops")
     records = []
     for rung in rungs:
-        run, fitted = found.get(rung.name), law.predict(rung.parameters) if law else Prediction()
+        run, fitted = found.get(rung.name), law.predict(rung.parameters) if law else Estimate()
         loss = run and loss_of(run)
         records.append(
             {key: getattr(rung, key) for key in keys}
-            | {"config": str(rung.toml), "loss": loss, "predicted": fitted.loss, "interval": fitted[1:]}
-            | {"error": fitted.loss / loss - 1 if fitted.loss and loss else None}
+            | {"config": str(rung.toml), "loss": loss, "predicted": fitted.value, "interval": fitted[1:]}
+            | {"error": fitted.value / loss - 1 if fitted.value and loss else None}
             | {"seconds": sum(phase_totals(run).values()) if run else None}
             | {"hash": run.hashes[-1].get("hash") if run and run.hashes else None}
         )
@@ -150,8 +150,8 @@ def _run_records(
 
 def _record(law: Law, runs: list[dict[str, Any]], tokens_per_parameter: float) -> dict[str, Any]:
     floor = law.predict(math.inf, of_run=False)
-    fitted = {"E": floor.loss, "E_interval": floor[1:], "A": law.amplitude}
-    fitted |= {"alpha": law.alpha.loss, "alpha_interval": law.alpha[1:]}
+    fitted = {"E": floor.value, "E_interval": floor[1:], "A": law.amplitude}
+    fitted |= {"alpha": law.alpha.value, "alpha_interval": law.alpha[1:]}
     return {"tokens_per_parameter": tokens_per_parameter, "law": fitted, "runs": runs[:-1], "target": runs[-1]}
 
 
@@ -199,7 +199,7 @@ def _page_parts(record: dict[str, Any], law: Law) -> dict[str, Any]:
     fitted = [law.predict(size) for size in sizes]
     at, low, high = [target["parameters"]], *([it] for it in target["interval"])
     traces = [
-        {"name": "law", "x": sizes, "y": [it.loss for it in fitted], "color": 0},
+        {"name": "law", "x": sizes, "y": [it.value for it in fitted], "color": 0},
         {"name": "95 % of runs, low", "x": sizes, "y": [it.low for it in fitted], "color": 0, "dash": 1},
         {"name": "95 % of runs, high", "x": sizes, "y": [it.high for it in fitted], "color": 0, "dash": 1},
         {"name": "runs", "x": [it["parameters"] for it in runs], "y": [it["loss"] for it in runs], "color": 0}

@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 
 
-class Prediction(NamedTuple):
-    """Loss of a size, and its 95 % interval; None without spare runs."""
+class Estimate(NamedTuple):
+    """A value with its 95 % interval, which is None without spare runs."""
 
-    loss: float | None = None
+    value: float | None = None
     low: float | None = None
     high: float | None = None
 
@@ -59,16 +59,16 @@ class Law:
         self.best = int(self.squares.argmin())
 
     @property
-    def alpha(self) -> Prediction:
+    def alpha(self) -> Estimate:
         inside = self.alphas[self._room >= 0]
-        return Prediction(self.alphas[self.best], *((inside.min(), inside.max()) if self.spare else (None, None)))
+        return Estimate(self.alphas[self.best], *((inside.min(), inside.max()) if self.spare else (None, None)))
 
     @property
     def amplitude(self) -> float:
         """A, for N in parameters."""
         return self.slope[self.best] * self.scale ** self.alphas[self.best]
 
-    def predict(self, size: float, *, of_run: bool = True) -> Prediction:
+    def predict(self, size: float, *, of_run: bool = True) -> Estimate:
         """Return the loss of a size; of infinity, E.
 
         Args:
@@ -80,7 +80,7 @@ class Law:
         half = np.sqrt(np.maximum(self._room, 0) * (variance + means**2 * of_run))
         inside = self._room >= 0
         bounds = (max(0, (means - half)[inside].min()), (means + half)[inside].max()) if self.spare else (None, None)
-        return Prediction(means[self.best], *bounds)
+        return Estimate(means[self.best], *bounds)
 
 
 def student_t(degrees: int) -> float:

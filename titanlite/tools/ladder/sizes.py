@@ -189,9 +189,9 @@ def _is_width(spec: ModelSpec, width: int, depth: int) -> bool:
 
 def _toml(path: Path, config: Config) -> str:
     """Return TOML that inherits from a file, and has each option of the config that is another one there."""
-    of_file = dict(options_of(load(path).model_dump()))
+    of_file = dict(options_of(load(path).model_dump(exclude_none=True)))
     tree: dict[str, Any] = {"base": str(path.resolve())}
-    for key, value in options_of(config.model_dump()):
+    for key, value in options_of(config.model_dump(exclude_none=True)):
         if value != of_file.get(key) and key != ("job", "name"):
             section = tree
             for part in key[:-1]:
