@@ -7,7 +7,6 @@ arXiv:2203.03466, appendix D.1).
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
 from functools import partial
 from itertools import islice, product
 from pathlib import Path
@@ -26,7 +25,7 @@ from titanlite.runtime.errors import RunError, UserError
 from titanlite.schema import Config
 from titanlite.tools.api import build_run
 from titanlite.tools.arguments import Count
-from titanlite.tools.plan.estimate import with_options
+from titanlite.tools.plan.estimate import resized_options, with_options
 from titanlite.tools.report.parameter_table import show
 from titanlite.train import Run
 
@@ -101,17 +100,16 @@ def _sized(config: Config, widths: Sequence[int], depths: Sequence[int]) -> Iter
     """
     model = config.model
     spec = resolve_model(model.name, model.flavor, model.args, model.file, path=model.path)
-    own = asdict(spec.args)
     cache = config.data.cache_folder or str(Path(config.job.dump_folder, "data_cache"))
     common = {"data.cache_folder": cache, "checkpoint.enable": False, "checkpoint.initial_load_path": None}
     common |= {"validation.enable": False, "metrics.loggers": [], "training.batch_ramp": []}
+    common |= {"training.seq_len_ramp": []}
     for width, depth in product(widths, depths or [len(spec.build().layers)]):
         try:
-            args = asdict(spec.args.resized(width=width, depth=depth))
+            size = resized_options(spec, width=width, depth=depth)
         except ValueError as error:
             raise UserError(f"titanlite coordcheck: width {width}, depth {depth}: {error}") from error
-        changed = {f"model.args.{key}": value for key, value in args.items() if value != own[key]}
-        yield (width, depth), with_options(config, common | changed)
+        yield (width, depth), with_options(config, common | size)
 
 
 def measure(config: Config, *, steps: int) -> dict[str, list[float]]:

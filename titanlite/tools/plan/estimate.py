@@ -1,7 +1,7 @@
 """Estimate: how much memory and time a config takes on given devices."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from titanlite.checks.preflight import select_model
@@ -140,6 +140,16 @@ def with_options(config: Config, options: Options) -> Config:
             section = section[name]
         section[last] = value
     return Config.model_validate(tree)
+
+
+def resized_options(spec: ModelSpec, *, width: int, depth: int) -> dict[str, Any]:
+    """Return the options that give a model another width and depth.
+
+    Raises:
+        ValueError: there is no such shape.
+    """
+    own, args = asdict(spec.args), asdict(spec.args.resized(width=width, depth=depth))
+    return {f"model.args.{key}": value for key, value in args.items() if value != own[key]}
 
 
 def with_vocab_size(config: Config) -> Config:

@@ -2,7 +2,7 @@
 
 import html
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -50,13 +50,21 @@ def report(runs: Sequence[Path], *, out: Path | None = None) -> None:
     print(f"wrote {place}")
 
 
-def page(runs: Sequence[RunRecords]) -> str:
-    """Return the page."""
+def page(runs: Sequence[RunRecords], *, above: Mapping[str, Any] | None = None, title: str = "") -> str:
+    """Return the page.
+
+    Args:
+        above: tables and charts above those of the runs, in the form of `report_of`.
+        title: default: the names of the runs.
+    """
     from plotly.offline import get_plotlyjs
 
+    shown = report_of(runs)
+    if above:
+        shown = {part: [*above[part], *shown[part]] for part in shown}
     values = {
-        "title": html.escape(", ".join(run.name for run in runs)).encode(errors="replace").decode(),
-        "report": to_json(report_of(runs)),
+        "title": html.escape(title or ", ".join(run.name for run in runs)).encode(errors="replace").decode(),
+        "report": to_json(shown),
         "plotly": get_plotlyjs().replace("</script", "<\\/script"),
     }
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(values)  # in one pass: a run may be called $report

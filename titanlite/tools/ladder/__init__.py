@@ -1,0 +1,1 @@
+"""`titanlite ladder`: the loss of a model, predicted from runs of smaller sizes."""
