@@ -229,10 +229,10 @@ class DataStage(Section):
 
 class Data(Section):
     path: Name | list[Name] | None = None
-    """Training data: files, folders or globs of text (.txt, .jsonl, .parquet, source code, ...), one or a list. It can
-    also be a folder or URL of prepared tokens, or python://file.py:Class for sequences from your own code. Without
-    it, stdlib:// is read, the source of Python's standard library. A file that is not there from the current folder is
-    looked for beside the config file."""
+    """Training data: files, folders, globs or URLs of text (.txt, .jsonl, .parquet, source code, ...), one or a list.
+    It can also be a folder or URL of prepared tokens, reader://file.py:function?PATH for a format of your own, or
+    python://file.py:Class for sequences from your own code. Without it, stdlib:// is read, the source of Python's
+    standard library. A file that is not there from the current folder is looked for beside the config file."""
     sources: list[DataSource] = []
     """Several sources, mixed in exact shares, instead of data.path."""
     stages: list[DataStage] = []

@@ -1,11 +1,13 @@
 """Optimizers on sharded parameters: the weights are those of one process, also after a resume."""
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.helpers import TinyRun, mentions, run_in_turn, run_ranks
-from tests.layouts import compare_with_one, degrees, optimizer_moments, trained
+from tests.layouts import compare_with_one, degrees, job, optimizer_moments, trained, trained_on
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 
@@ -85,3 +87,24 @@ def test_a_parametrization_gives_the_same_losses_on_every_layout(tiny: TinyRun) 
     common += ["--optimizer.base_width=32", "--optimizer.base_depth=1"]
     muon = [*common, "--optimizer.name=Muon", "--optimizer.args.ns_dtype=float32"]
     compare_with_one(tiny, {"AdamW": common, "Muon": muon}, [(2, 1), (1, 2), (1, 1, 1, 2)], steps=8)
+
+
+@pytest.mark.slow
+def test_soap_of_the_examples_is_equal_on_every_layout_and_after_a_resume(tiny: TinyRun) -> None:
+    """Its state has matrices of other shapes than the parameters', sharded like them."""
+    soap = f"--optimizer.name={Path(__file__).parents[2]}/examples/soap.py:SOAP"
+    options = [soap, "--optimizer.args={frequency = 2, largest_side = 100}", "--training.local_batch_size=1"]
+    options += ["--debug.reproducible_layouts", "--checkpoint.interval=3"]
+    layouts = [(1, 1), (1, 2), (2, 1)]
+    trained_on(tiny, {"soap": options}, *layouts)
+    expected, outputs = tiny.losses(job("soap", 1, 1)), tiny.folder / "outputs"
+    assert expected[-1] < expected[0] - 0.5
+    for layout in layouts[1:]:
+        assert tiny.losses(job("soap", *layout)) == expected
+    for layout in layouts:  # from what two shards have saved
+        shutil.copytree(outputs / job("soap", 1, 2), outputs / job("resumed", *layout))
+        shutil.rmtree(outputs / job("resumed", *layout) / "checkpoints" / "step-00000006")
+    trained_on(tiny, {"resumed": options}, *layouts)
+    for layout in layouts:
+        assert [record["step"] for record in tiny.records(job("resumed", *layout))] == [1, 2, 3, 4, 5, 6]
+        assert tiny.losses(job("resumed", *layout)) == expected

@@ -4,9 +4,13 @@ import runpy
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from tests.helpers import TinyRun
+from titanlite.runtime.user_code import find_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
@@ -26,3 +30,54 @@ def test_a_sweep_and_a_sweep_that_is_repeated(
         pytest.approx(tiny.losses(name)[-1], abs=1e-4) for name in ("tiny-lr-0.001", "tiny-lr-0.01")
     ]
     assert tables[1][1:] == tables[0][1:]
+
+
+def soap_by_the_paper(weight: np.ndarray, gradients: list[np.ndarray], *, lr: float, decay: float) -> np.ndarray:
+    """Weights after SOAP's steps (arXiv:2409.11321, algorithm 3), in float64; the first one only makes the bases."""
+    beta1, beta2, eps, frequency = 0.95, 0.9, 1e-8, 3
+    mean, square = np.zeros_like(weight), np.zeros_like(weight)
+    left, right = ((1 - beta2) * it for it in (gradients[0] @ gradients[0].T, gradients[0].T @ gradients[0]))
+    q_left, q_right = (np.linalg.eigh(it)[1][:, ::-1] for it in (left, right))
+    for step, gradient in enumerate(gradients[1:], start=1):
+        mean = beta1 * mean + (1 - beta1) * gradient
+        square = beta2 * square + (1 - beta2) * (q_left.T @ gradient @ q_right) ** 2
+        rotated = q_left.T @ (mean / (1 - beta1**step)) @ q_right
+        update = q_left @ (rotated / (np.sqrt(square / (1 - beta2**step)) + eps)) @ q_right.T
+        weight = weight - lr * decay * weight - lr * update
+        left = beta2 * left + (1 - beta2) * gradient @ gradient.T
+        right = beta2 * right + (1 - beta2) * gradient.T @ gradient
+        if step % frequency == 0:
+            q_left, q_right = np.linalg.qr(left @ q_left)[0], np.linalg.qr(right @ q_right)[0]
+    return weight
+
+
+def test_soap_is_that_of_the_paper() -> None:
+    """A matrix, a stack of two matrices, and a vector, for which it is Adam in a basis that is the identity."""
+    random = np.random.default_rng(0)
+    shapes = [(6, 6), (2, 5, 5), (7,)]
+    weights = [random.normal(size=shape) for shape in shapes]
+    gradients = [[random.normal(size=shape) for _ in range(11)] for shape in shapes]
+    parameters = [nn.Parameter(torch.tensor(weight, dtype=torch.float32)) for weight in weights]
+    options = {"lr": 0.01, "betas": (0.95, 0.9), "weight_decay": 0.1, "frequency": 3}
+    optimizer = find_object(f"{EXAMPLES}/soap.py:SOAP")(parameters, **options)
+    for step in range(11):
+        for parameter, several in zip(parameters, gradients, strict=True):
+            parameter.grad = torch.tensor(several[step], dtype=torch.float32)
+        optimizer.step()
+    found = [parameter.detach().numpy() for parameter in parameters]
+
+    def by_the_paper(weight: np.ndarray, several: list[np.ndarray]) -> np.ndarray:
+        return soap_by_the_paper(weight, several, lr=0.01, decay=0.1)
+
+    assert found[0] == pytest.approx(by_the_paper(weights[0], gradients[0]), abs=1e-5)
+    for number in range(2):
+        expected = by_the_paper(weights[1][number], [gradient[number] for gradient in gradients[1]])
+        assert found[1][number] == pytest.approx(expected, abs=1e-5)
+    vector = nn.Parameter(torch.tensor(weights[2], dtype=torch.float32))
+    adam = torch.optim.AdamW([vector], lr=0.01, betas=(0.95, 0.9), weight_decay=0.1)
+    for gradient in gradients[2][1:]:
+        vector.grad = torch.tensor(gradient, dtype=torch.float32)
+        adam.step()
+    assert found[2] == pytest.approx(vector.detach().numpy(), abs=1e-6)
+    with pytest.raises(ValueError, match="float32"):
+        type(optimizer)([nn.Parameter(torch.ones(2, 2, dtype=torch.bfloat16))])

@@ -231,7 +231,8 @@ def test_an_own_model_whose_init_fails_is_one_line(
 def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "inner").mkdir()
     (tmp_path / "inner" / "base.toml").write_text(
-        '[model]\nfile = "model.py"\n[data]\nsources = [{path = "python://data.py:One"}, {path = "text.py"}]\n'
+        '[model]\nfile = "model.py"\n[data]\nsources = [{path = "python://data.py:One"}, {path = "text.py"}, '
+        '{path = "reader://data.py:read?b/*.py:x"}]\n'
         '[training]\nloss = "/absolute/loss.py:f"\n'
     )
     outer = tmp_path / "outer.toml"
@@ -240,7 +241,9 @@ def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypa
     monkeypatch.chdir(tmp_path)
     config = load(outer, ["--optimizer.name=opt.py:Mine"])
     assert config.model.file == f"{tmp_path}/inner/model.py"
-    assert [source.path for source in config.data.sources] == [f"python://{tmp_path}/inner/data.py:One", "text.py"]
+    code = f"{tmp_path}/inner/data.py"
+    paths = [f"python://{code}:One", "text.py", f"reader://{code}:read?b/*.py:x"]
+    assert [source.path for source in config.data.sources] == paths
     assert config.training.loss == "/absolute/loss.py:f"
     assert config.metrics.loggers == [f"{tmp_path}/log.py:A", "package.module:B"]
     assert config.optimizer.name == "opt.py:Mine", "of the command line: relative to where it is given"

@@ -159,7 +159,7 @@ def test_bfloat16_weights_need_an_optimizer_that_rounds() -> None:
 
 def test_examples_of_the_guide_are_valid() -> None:
     examples = re.findall(r"```toml\n(.*?)```", Path("docs/optimizers.md").read_text(), re.DOTALL)
-    assert len(examples) == 6
+    assert len(examples) == 7
     with torch.device("meta"):
         model = Llama3(Llama3.flavors["debug"])  # pyright: ignore[reportArgumentType]
     for example in map(tomli.loads, examples):
@@ -225,5 +225,6 @@ def test_memory_of_states() -> None:
         'name = "SGD"': 0,
         'name = "SGD"\nargs.momentum = 0.9': 4 * 135,
         'name = "Muon"': 4 * 84 + 8 * 51,
+        'name = "examples/soap.py:SOAP"': 8 * 135,  # and preconditioners, whose shapes are others
     }.items():
         assert state_bytes(section(text), Shapes(), dtype="float32") == expected, text

@@ -1,6 +1,7 @@
 """Text -> tokens: all kinds of input give the same ones, nothing is lost silently, kills and workers change nothing."""
 
 import gzip
+import io
 import json
 import logging
 import multiprocessing
@@ -10,21 +11,28 @@ import re
 import signal
 import subprocess
 import sys
+import tarfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
+import pyarrow.feather
 import pyarrow.parquet as pq
 import pytest
+from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.helpers import mentions
+from tests.object_stores import Flaky
 from titanlite.data.pieces import PIECE_BYTES
 from titanlite.data.sources import check_path, open_tokens
 from titanlite.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
@@ -54,7 +62,7 @@ def write(path: Path, data: bytes | str) -> Path:
     return path
 
 
-def make(paths: list[Any] | Path, out: Path, **options: Any) -> TokenStore:
+def make(paths: list[Any] | Path | str, out: Path, **options: Any) -> TokenStore:
     """Prepare with bytes as tokens, silently."""
     paths = paths if isinstance(paths, list) else [paths]
     arguments = {name: options.pop(name) for name in ("on_error", "workers", "report") if name in options}
@@ -110,7 +118,114 @@ def write_lines(path: Path, pack: Callable[[bytes], bytes] = bytes) -> Path:
     return write(path, pack(lines[:100]) + pack(lines[100:]))  # several frames in a file
 
 
-INPUTS: dict[str, Callable[[Path], Path]] = {
+def write_arrow(path: Path, open_writer: Callable[..., Any]) -> Path:
+    table = pa.table({"id": range(len(TEXTS)), "text": TEXTS})
+    with open_writer(path, table.schema) as writer:
+        writer.write_table(table, max_chunksize=4)
+    return path
+
+
+def as_tar(members: list[tuple[str, bytes]]) -> bytes:
+    out = io.BytesIO()
+    with tarfile.open(fileobj=out, mode="w") as archive:
+        for name, data in members:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    return out.getvalue()
+
+
+def tar_of_texts(texts: list[str]) -> bytes:
+    """Samples as WebDataset has them: the text in .txt, with another one in .json, or in .json alone."""
+    members: list[tuple[str, bytes]] = []
+    for number, text in enumerate(texts):
+        name = f"./part/{number:04}"
+        members.append((f"{name}.seg.png", b"\0" * 700))
+        if number % 2:
+            members.append((f"{name}.json", json.dumps({"text": text}, indent=1).encode()))
+        else:
+            members += [(f"{name}.json", b'{"caption": 1}'), (f"{name}.txt", b"\xef\xbb\xbf" + text.encode())]
+    return as_tar(members)
+
+
+def write_mds(folder: Path, texts: list[str]) -> Path:
+    """A folder of MDS, as far as anything but its own package looks at it."""
+    write(folder / "index.json", "{}")
+    write(folder / "shard.00000.mds", as_lines(texts))
+    return folder
+
+
+class LocalDataset:
+    """Stands in for that of MosaicML's streaming, which is no dependency of the tests."""
+
+    def __init__(self, local: str) -> None:
+        lines = (Path(local) / "shard.00000.mds").read_text().splitlines()
+        self.rows = [json.loads(line) | {"image": b"\xff"} for line in lines]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.rows[index]
+
+
+@pytest.fixture(autouse=True)
+def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
+    module: Any = ModuleType("streaming")
+    module.__spec__, module.LocalDataset = ModuleSpec("streaming", None), LocalDataset
+    monkeypatch.setitem(sys.modules, "streaming", module)
+
+
+OWN = """
+def read(path, text_field):
+    with open(path) as file:
+        for line in file:
+            yield bytes.fromhex(line).decode()
+
+def rows(path, text_field):
+    return ({text_field: text} if text else text for text in read(path, text_field))
+"""
+
+
+def write_own(folder: Path, texts: list[str], name: str = "read") -> str:
+    """A format of a user, and the path by which their function reads it."""
+    code = write(folder / f"own_{time.monotonic_ns()}.py", OWN)
+    write(folder / "own" / "a.hex", "".join(text.encode().hex() + "\n" for text in texts))
+    return f"reader://{code}:{name}?{folder}/own"
+
+
+def at_url(scheme: str, files: dict[str, bytes]) -> str:
+    """A place in memory:// or flaky:// with these files."""
+    Flaky.register()
+    fs = fsspec.filesystem(scheme)
+    root = f"/corpus-{time.monotonic_ns()}"
+    for name, data in files.items():
+        while True:
+            try:
+                fs.pipe_file(f"{root}/{name}", data)
+                break
+            except ConnectionError:
+                continue
+    return f"{scheme}:/{root}"
+
+
+def in_hub(folder: Path) -> str:
+    """A file in a stand-in for Hugging Face's file system."""
+
+    class Hub(MemoryFileSystem):
+        protocol = "hf"
+
+        @classmethod
+        def _strip_protocol(cls, path: Any) -> Any:
+            return super()._strip_protocol(path.removeprefix("hf:/"))
+
+    fsspec.register_implementation("hf", Hub, clobber=True)
+    name = f"datasets/me/mine-{time.monotonic_ns()}/data"
+    Hub().pipe_file(f"/{name}/0.parquet", write_parquet(folder / "here.parquet").read_bytes())
+    return f"hf://{name}/*.parquet"
+
+
+INPUTS: dict[str, Callable[[Path], Path | str]] = {
     "folder of texts": lambda folder: write_texts(folder / "texts"),
     "lines": lambda folder: write_lines(folder / "a.JSONL"),
     "lines.gz": lambda folder: write_lines(folder / "a.jsonl.gz", gzip.compress),
@@ -118,8 +233,22 @@ INPUTS: dict[str, Callable[[Path], Path]] = {
     "json in lines": lambda folder: write(folder / "a.json.gz", gzip.compress(as_lines(TEXTS))),
     "folder with json": lambda folder: write(folder / "sub" / "a.json", as_lines(TEXTS)).parent,
     "parquet": lambda folder: write_parquet(folder / "a.parquet"),
+    "arrow file": lambda folder: write_arrow(folder / "a.arrow", pa.ipc.new_file),
+    "arrow stream": lambda folder: write_arrow(folder / "a.arrow", pa.ipc.new_stream),
+    "tar": lambda folder: write(folder / "a.tar", tar_of_texts(TEXTS)),
+    "folder with tar.gz": lambda folder: write(folder / "sub" / "a.tar.gz", gzip.compress(tar_of_texts(TEXTS))).parent,
+    "mds": lambda folder: write_mds(folder / "mds", TEXTS),
     "dataset": lambda folder: write_dataset(folder / "saved"),
     "folder with a dataset": lambda folder: write_dataset(folder / "above" / "saved").parent,
+    "own texts": lambda folder: write_own(folder, TEXTS),
+    "own rows": lambda folder: write_own(folder, TEXTS, "rows"),
+    "lines at a url": lambda folder: at_url("memory", {"a.jsonl": as_lines(TEXTS)}) + "/a.jsonl",
+    "json at a url": lambda folder: at_url("memory", {"a.json.gz": gzip.compress(as_lines(TEXTS))}) + "/a.json.gz",
+    "tar at a url": lambda folder: at_url("memory", {"b/a.tar": tar_of_texts(TEXTS)}) + "/**/*.tar",
+    "arrow at a url": lambda folder: (
+        at_url("memory", {"a.arrow": write_arrow(folder / "a.arrow", pa.ipc.new_file).read_bytes()}) + "/a.arrow"
+    ),
+    "parquet in a hub": in_hub,
 }
 
 
@@ -192,9 +321,14 @@ def test_reading_resumes_anywhere(
     write(folder / "a.jsonl", as_lines(texts))
     write(folder / "b.jsonl.gz", gzip.compress(as_lines(texts)))
     pq.write_table(pa.table({"text": texts}), folder / "c.parquet", row_group_size=3)
+    pyarrow.feather.write_feather(pa.table({"text": texts}), str(folder / "d.feather"), chunksize=3)
+    write_mds(folder / "e", texts)
+    own = write_own(tmp_path_factory.mktemp("own"), texts)
+    remote = at_url("memory", {"a.jsonl": as_lines(texts)}) + "/*.jsonl"
     for number, text in enumerate(texts):
-        write(folder / f"d{number:02}.txt", text)
-    files = find_files([str(folder)])
+        write(folder / f"f{number:02}.txt", text)
+    write(folder / "e.tar", tar_of_texts(texts))
+    files = find_files([own, remote, str(folder)])
     chunks = list(reading_module.read_chunks(files, text_field="text", chunk_bytes=chunk_bytes))
     for stop in stops:
         if stop < len(chunks):
@@ -209,9 +343,8 @@ def test_reading_resumes_anywhere(
     encoder = Encoder(ByteTokenizer(), Options())
     made = [it.tokens for _, it in encode_chunks(iter(chunks), encoder, workers=1)]
     plain = [text.removeprefix("\ufeff") for text in texts]
-    expected = [[BOS, *text.encode(), EOS] for text in texts * 3 if text] + [
-        [BOS, *t.encode(), EOS] for t in plain if t
-    ]
+    in_tar = [text if number % 2 else text.removeprefix("\ufeff") for number, text in enumerate(texts)]
+    expected = [[BOS, *text.encode(), EOS] for text in [*texts * 7, *in_tar, *plain] if text]
     assert np.concatenate(made).tolist() == [token for document in expected for token in document]
 
 
@@ -284,7 +417,11 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
         ("no/such", "no/such"),
         ([str(tmp_path / "*.md")], r"\*\.md"),
         ([str(tmp_path), str(tmp_path / "a.txt")], rf"a\.txt .*{tmp_path}\b.*{tmp_path}/a\.txt"),
-        (["s3://bucket/a.txt", "b"], "s3://bucket/a.txt"),
+        (["s3://bucket/tokens", "b"], "s3://bucket/tokens"),
+        (["memory://none/a.txt"], "memory://none/a.txt"),
+        (["memory://none/*.jsonl"], r"memory://none/\*\.jsonl"),
+        (["nothing://bucket/a.jsonl"], "nothing"),
+        (["reader://own_format.py:read"], r"reader://own_format\.py:read"),
     ):
         with pytest.raises(UserError, match=message):
             check_path(paths, find_files)
@@ -298,6 +435,38 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="/tokens "):
         make(tokens, tmp_path / "again")
     assert tokens_of(make(tmp_path, tmp_path / "beside")) == [BOS, 97, EOS], "tokens below are not text"
+
+
+def test_a_reader_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_own(tmp_path, ["one"])
+    cached = open_cached(Data(path=path), tmp_path / "cache")
+    assert tokens_of(cached) == [BOS, *b"one", EOS]
+    code = Path(path.removeprefix("reader://").partition(":")[0])
+    write(code, OWN.replace("decode()", "decode().upper()"))
+    monkeypatch.delitem(sys.modules, code.stem)  # as in the next process
+    assert tokens_of(open_cached(Data(path=path), tmp_path / "cache")) == [BOS, *b"ONE", EOS]
+    for name, text, words in (
+        (
+            "fails",
+            "def read(path, text_field):\n    yield 'a'\n    raise KeyError('dim')",
+            ["document 2", "own_fails.py:3"],
+        ),
+        ("takes", "def read(path):\n    return []", ["own_takes.py", "text_field"]),
+        ("lacks", "def read(path, text_field):\n    yield {'body': 'a'}", ["document 1", "'text'", "body"]),
+        ("other", "def read(path, text_field):\n    yield 3", ["document 1", "'text'", "segments"]),
+    ):
+        write(tmp_path / f"own_{name}.py", text)
+        with pytest.raises(UserError) as raised:
+            make(path.replace(code.stem, f"own_{name}"), tmp_path / "none")
+        assert mentions(str(raised.value), *words)
+
+
+def test_formats_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for kind, package in (("mds", "mosaicml-streaming"), ("arrow file", "pyarrow"), ("dataset", "datasets")):
+        with pytest.raises(UserError) as raised:
+            make(INPUTS[kind](tmp_path), tmp_path / "out")
+        assert mentions(str(raised.value), "pip", package)
 
 
 # Bad input
@@ -352,6 +521,12 @@ def test_the_first_ten_errors_are_named_and_all_are_counted(tmp_path: Path) -> N
         assert tokens_of(store) == [token for text in documents for token in (BOS, *text.encode(), EOS)]
 
 
+def _with_wrong_header() -> bytes:
+    data = bytearray(as_tar([("a.txt", b"a"), ("b.txt", b"b"), ("c.txt", b"c")]))
+    data[1024 + 150] ^= 1
+    return bytes(data)
+
+
 def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
     """(file, what is reported of it, texts that are read all the same)."""
     texts = [f"{i} {'x' * 50}" for i in range(4000)]
@@ -366,7 +541,10 @@ def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
     pq.write_table(pa.table({"text": bad_rows}), folder / "rows.parquet")
     pq.write_table(pa.table({"other": [1]}), folder / "other.parquet")
     pq.write_table(rows, folder / "cut.parquet")
-    (folder / "cut.parquet").write_bytes((folder / "cut.parquet").read_bytes()[:-9])
+    pyarrow.feather.write_feather(pa.table({"other": [1]}), str(folder / "other.arrow"))
+    pyarrow.feather.write_feather(rows, str(folder / "cut.arrow"))
+    for name in ("cut.parquet", "cut.arrow"):
+        (folder / name).write_bytes((folder / name).read_bytes()[:-9])
     return [
         (write(folder / "latin.txt", b"a" * 90 + b"\xe4"), "not UTF-8: byte 90", []),
         (write(folder / "long.txt", "ä".encode() * 3000 + b"\xc3"), "not UTF-8: byte 6,000", []),
@@ -379,6 +557,21 @@ def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
         ),
         (write(folder / "no.gz", b"no gzip"), "damaged: Not a gzipped file", []),
         (write(folder / "cut.jsonl.zst", whole[:-3]), "damaged: Truncated compressed stream; what follows", ["?"]),
+        (
+            write(folder / "images.tar", as_tar([("a.png", b"x"), ("b.seg.PNG", b"")])),
+            "no .txt or .json members: it has png, seg.png",
+            [],
+        ),
+        (write(folder / "no.tar", b"x" * 2000), "damaged: ", []),
+        (write(folder / "cut.tar", as_tar([("a.txt", b"a"), ("b.txt", b"b" * 900)])[:2100]), "damaged: ", ["a"]),
+        (write(folder / "between.tar", as_tar([("a.txt", b"a"), ("b.txt", b"b")])[:1024]), "damaged: ", ["a"]),
+        (write(folder / "header.tar", _with_wrong_header()), "damaged: ", ["a"]),
+        (write(folder / "cut.tar.gz", gzip.compress(as_tar([("a.txt", noise)]))[:-40]), "damaged: ", []),
+        (write(folder / "latin.tar", as_tar([("a.txt", b"a\xe4"), ("b.txt", b"b")])), "", ["b"]),
+        (write(folder / "lacks.tar", as_tar([("a.json", b'{"body": "a"}'), ("b.txt", b"b")])), "", ["b"]),
+        (write(folder / "no.arrow", b"ARROW1"), "damaged: ", []),
+        (folder / "other.arrow", "no field 'text': it has other (--text-field, data.text_field)", []),
+        (folder / "cut.arrow", "damaged: ", []),
         (folder / "rows.parquet", "not UTF-8: byte 0", ["a"]),
         (folder / "other.parquet", "no field 'text': it has other (--text-field, data.text_field)", []),
         (folder / "cut.parquet", "damaged: ", []),
@@ -392,7 +585,9 @@ def test_damaged_files_stop_or_are_skipped(tmp_path: Path) -> None:
     for number, (path, message, kept) in enumerate(damaged_inputs(tmp_path / "in")):
         for chunk_bytes in (2**20, 1000):
             out = tmp_path / f"{number}-{chunk_bytes}"
-            with pytest.raises(UserError, match=f"^{re.escape(str(path))}(:[0-9]+|: row [01])?: {re.escape(message)}"):
+            with pytest.raises(
+                UserError, match=f"^{re.escape(str(path))}(:[0-9]+|: row [01]|: [ab].(txt|json))?: {re.escape(message)}"
+            ):
                 make([path, good], out, chunk_bytes=chunk_bytes)
             store = make([path, good], out, chunk_bytes=chunk_bytes, on_error="skip")
             assert store.index["errors"] == 1, path
@@ -436,6 +631,43 @@ def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.Monke
     write(path, as_lines(["two"] * 200))
     with pytest.raises(UserError, match=r"a\.jsonl .*changed"):
         list(chunks)
+
+
+def test_a_file_at_a_url_that_changes(tmp_path: Path) -> None:
+    """Cached tokens of a URL are made again for another version of the file, also one of the same size."""
+    place = at_url("memory", {"a.jsonl": as_lines(["one"])})
+    data = Data(path=f"{place}/a.jsonl")
+    cached = open_cached(data, tmp_path)
+    assert open_cached(data, tmp_path).folder == cached.folder
+    files = find_files([f"{place}/a.jsonl"])
+    fsspec.filesystem("memory").pipe_file(f"{place}/a.jsonl", as_lines(["two"]))
+    with pytest.raises(UserError, match=r"a\.jsonl .*changed"):
+        list(reading_module.read_chunks(files, text_field="text", chunk_bytes=100))
+    assert tokens_of(open_cached(data, tmp_path)) == [BOS, *b"two", EOS]
+
+
+def test_a_store_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error of the store is none of the file: nothing is skipped."""
+    path = at_url("flaky", {"a.jsonl.gz": gzip.compress(as_lines(TEXTS))}) + "/a.jsonl.gz"
+    monkeypatch.setattr("titanlite.data.remote.PATIENCE", 0.1)
+    monkeypatch.setattr(Flaky, "chance", 0.2)
+    monkeypatch.setattr(Flaky, "_force", True)
+    assert tokens_of(make(path, tmp_path / "out")) == TOKENS
+    monkeypatch.setattr(Flaky, "chance", 1.0)
+    with pytest.raises(RunError, match=r"a\.jsonl\.gz"):
+        make(path, tmp_path / "none", on_error="skip")
+
+
+def test_text_in_s3(s3: str, tmp_path: Path) -> None:
+    fs = fsspec.filesystem("s3")
+    fs.pipe_file(f"{s3}/text/b.jsonl", as_lines(TEXTS[3:]))
+    fs.pipe_file(f"{s3}/text/a.parquet", write_parquet(tmp_path / "a.parquet").read_bytes())
+    store = make([f"{s3}/text/*"], tmp_path / "out")
+    assert tokens_of(store) == TOKENS + [token for text in TEXTS[3:] if text for token in (BOS, *text.encode(), EOS)]
+    before = find_files([f"{s3}/text/b.jsonl"])
+    assert [file[5:7] for file in before] == [file[5:7] for file in find_files([f"{s3}/text/*.jsonl"])]
+    fs.pipe_file(f"{s3}/text/b.jsonl", as_lines(TEXTS[3:])[::-1])
+    assert find_files([f"{s3}/text/b.jsonl"]) != before
 
 
 # Segments
@@ -501,7 +733,7 @@ def test_tokens_that_a_tokenizer_does_not_have(tmp_path: Path, monkeypatch: pyte
 # Processes
 
 
-def mixed_input(folder: Path) -> list[Path]:
+def mixed_input(folder: Path) -> list[Path | str]:
     """Every kind, some of it bad; about 60 kB."""
     texts = [f"document {i} " + "abc " * (i % 40) for i in range(200)]
     chat = [[{"text": text, "loss": bool(i % 2)}, {"text": "end", "loss": True}] for i, text in enumerate(texts)]
@@ -512,7 +744,10 @@ def mixed_input(folder: Path) -> list[Path]:
     write(folder / "chat.jsonl.gz", gzip.compress(as_lines(chat[:50]) + b"bad\n" + as_lines(chat[50:])))
     write(folder / "plain.jsonl", as_lines([*texts, 3, *texts]))
     pq.write_table(pa.table({"text": texts}), folder / "rows.parquet", row_group_size=70)
-    return [folder / name for name in ("texts", "long.txt", "chat.jsonl.gz", "plain.jsonl", "rows.parquet")]
+    pyarrow.feather.write_feather(pa.table({"text": texts}), str(folder / "rows.arrow"), chunksize=70)
+    write(folder / "samples.tar.gz", gzip.compress(tar_of_texts(texts)))
+    names = ("texts", "long.txt", "chat.jsonl.gz", "plain.jsonl", "rows.parquet", "rows.arrow", "samples.tar.gz")
+    return [*(folder / name for name in names), write_own(folder, texts)]
 
 
 SMALL: dict[str, Any] = {"chunk_bytes": 1500, "shard_tokens": 9000, "on_error": "skip"}
@@ -525,7 +760,7 @@ def test_workers_change_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     folders = [contents(make(paths, tmp_path / f"by-{workers}", workers=workers, **SMALL).folder) for workers in (1, 2)]
     assert folders[0] == folders[1]
     index = json.loads(folders[0]["index.json"])
-    assert (index["errors"], index["empty"], index["left_out"], len(index["shards"])) == (2, 7, 1, 10)
+    assert (index["errors"], index["empty"], index["left_out"], len(index["shards"])) == (2, 7, 1, 16)
     for name in ("documents", "tokens"):
         assert sum(entry[name] for entry in index["inputs"]) == index[name]
     with pytest.raises(UserError, match=r"chat\.jsonl\.gz:51: not JSON"):
@@ -558,7 +793,7 @@ except KeyboardInterrupt:
 """
 
 
-def begin(paths: list[Path], out: Path, workers: int) -> "subprocess.Popen[bytes]":
+def begin(paths: list[Path | str], out: Path, workers: int) -> "subprocess.Popen[bytes]":
     """Returns when three shards are there."""
     progress = partial_folder(out) / "resume.json"
     arguments = json.dumps([list(map(str, paths)), str(out), workers, str(progress)])
@@ -657,7 +892,7 @@ def test_an_error_in_a_worker_is_the_error_of_the_command() -> None:
 
 
 def test_a_full_disk_is_an_error_and_the_next_start_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    paths = mixed_input(tmp_path)
+    paths = [*mixed_input(tmp_path), at_url("flaky", {"a.jsonl": as_lines(["text"] * 500)}) + "/*"]
     expected = contents(make(paths, tmp_path / "whole", **SMALL).folder)
     add = prepare_module.TokenWriter.add
 

@@ -277,7 +277,7 @@ def test_a_slow_answer_is_no_failure_and_slow_failures_end(monkeypatch: pytest.M
             raise ConnectionError("reset")
         return 7
 
-    assert remote._retrying(lambda: act(fails=False), "there") == 7
+    assert remote.retrying(lambda: act(fails=False), "there") == 7
     with pytest.raises(RunError):
-        remote._retrying(lambda: act(fails=True), "there")
+        remote.retrying(lambda: act(fails=True), "there")
     assert len(calls) == 2

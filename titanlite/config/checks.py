@@ -7,6 +7,7 @@ from functools import partial
 from itertools import pairwise
 
 from titanlite.runtime.errors import did_you_mean
+from titanlite.runtime.files import is_file_url
 from titanlite.schema import BatchStage, Config, Data, DataStage, LengthStage, LRScheduler, Training, Validation
 from titanlite.techniques import asked_for, exclusions
 from titanlite.techniques.technique import Conflict, reads_of
@@ -188,13 +189,13 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
         if source.path == []:
             yield f"{key}.path", "is empty: name text or tokens"
         for path in [source.path] if isinstance(source.path, str) else source.path:
-            if path.startswith(("http://", "https://")):
+            if path.startswith(("http://", "https://")) and not is_file_url(path):
                 yield (
                     f"{key}.path",
                     f"{path} is a web address, which is not read: copy what it holds here first",
                 )
             elif "://" in path:
-                if path.partition("://")[0] not in ("stdlib", "hf", "python"):
+                if path.partition("://")[0] not in ("stdlib", "hf", "python", "reader"):
                     yield from _url(f"{key}.path", path)
             elif not glob.glob(os.path.expanduser(path)):
                 yield f"{key}.path", f"no file or folder {path}"

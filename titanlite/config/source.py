@@ -25,7 +25,7 @@ CODE = [
     )
 ]  # fmt: skip
 """Options that can name a file of the user's own code, or of data."""
-CODE_FILE = re.compile(r"(?P<scheme>(?:python://)?)(?P<file>[^/~:][^:]*\.py)(?P<name>(?::\w+)?)")
+CODE_FILE = re.compile(r"(?P<scheme>(?:(?:python|reader)://)?)(?P<file>[^/~:][^:?]*\.py)(?P<name>(?::\w+)?(?:\?.*)?)")
 
 Tree = dict[str, Any]
 Key = tuple[str, ...]

@@ -8,20 +8,25 @@ from typing import TYPE_CHECKING
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import is_file_url
 
 if TYPE_CHECKING:  # processes that tokenize import this file, and need no config
     from titanlite.schema import Data
 
 STDLIB = "stdlib://"
 HUGGING_FACE = "hf://"
+READER = "reader://"
+"""Text that a user's function reads: reader://file.py:function?PATH."""
 
 
 def prepared_tokens(paths: Sequence[str]) -> str | None:
     """Return the folder or URL of prepared tokens that the paths name, or None if they name text."""
-    if len(paths) != 1 or paths[0].startswith((STDLIB, HUGGING_FACE)):
+    if len(paths) != 1 or paths[0].startswith((STDLIB, HUGGING_FACE, READER)):
         return None
     path = os.path.expanduser(paths[0])
-    return path if "://" in path or (os.path.isdir(path) and is_token_folder(os.listdir(path))) else None
+    if "://" in path:
+        return None if is_file_url(path) else path
+    return path if os.path.isdir(path) and is_token_folder(os.listdir(path)) else None
 
 
 def is_token_folder(names: Collection[str]) -> bool:

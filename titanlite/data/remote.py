@@ -47,10 +47,10 @@ def localize(url: str, cache_folder: Path) -> Path:
     """
     from fsspec.implementations.local import LocalFileSystem
 
-    place = _open(url)
+    place = open_place(url)
     if isinstance(place.fs, LocalFileSystem):
         return Path(place.root)
-    index = _retrying(lambda: place.fs.cat_file(f"{place.root}/{INDEX}"), place.url_of(INDEX))
+    index = retrying(lambda: place.fs.cat_file(f"{place.root}/{INDEX}"), place.url_of(INDEX))
     files = _stated_files(index, place.url_of(INDEX))
     name = re.sub(r"[^\w-]+", "_", place.root.rpartition("/")[2], flags=re.ASCII)
     folder = cache_folder / f"{name}-{hashlib.sha256(index).hexdigest()[:16]}"
@@ -70,7 +70,12 @@ def localize(url: str, cache_folder: Path) -> Path:
 # Reading
 
 
-def _open(url: str) -> ObjectStorage:
+def open_place(url: str) -> ObjectStorage:
+    """Return the object store of a URL; `root` is the path in it.
+
+    Raises:
+        UserError: fsspec does not know this kind of URL, or its package is missing.
+    """
     try:
         return ObjectStorage(url, owner="")
     except ImportError as error:  # a kind of URL that fsspec knows, without its package
@@ -81,7 +86,7 @@ def _open(url: str) -> ObjectStorage:
         raise UserError(f"data.path: {url}: {error}") from None
 
 
-def _retrying(act: Callable[[], T], where: str, stop: Event | None = None) -> T:
+def retrying(act: Callable[[], T], where: str, stop: Event | None = None) -> T:
     """Return `act()`, repeated for PATIENCE seconds by the clock: one call reads little.
 
     Raises:
@@ -170,7 +175,7 @@ class _Copy:
     def file(self, file: _File) -> None:
         """Copy a file. It gets its name in the staging folder once it is complete and its checksum is right."""
         where, path, remote = self.place.url_of(file.name), self.staging / file.name, f"{self.place.root}/{file.name}"
-        size = _retrying(lambda: self.place.fs.info(remote)["size"], where, self.stop)
+        size = retrying(lambda: self.place.fs.info(remote)["size"], where, self.stop)
         if size not in (file.size, None):
             raise UserError(f"data.path: {where} is damaged: it has {size:,} bytes, {INDEX} states {file.size:,}")
         if self._fetch(file, path) or self._fetch(file, path) or self.stop.is_set():
@@ -183,7 +188,7 @@ class _Copy:
         with open(part, "wb") as out:
             while done < file.size and not self.stop.is_set():
                 end = min(done + BLOCK_BYTES, file.size)
-                block = _retrying(partial(self.place.fs.cat_file, remote, start=done, end=end), where, self.stop)
+                block = retrying(partial(self.place.fs.cat_file, remote, start=done, end=end), where, self.stop)
                 digest.update(block)
                 out.write(block)
                 done += len(block)

@@ -13,8 +13,9 @@ from titanlite.optim.registry import constructor_options, find_optimizer_cls
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Optimizer
 
-SAMPLE = 64, 64
-"""Shape of the matrix on which an optimizer class is tried."""
+SAMPLE = 32, 128
+"""Shape of the matrix on which an optimizer class is tried. It is not square: state of another shape, such as a
+preconditioner of one side, must not look like state of the parameter's shape."""
 
 
 def state_after_one_step(optimizer_cls: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> dict[str, Any]:

@@ -195,3 +195,8 @@ def why_not_writable(folder: str) -> str | None:
             return None
     except OSError as error:  # what permissions do not show: a file system of the kernel's, a quota
         return f"{existing} cannot be written ({error.strerror}): name another folder"
+
+
+def is_file_url(path: str) -> bool:
+    """Return whether a path is a URL of files, whose name has an extension of letters or a `*`, and not of a folder."""
+    return re.fullmatch(r"\w+://[^/]+/(.*/)?[^/]*(\*[^/]*|\.[A-Za-z]+)", path) is not None

@@ -11,7 +11,7 @@ from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.tools.ingest.chat_template import Refused, find_template, open_template
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
-from titanlite.tools.ingest.reading import Part
+from titanlite.tools.ingest.formats import Part
 
 if TYPE_CHECKING:  # each process that tokenizes imports this file, and needs no config
     from titanlite.schema import Data

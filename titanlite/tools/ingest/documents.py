@@ -5,8 +5,9 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from titanlite.runtime.errors import UserError
+from titanlite.tools.ingest.formats import Part, no_field
 from titanlite.tools.ingest.inputs import find_files
-from titanlite.tools.ingest.reading import CHUNK_BYTES, Part, no_field, read_chunks
+from titanlite.tools.ingest.reading import CHUNK_BYTES, read_chunks
 
 PLACES = {"lines": ":{}", "rows": ": row {}"}
 Segment = tuple[str, bool]
@@ -99,7 +100,7 @@ def _values(part: Part) -> Iterator[tuple[int, Any]]:
             except UnicodeDecodeError:
                 values = list(column)  # one by one, to see which
             yield from enumerate(values, start=part.first)
-        case "text" | "bad":
+        case _:
             yield 0, part.data
 
 

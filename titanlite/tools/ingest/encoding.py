@@ -22,7 +22,8 @@ from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.signals import end_with_parent, shielding_children
 from titanlite.tools.ingest.chat import FIELD, ChatDocument, ChatOptions, ChatReader
 from titanlite.tools.ingest.documents import Bad, Document, Segment, read_documents
-from titanlite.tools.ingest.reading import CHUNK_BYTES, Chunk, Part
+from titanlite.tools.ingest.formats import Part
+from titanlite.tools.ingest.reading import CHUNK_BYTES, Chunk
 from titanlite.tools.ingest.token_writer import SHARD_TOKENS
 
 FIRST = 10

@@ -5,28 +5,27 @@ Only names are looked at here, and the first line of a `.json` file that is name
 
 import glob
 import importlib.util
-import json
 import logging
 import os
 import stat
 import sysconfig
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NoReturn
 
-from titanlite.data.prepared import HUGGING_FACE, STDLIB, is_token_folder
+from titanlite.data.prepared import HUGGING_FACE, READER, STDLIB, is_token_folder
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import why_not_writable
-from titanlite.tools.ingest.streams import PACKINGS, Stream
+from titanlite.runtime.files import is_file_url, why_not_writable
+from titanlite.tools.ingest.formats import FORMATS, READABLE, File, first_object, own_kind
+from titanlite.tools.ingest.streams import PACKINGS, state_of, states_at
 
 logger = logging.getLogger(__name__)
 
 STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_VALIDATION = 16
 """Each file whose number is a multiple of this is for validation."""
-KINDS = {".jsonl": "lines", ".ndjson": "lines", ".jsonlines": "lines", ".json": "json", ".parquet": "parquet"}
-READABLE = "text and JSON lines (both also .gz and .zst) and .parquet can be read"
+KINDS = {suffix: kind for kind, it in FORMATS.items() for suffix in it.suffixes}
 
 
 def local_folder(name: str) -> Path:
@@ -40,23 +39,6 @@ def local_folder(name: str) -> Path:
     if problem := why_not_writable(name):
         raise UserError(f"--out: {problem}")
     return Path(os.path.abspath(os.path.expanduser(name)))
-
-
-class File(NamedTuple):
-    """File or dataset to read, with its size and time of change."""
-
-    path: str
-    source: int
-    """Number of the path that it was found by."""
-    kind: str
-    """text, lines, json (lines or text, by its first line), parquet or dataset."""
-    packing: str = ""
-    named: bool = True
-    """True if a path names the file itself, False if it was found in a folder."""
-    size: int = 0
-    mtime_ns: int = 0
-    identity: Any = None
-    """Device and inode, to find two names of one file."""
 
 
 def find_files(paths: Sequence[str]) -> list[File]:
@@ -87,27 +69,29 @@ def find_files(paths: Sequence[str]) -> list[File]:
     return files
 
 
-def first_object(path: str, packing: str) -> dict[str, Any] | None:
-    """The first line, if it is a JSON object and not longer than 1 MiB: the file is JSON lines then, or one line."""
-    with Stream(path, packing) as stream:
-        line = stream.read(2**20).partition(b"\n")[0]
-    try:
-        value = json.loads(line.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        return None
-    return value if isinstance(value, dict) else None
-
-
 def _find(path: str, source: int) -> Iterator[File]:
     """Yield the files of a path. A file may come more than once; the last one counts."""
     if path.startswith(STDLIB):
         yield from (_file(name, source, named=False) for name in _standard_library(path))
         return
-    if path.startswith(HUGGING_FACE):
+    if path.startswith(READER):
+        name, _, read = path.removeprefix(READER).partition("?")
+        if not read or read.startswith(HUGGING_FACE):
+            raise UserError(f"{path} names no files: expected {READER}file.py:function?PATH")
+        kind = own_kind(name)
+        for file in _find(read, source):
+            if file.kind == "dataset":
+                raise UserError(f"{path}: {file.path} is a dataset, which its own package reads")
+            yield file._replace(kind=kind, packing="")
+        return
+    if path.startswith(HUGGING_FACE) and not (path.startswith(HUGGING_FACE + "datasets/") and is_file_url(path)):
         yield File(path, source, "dataset", identity=path)
         return
+    if is_file_url(path):
+        yield from (_file(name, source, named=True, state=state) for name, state in states_at(path).items())
+        return
     if "://" in path:
-        raise UserError(f"{path} can be read only if it is a folder of prepared tokens, alone: copy text here first")
+        raise UserError(f"{path} can be read only if it is a folder of prepared tokens, alone: name its files of text")
     path = os.path.expanduser(path)
     names = [path] if os.path.lexists(path) else glob.glob(path, recursive=True)
     if not names:
@@ -153,6 +137,9 @@ def _walk(root: str, source: int) -> Iterator[File]:
         elif {"dataset_info.json", "state.json"} <= set(names):
             yield File(folder, source, "dataset", identity=identity)
             folders.clear()
+        elif "index.json" in names and any(".mds" in name for name in names):
+            yield File(folder, source, "mds", "", True, *state_of(folder), identity)
+            folders.clear()
         else:
             for name in names:
                 path = os.path.join(folder, name)
@@ -165,16 +152,20 @@ def _refuse(error: OSError) -> NoReturn:
     raise UserError(f"{error.filename} cannot be read: {error.strerror}")
 
 
-def _file(path: str, source: int, *, named: bool) -> File:
-    path = os.path.normpath(path)
+def _file(path: str, source: int, *, named: bool, state: tuple[int, int | str] | None = None) -> File:
+    """A file of this machine, or one at a URL, whose state is known."""
+    path = path if state else os.path.normpath(path)
     stem, suffix = os.path.splitext(os.path.basename(path).lower())
     if packing := PACKINGS.get(suffix, ""):
         suffix = os.path.splitext(stem)[1]
     kind = KINDS.get(suffix, "text")
+    identity: Any = path
     try:
-        stats = os.stat(path)
-        if named and not stat.S_ISREG(stats.st_mode):
-            raise UserError(f"{path} is neither a file nor a folder")
+        if state is None:
+            stats = os.stat(path)
+            if named and not stat.S_ISREG(stats.st_mode):
+                raise UserError(f"{path} is neither a file nor a folder")
+            state, identity = (stats.st_size, stats.st_mtime_ns), _identity(stats)
         if named and kind == "json":
             kind = "lines"
             if first_object(path, packing) is None:
@@ -186,7 +177,7 @@ def _file(path: str, source: int, *, named: bool) -> File:
         if named:
             raise UserError(f"{path} cannot be read: {error.strerror}") from None
         return File(path, source, "text", packing, named, identity=path)
-    return File(path, source, kind, packing, named, stats.st_size, stats.st_mtime_ns, _identity(stats))
+    return File(path, source, kind, packing, named, *state, identity)
 
 
 def _identity(stats: os.stat_result) -> tuple[int, int]:
@@ -194,9 +185,8 @@ def _identity(stats: os.stat_result) -> tuple[int, int]:
 
 
 def _check_packages(file: File) -> None:
-    package = {"parquet": "pyarrow", "dataset": "datasets"}.get(file.kind)
-    if file.packing == "zstd":
-        package = "pyarrow"
+    about = FORMATS.get(file.kind)
+    package = "pyarrow" if file.packing == "zstd" else about.package if about else ""
     if package and importlib.util.find_spec(package) is None:
-        install = "pip install datasets" if package == "datasets" else install_hint("data")
+        install = (about and about.install) or install_hint("data")
         raise UserError(f"{file.path} cannot be read without the package {package}: {install}")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from titanlite.tools.ingest.encoding import FIRST, Encoded
-from titanlite.tools.ingest.inputs import File
+from titanlite.tools.ingest.formats import File
 
 COUNTS = ("documents", "tokens", "bytes", "empty", "errors", "left_out")
 TOTALS = {"bytes": "text_bytes", "empty": "empty", "errors": "errors", "left_out": "left_out"}

@@ -28,9 +28,10 @@ from titanlite.tools.arguments import Count, Inputs
 from titanlite.tools.ingest.background import prepare_in_background
 from titanlite.tools.ingest.chat import chat_options, chats_of
 from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks, options_for
-from titanlite.tools.ingest.inputs import File, find_files, local_folder
+from titanlite.tools.ingest.formats import File, open_dataset
+from titanlite.tools.ingest.inputs import find_files, local_folder
 from titanlite.tools.ingest.outcome import left_out, new_notes, note, report_lines
-from titanlite.tools.ingest.reading import open_dataset, read_chunks
+from titanlite.tools.ingest.reading import read_chunks
 from titanlite.tools.ingest.token_writer import TokenWriter
 
 logger = logging.getLogger(__name__)

@@ -1,15 +1,24 @@
-"""The bytes of a file, unpacked where it is packed with gzip or zstd."""
+"""The bytes of a file, here or at a URL, unpacked where it is packed with gzip or zstd."""
 
 import gzip
 import io
+import os
 import zlib
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
+from titanlite.data.remote import open_place, retrying
+from titanlite.runtime.errors import RunError, UserError
+
 BLOCK = 2**13
 """Bytes that are unpacked at once: damage costs at most these."""
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+REMOTE_BLOCK = 2**22
+"""Bytes that are read at once from a URL."""
+VERSIONS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "Last-Modified", "created")
+"""What stores call the version of a file. The first one that is there counts."""
 
 
 class Stream:
@@ -25,7 +34,7 @@ class Stream:
     def __init__(self, path: str | Path, packing: str) -> None:
         self.damage = ""
         """Reason why the bytes ended before all were unpacked; empty if all were."""
-        self._file = open(path, "rb", buffering=2**17)  # noqa: SIM115 (open until the `with` block ends)
+        self._file = open_binary(path)
         self._bytes: Any = _unpack(self._file, packing)
 
     def __enter__(self) -> Self:
@@ -72,3 +81,85 @@ def _unpack(file: IO[bytes], packing: str) -> Any:
         stream: Any = pyarrow.CompressedInputStream(file, "zstd")
         return io.BufferedReader(stream, BLOCK)
     return file
+
+
+def open_binary(path: str | Path) -> IO[bytes]:
+    """Open a file to read, here or at a URL, from which only the bytes that are read are fetched.
+
+    Raises:
+        OSError: a file of this machine cannot be opened.
+        UserError, RunError: a file at a URL is not there, or its store does not answer.
+    """
+    if "://" in str(path):
+        return io.BufferedReader(_RemoteFile(str(path)), REMOTE_BLOCK)
+    return open(path, "rb", buffering=2**17)
+
+
+def state_of(path: str) -> tuple[int, int | str]:
+    """Return the size of a file, or of the files in a folder, and the time of the last change, or the version at a URL.
+
+    Raises:
+        OSError: the file is not there.
+        UserError, RunError: a file at a URL is not there, or its store does not answer.
+    """
+    if "://" in path:
+        [state] = states_at(path).values()
+        return state
+    stats = [os.stat(it) for it in (os.scandir(path) if os.path.isdir(path) else [path])]
+    return sum(it.st_size for it in stats), max(it.st_mtime_ns for it in stats)
+
+
+def states_at(url: str) -> dict[str, tuple[int, str]]:
+    """Return the URLs of the files that a URL names, which can be a glob with `*`: each with its size and version.
+
+    Raises:
+        UserError: there is no such file.
+        RunError: the store does not answer.
+    """
+    place = open_place(url)
+    fs, states = place.fs, {}
+    fs.invalidate_cache()
+    for path in retrying(lambda: fs.glob(place.root), url) if "*" in url else [place.root]:
+        name = fs.unstrip_protocol(path) if "*" in url else url
+        about = retrying(partial(fs.info, path), name)
+        if about["type"] != "file":
+            continue
+        if about["size"] is None:
+            raise UserError(f"{name} cannot be read: its server does not tell the size")
+        states[name] = about["size"], next((str(about[key]) for key in VERSIONS if about.get(key)), "")
+    if not states:
+        raise UserError(f"no file {url}")
+    return states
+
+
+class _RemoteFile(io.RawIOBase):
+    """A file at a URL. Each range of bytes is a call of its own, which is retried: no error ends the file early."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._place = open_place(url)
+        self._size, _ = state_of(url)
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = offset + (0, self._at, self._size)[whence]
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        end = min(self._at + len(buffer), self._size)
+        count = max(end - self._at, 0)
+        if count:
+            fetch = partial(self._place.fs.cat_file, self._place.root, start=self._at, end=end)
+            data = retrying(fetch, self._url)
+            if len(data) != count:
+                why = "it has changed, or its server reads no ranges"
+                raise RunError(f"{self._url}: {len(data):,} bytes came instead of {count:,}: {why}")
+            buffer[:count] = data
+            self._at = end
+        return count

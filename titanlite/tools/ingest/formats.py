@@ -1,0 +1,375 @@
+"""Formats of text: how the files of each become parts. A format is one function, and one row of `FORMATS`.
+
+Nothing is parsed here: that is left to whoever tokenizes. Only long text files are cut within the document, where the
+tokenizer would cut them itself. What a reader yields depends on the file alone, so that a resume counts its parts.
+"""
+
+import codecs
+import hashlib
+import inspect
+import json
+import os
+import re
+import tarfile
+from collections.abc import Callable, Iterable, Iterator
+from itertools import groupby, islice
+from typing import Any, NamedTuple
+
+from titanlite.data.pieces import PIECE_BYTES, cut
+from titanlite.data.prepared import HUGGING_FACE
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.user_code import check_call, describe_error, find_callable
+from titanlite.tools.ingest.streams import Stream, open_binary
+
+SNIFFED = 2**13
+MOST_ROWS = 2**13
+
+
+class File(NamedTuple):
+    """File or dataset to read, with its size and time of change."""
+
+    path: str
+    source: int
+    """Number of the path that it was found by."""
+    kind: str
+    """Name in `FORMATS`, or that of a user's own reader; see `own_kind`."""
+    packing: str = ""
+    named: bool = True
+    """True if a path names the file itself, False if it was found in a folder."""
+    size: int = 0
+    mtime_ns: int | str = 0
+    """At a URL: what its store says of the version."""
+    identity: Any = None
+    """Device and inode, to find two names of one file."""
+
+
+class Part(NamedTuple):
+    """Part of a chunk: data of one file."""
+
+    source: int
+    path: str
+    kind: str
+    """text: one document, or a piece of it. json: one document, as a JSON object. lines: JSON lines. rows: a column, as
+    Arrow writes it. bad: `data` is the reason why the file, or its rest, cannot be read; `path` has the position too.
+    binary: the file is left out."""
+    data: bytes
+    first: int = 0
+    """Number of the first line, from 1, or row, from 0."""
+    begins: bool = True
+    """True if the text begins here, False if it continues."""
+    ends: bool = True
+
+
+Step = tuple[Part, int]
+"""A part, and the bytes of the file that are read."""
+Reader = Callable[[File, str, int], Iterator[Step]]
+"""Yields the parts of a file, given the name of the field with the text, and the bytes of a chunk."""
+
+
+class Format(NamedTuple):
+    read: Reader
+    suffixes: tuple[str, ...] = ()
+    """Suffixes of the files, in lower case and without that of a compression."""
+    package: str = ""
+    """Package that reads it."""
+    install: str = ""
+    """Command that installs the package. Default: that of the extra `data`."""
+
+
+class _NoField(Exception):
+    """A table lacks the column of the text."""
+
+
+def no_field(text_field: str, names: Iterable[str]) -> str:
+    return f"no field {text_field!r}: it has {', '.join(islice(names, 8)) or 'none'} (--text-field, data.text_field)"
+
+
+def bad(file: File, why: str, place: str = "") -> Part:
+    return Part(file.source, file.path + place, "bad", why.encode())
+
+
+def _read_text(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
+    with Stream(file.path, file.packing) as stream:
+        data = stream.read(max(chunk_bytes, SNIFFED) + 1)
+        only = None
+        if b"\0" in data[:SNIFFED]:
+            only = bad(file, f"binary: {READABLE}") if file.named else Part(file.source, file.path, "binary", b"")
+        elif stream.damage:
+            only = bad(file, f"damaged: {stream.damage}")
+        elif len(data) <= chunk_bytes:
+            only = Part(file.source, file.path, "text", data.removeprefix(codecs.BOM_UTF8))
+        elif wrong := _wrong_text(file, chunk_bytes):
+            only = bad(file, wrong)
+        if only:
+            yield only, file.size
+            return
+        data, begins, ends = data.removeprefix(codecs.BOM_UTF8), True, False
+        while not ends:
+            more = chunk_bytes + PIECE_BYTES + 1 - len(data)  # enough for `cut`, also at the last place
+            data += stream.read(max(more, 0))
+            end = 0
+            while end < min(chunk_bytes, len(data)):
+                end = cut(data, end)
+            ends = end == len(data)  # then the stream has ended too
+            yield Part(file.source, file.path, "text", data[:end], begins=begins, ends=ends), stream.done
+            data, begins = data[end:], False
+
+
+def _wrong_text(file: File, chunk_bytes: int) -> str:
+    """Return the problem of a long text, or "". The whole text is checked before any of it is written."""
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    with Stream(file.path, file.packing) as stream:
+        at, data = 0, b""
+        try:
+            while data := stream.read(chunk_bytes):
+                decoder.decode(data)
+                at += len(data)
+            if stream.damage:
+                return f"damaged: {stream.damage}"
+            decoder.decode(b"", final=True)
+        except UnicodeDecodeError as error:
+            pending = len(error.object) - len(data)
+            return f"not UTF-8: byte {at - pending + error.start:,}"
+    return ""
+
+
+def _read_lines(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
+    number = 1
+    with Stream(file.path, file.packing) as stream:
+        while data := stream.read_lines(chunk_bytes):
+            lines = data.removeprefix(codecs.BOM_UTF8) if number == 1 else data
+            yield Part(file.source, file.path, "lines", lines, number), stream.done
+            number += data.count(b"\n")
+        if stream.damage:
+            yield bad(file, f"damaged: {stream.damage}; what follows cannot be read", f":{number}"), file.size
+
+
+def _read_json(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+    is_lines = text_field in (first_object(file.path, file.packing) or {})
+    yield from (_read_lines if is_lines else _read_text)(file, text_field, chunk_bytes)
+
+
+def first_object(path: str, packing: str) -> dict[str, Any] | None:
+    """The first line, if it is a JSON object and not longer than 1 MiB: the file is JSON lines then, or one line."""
+    with Stream(path, packing) as stream:
+        line = stream.read(2**20).partition(b"\n")[0]
+    try:
+        value = json.loads(line.decode("utf-8-sig"))
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, dict) else None
+
+
+# Tables
+
+
+def _table(columns: Callable[[File, str, int], Iterator[tuple[Any, int]]]) -> Reader:
+    """Return the reader of a kind of table.
+
+    Args:
+        columns: yields the text of some rows, and the bytes of the file up to there.
+    """
+
+    def read(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+        import pyarrow
+
+        row = 0
+        try:
+            for column, done in columns(file, text_field, chunk_bytes):
+                yield Part(file.source, file.path, "rows", _as_bytes(column), row), done
+                row += len(column)
+        except _NoField as error:
+            yield bad(file, str(error)), file.size
+        except (pyarrow.ArrowException, OSError) as error:
+            why = f"damaged: {str(error).splitlines()[0]}; what follows cannot be read"
+            yield bad(file, why, f": row {row}"), file.size
+
+    return read
+
+
+@_table
+def _read_parquet(file: File, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
+    from pyarrow.parquet import ParquetFile
+
+    options: dict[str, Any] = {"pre_buffer": False, "buffer_size": 2**20, "page_checksum_verification": True}
+    with open_binary(file.path) as stream, ParquetFile(stream, **options) as table:
+        _check_field(text_field, table.schema_arrow.names)
+        row = 0
+        for group in range(table.num_row_groups):
+            about = table.metadata.row_group(group)
+            columns = [about.column(i) for i in range(about.num_columns)]
+            mine = [it for it in columns if it.path_in_schema.partition(".")[0] == text_field]
+            size = _batch_rows(chunk_bytes, sum(it.total_uncompressed_size for it in mine), about.num_rows)
+            for batch in table.iter_batches(size, row_groups=[group], columns=[text_field], use_threads=False):
+                row += batch.num_rows
+                yield batch.column(0), file.size * row // table.metadata.num_rows
+
+
+@_table
+def _read_arrow(file: File, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
+    """Arrow's file format, which Feather is too, or its stream format, which Hugging Face `datasets` writes."""
+    import pyarrow
+
+    with open_binary(file.path) as stream:
+        try:
+            table: Any = pyarrow.ipc.open_file(stream)
+            batches = map(table.get_batch, range(table.num_record_batches))
+        except pyarrow.ArrowInvalid:
+            stream.seek(0)
+            batches = table = pyarrow.ipc.open_stream(stream)
+        _check_field(text_field, table.schema.names)
+        for batch in batches:
+            column = batch.column(text_field)
+            size = _batch_rows(chunk_bytes, column.nbytes, len(column))
+            for start in range(0, len(column), size):
+                yield column.slice(start, size), stream.tell()
+
+
+@_table
+def _read_dataset(file: File, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
+    dataset = open_dataset(file.path)
+    _check_field(text_field, dataset.column_names)
+    size, count = _batch_rows(chunk_bytes, dataset.data.nbytes, len(dataset)), len(dataset)
+    dataset = dataset.select_columns([text_field]).with_format("arrow")
+    for start in range(0, count, size):
+        end = min(start + size, count)
+        yield dataset[start:end].column(text_field), file.size * end // count
+
+
+def _check_field(text_field: str, names: list[str]) -> None:
+    if text_field not in names:
+        raise _NoField(no_field(text_field, names))
+
+
+def open_dataset(path: str) -> Any:
+    """A dataset of Hugging Face: the folder that `save_to_disk` wrote, or hf://NAME[:CONFIG][:SPLIT].
+
+    Raises:
+        UserError: it cannot be loaded.
+    """
+    import datasets
+
+    try:
+        if not path.startswith(HUGGING_FACE):
+            return datasets.load_from_disk(path)
+        name, *rest = re.split(r":(?![^\[]*\])", path.removeprefix(HUGGING_FACE))  # test[:10%] is a split
+        return datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
+    except Exception as error:  # of a hub, a network, a file: each has its own
+        raise UserError(f"{path} cannot be loaded: {error}") from None
+
+
+def _batch_rows(chunk_bytes: int, size: int, rows: int) -> int:
+    return min(max(chunk_bytes * rows // max(size, 1), 1), MOST_ROWS)
+
+
+def _as_bytes(column: Any) -> bytes:
+    import pyarrow
+
+    table = pyarrow.table({"": column})
+    sink = pyarrow.BufferOutputStream()
+    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
+        writer.write_table(table)
+    return sink.getvalue().to_pybytes()
+
+
+# Documents one by one
+
+
+def _read_tar(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
+    """Samples of WebDataset: members of one name up to its first dot. The text is NAME.txt, else it is in NAME.json."""
+    extensions: set[str] = set()
+    damage = ""
+    with Stream(file.path, file.packing) as stream:
+        try:  # by single blocks, so that what follows the last one is left in the stream
+            fileobj: Any = stream  # of which only `read` is called
+            with tarfile.open(fileobj=fileobj, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:
+                members = (member for member in archive if member.isfile())
+                for _key, sample in groupby(members, key=lambda member: _sample_name(member.name)[0]):
+                    texts: dict[str, Part] = {}
+                    for member in sample:
+                        extensions.add(extension := _sample_name(member.name)[1])
+                        if kind := {"txt": "text", "json": "json"}.get(extension):
+                            data = archive.extractfile(member).read().removeprefix(codecs.BOM_UTF8)  # pyright: ignore[reportOptionalMemberAccess]
+                            texts[extension] = Part(file.source, f"{file.path}: {member.name}", kind, data)
+                    if texts:
+                        yield texts.get("txt") or texts["json"], stream.done
+            rest = stream.read(2**20)  # an archive ends with two blocks of zeros, and tarfile does not look
+            if not rest or rest.strip(b"\0"):
+                damage = "the archive ends early, or has a wrong header"
+        except (tarfile.TarError, EOFError) as error:
+            damage = str(error)
+        if damage := stream.damage or damage:
+            yield bad(file, f"damaged: {damage}; what follows cannot be read"), file.size
+        elif not extensions & {"txt", "json"}:
+            why = f"no .txt or .json members: it has {', '.join(sorted(extensions)) or 'none'}"
+            yield bad(file, why) if file.named else Part(file.source, file.path, "binary", b""), file.size
+
+
+def _sample_name(member: str) -> tuple[str, str]:
+    """Name of the sample that a member of a tar archive is of, and its extension."""
+    folder, name = os.path.split(member)
+    stem, _, extension = name.partition(".")
+    return f"{folder}/{stem}", extension.lower() if stem else ""
+
+
+def _documents(function: Callable[[str, str], Iterable[Any]]) -> Reader:
+    """Return the reader of files whose documents a function yields.
+
+    Args:
+        function: of the path, and of the name of the field with the text. A document is a text, a list of segments, or
+            a row with one of them in a field.
+    """
+
+    def read(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+        number = done = 0
+        try:
+            for number, document in enumerate(function(file.path, text_field), start=1):
+                row = document if isinstance(document, dict) else {text_field: document}
+                data = json.dumps(row, default=str).encode()
+                done = min(done + len(data), file.size)
+                yield Part(file.source, f"{file.path}: document {number}", "json", data), done
+        except Exception as error:  # of a user's code or of a package: each has its own
+            why = f"{describe_error(error)}; what follows cannot be read"
+            yield bad(file, why, f": document {number + 1}"), file.size
+
+    return read
+
+
+@_documents
+def _read_mds(path: str, text_field: str) -> Iterable[Any]:
+    """A folder that MosaicML's streaming wrote."""
+    from streaming import LocalDataset  # pyright: ignore[reportMissingImports]
+
+    dataset = LocalDataset(path)
+    return (dataset[number] for number in range(len(dataset)))
+
+
+def own_kind(name: str) -> str:
+    """Return the kind of files that a function of the user reads: its name, and a hash of its code.
+
+    Raises:
+        UserError: there is no such function, or it takes other arguments.
+    """
+    check_call(name, "path", "text_field")
+    with open(inspect.getfile(find_callable(name)), "rb") as code:
+        return f"{name}@{hashlib.sha256(code.read()).hexdigest()[:16]}"
+
+
+FORMATS = {
+    "text": Format(_read_text),
+    "lines": Format(_read_lines, (".jsonl", ".ndjson", ".jsonlines")),
+    "json": Format(_read_json, (".json",)),
+    "parquet": Format(_read_parquet, (".parquet",), "pyarrow"),
+    "arrow": Format(_read_arrow, (".arrow", ".feather"), "pyarrow"),
+    "tar": Format(_read_tar, (".tar",)),
+    "mds": Format(_read_mds, package="streaming", install="pip install mosaicml-streaming"),
+    "dataset": Format(_read_dataset, package="datasets", install="pip install datasets"),
+}
+READABLE = "text and JSON lines (both also .gz and .zst), .parquet, .arrow and .tar can be read"
+
+
+def read_file(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+    """Yield the parts of a file of any format, or of one that a user's function reads."""
+    own = file.kind.rpartition("@")[0]
+    reader = _documents(find_callable(own)) if own else FORMATS[file.kind].read
+    return reader(file, text_field, chunk_bytes)
