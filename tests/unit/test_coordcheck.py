@@ -1,6 +1,9 @@
 """`titanlite coordcheck`: the verdict on sizes that grow, vanish or stay, and what is refused."""
 
 import json
+import re
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,17 +37,21 @@ def test_slopes_are_those_of_power_laws() -> None:
 
 @pytest.mark.long
 def test_the_standard_parametrization_grows_and_mup_is_flat(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
-    def check(*options: str) -> None:
-        coordcheck(str(tiny.toml), [*OPTIONS, *options], widths=[32, 64, 128], steps=3, json_=True)
+    def check(*options: str, out: Path | None = None) -> None:
+        coordcheck(str(tiny.toml), [*OPTIONS, *options], widths=[32, 64, 128], steps=3, out=out, json_=True)
 
     with pytest.raises(RunError) as error:
         check()
     assert mentions(str(error.value), "last block", "logits")
-    check(*MUP)
+    check(*MUP, out=tiny.folder / "check.html")
     output = capsys.readouterr().out
     records = [json.loads('{\n "sizes"' + part) for part in output.split('{\n "sizes"')[1:]]
     assert [(it["width"], it["depth"]) for it in records[0]["sizes"]] == [(32, 1), (64, 1), (128, 1)]
     assert {len(it["logits"]) - len(it["logits, change"]) for it in records[0]["sizes"]} == {1}
+    charts = chart_data((tiny.folder / "check.html").read_text())
+    drawn = next(it for it in charts if it["name"] == "last block, change width")
+    assert [it["x"] for it in drawn["traces"]] == [[32, 64, 128]] * 3
+    assert drawn["traces"][-1]["y"] == [it["last block, change"][-1] for it in records[1]["sizes"]]
     verdicts = {
         name: {it["quantity"]: (it["words"], it["slopes"]["width"]) for it in record["verdicts"]}
         for name, record in zip(["standard", "mup"], records, strict=True)
@@ -54,6 +61,12 @@ def test_the_standard_parametrization_grows_and_mup_is_flat(tiny: TinyRun, capsy
         assert verdicts["standard"][quantity][1] > 0.5, quantity
     assert {words for words, _ in verdicts["mup"].values()} == {"flat"}
     assert not (tiny.folder / "outputs" / "tiny").exists()
+
+
+def chart_data(page: str) -> list[dict[str, Any]]:
+    found = re.search(r'<script[^>]*type="application/json"[^>]*>(.*?)</script>', page, re.S)
+    assert found
+    return json.loads(found[1])["charts"]
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from titanlite.schema import Config
 from titanlite.tools.api import build_run
 from titanlite.tools.arguments import Count
 from titanlite.tools.plan.estimate import resized_options, with_options
+from titanlite.tools.report.page import check_page, page, write_page
 from titanlite.tools.report.parameter_table import show
 from titanlite.train import Run
 
@@ -53,6 +54,7 @@ def coordcheck(
     widths: Sequence[Count],
     depths: Sequence[Count] = (),
     steps: Count = 5,
+    out: Path | None = None,
     json_: bool = False,
 ) -> None:
     """Check that activations and their changes have the same size at other widths and depths.
@@ -69,6 +71,7 @@ def coordcheck(
         widths (N): widths to try
         depths (N): numbers of layers to try; default: that of the config
         steps: steps to train
+        out (FILE): HTML page to write, with a picture of each quantity by width and by depth
         json_: print JSON
 
     Raises:
@@ -77,16 +80,21 @@ def coordcheck(
 
     Example:
         my.toml --widths 128 256 512
-        my.toml --widths 256 --depths 2 4 8 --steps 10
+        my.toml --widths 256 --depths 2 4 8 --steps 10 --out check.html
         my.toml --widths 128 256 512 --optimizer.parametrization=mup --optimizer.base_width=128
     """
     if not config:
         raise UserError("titanlite coordcheck: name a config; see titanlite coordcheck --help")
+    if out:
+        check_page(out, "titanlite coordcheck")
     configs = dict(_sized(load(config, overrides), widths, depths))
     if len(configs) < 2:
         raise UserError("titanlite coordcheck: name two sizes or more, for example --widths 128 256 512")
     found = {size: measure(sized, steps=steps) for size, sized in configs.items()}
     verdicts = judge(found)
+    if out:
+        charts = {"tables": [], "charts": [*_charts(found, verdicts)]}
+        write_page(out, page([], above=charts, title="Coordinate check"))
     show(_record(found, verdicts) if json_ else _lines(found, verdicts))
     if wrong := [f"{it.quantity} {it.words}" for it in verdicts if it.words != "flat"]:
         raise RunError(f"not flat: {', '.join(wrong)}")
@@ -169,6 +177,34 @@ def judge(found: Mapping[Size, Mapping[str, Sequence[float]]]) -> list[Verdict]:
 def _record(found: Mapping[Size, Mapping[str, Sequence[float]]], verdicts: Sequence[Verdict]) -> dict[str, Any]:
     sizes = [{"width": width, "depth": depth, **quantities} for (width, depth), quantities in found.items()]
     return {"sizes": sizes, "verdicts": [verdict._asdict() for verdict in verdicts], "bound": FLAT}
+
+
+def _charts(
+    found: Mapping[Size, Mapping[str, Sequence[float]]], verdicts: Sequence[Verdict]
+) -> Iterator[dict[str, Any]]:
+    """Yield a chart of each quantity by width and by depth, with a line for each step and size along the other axis."""
+    for verdict in verdicts:
+        for axis, name in enumerate(AXES):
+            if name not in verdict.slopes:
+                continue
+            others = sorted({size[1 - axis] for size in found})
+            steps = range(len(next(iter(found.values()))[verdict.quantity]))
+            first = 1 if verdict.quantity.endswith("change") else 0
+            traces = [
+                {
+                    "name": f"step {step + first}" + (f", {AXES[1 - axis]} {other}" if len(others) > 1 else ""),
+                    "x": sorted(size[axis] for size in found if size[1 - axis] == other),
+                    "y": [found[size][verdict.quantity][step] for size in sorted(found) if size[1 - axis] == other],
+                    "color": step,
+                    "dash": number % 4,
+                }
+                for number, other in enumerate(others)
+                for step in steps
+            ]
+            yield {
+                "name": f"{verdict.quantity} {name}", "title": f"{verdict.quantity}: {verdict.words}", "x": name,
+                "unit": "root mean square", "kind": "lines", "log": True, "log_x": True, "marks": [], "traces": traces,
+            }  # fmt: skip
 
 
 def _lines(found: Mapping[Size, Mapping[str, Sequence[float]]], verdicts: Sequence[Verdict]) -> Iterator[str | Table]:

@@ -34,20 +34,38 @@ def report(runs: Sequence[Path], *, out: Path | None = None) -> None:
         outputs/debug
         outputs/first outputs/second --out compare.html
     """
-    if out and not out.parent.is_dir():
-        raise UserError(f"titanlite report: --out {out}: there is no folder {out.parent}")
-    if find_spec("plotly") is None:
-        raise UserError(f"plotly is not installed: {install_hint('report')}")
+    place = out or runs[0] / "report.html"
+    check_page(place, "titanlite report")
     found = [read_run(path) for path in runs]
     names = [run.name for run in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two runs are called {twice}: name each once, and rename one of two folders of the same name")
-    place = out or runs[0] / "report.html"
+    write_page(place, page(found))
+    print(f"wrote {place}")
+
+
+def check_page(place: Path, command: str) -> None:
+    """Check that a page can be made.
+
+    Raises:
+        UserError: there is no such folder, or a package is missing.
+    """
+    if not place.parent.is_dir():
+        raise UserError(f"{command}: --out {place}: there is no folder {place.parent}")
+    if find_spec("plotly") is None:
+        raise UserError(f"plotly is not installed: {install_hint('report')}")
+
+
+def write_page(place: Path, content: str) -> None:
+    """Write a page.
+
+    Raises:
+        UserError: it cannot be written.
+    """
     try:
-        write_atomically(place, page(found))
+        write_atomically(place, content)
     except OSError as error:
         raise UserError(f"{error.filename or place}: {error.strerror}") from None
-    print(f"wrote {place}")
 
 
 def page(runs: Sequence[RunRecords], *, above: Mapping[str, Any] | None = None, title: str = "") -> str:
