@@ -477,6 +477,9 @@ CHOICES: dict[str, list[Any]] = {
     "parallelism.tensor_parallel_degree": [2],
     "training.seq_len": [8, 4096],
     "profiling.profile_freq": [4, 100],  # fewer are an error in torchtitan, too
+    "profiling.profile_freq": [20, 100],
+    "profiling.profiler_active": [2, 4],  # torchtitan fails, too, where a window is longer than profile_freq
+    "profiling.profiler_warmup": [2, 4],
     "checkpoint.async_mode": ["async"],
     "checkpoint.export_dtype": ["float16", "float32"],
     "optimizer.beta1": [0.5, 0.8],
