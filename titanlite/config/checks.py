@@ -21,7 +21,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path", "data.sources"), lambda: _sources(config.data, "data")),
         (
-            ("validation.enable", "validation.path", "validation.sources"),
+            ("validation.enable", "validation.path", "validation.sources", "validation.tasks"),
             lambda: _sources(config.validation, "validation"),
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
@@ -119,8 +119,8 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
     sources = section.all_sources()
     if section.path and section.sources:
         yield f"{name}.sources", f"and {name}.path are both set: set one of the two"
-    if isinstance(section, Validation) and section.enable and not sources:
-        yield f"{name}.path", f"is not set: name the data to validate on, or set {name}.enable = false"
+    if isinstance(section, Validation) and section.enable and not (sources or section.tasks):
+        yield f"{name}.path", f"is not set: name the data to validate on, or {name}.tasks, or set {name}.enable = false"
     elif section.path == []:
         yield f"{name}.path", "is empty: name text or tokens"
     titles = [source.title for source in sources]
