@@ -98,7 +98,8 @@ class CheckpointLM(TemplateLM):
             tokens = generator.stream(
                 prompt, max_new_tokens=room, sampler=sampler, stop_ids=stop_ids(self.text_tokenizer)
             )
-            text, until = "", options.get("until") or []
+            until = options.get("until") or []
+            text, until = "", [until] if isinstance(until, str) else until
             for piece in stream_text(self.text_tokenizer, tokens, context=prompt):
                 text += piece
                 if any(stop in text for stop in until):
