@@ -105,12 +105,13 @@ def built(rank: int, world_size: int, config: Config, observer: Any = None) -> "
     from titanlite.tools.convert.source import open_model
     from titanlite.tools.convert.weights import open_weights
     from titanlite.tools.ingest.prepare import prepare_text
+    from titanlite.tools.tasks.read import open_tasks
     from titanlite.train import build
 
     ranks, device = Ranks(rank, world_size, rank, world_size), torch.device("cpu")
     return build(
         config,
-        preflight(config, ranks, device, open_model=open_model),
+        preflight(config, ranks, device, open_model=open_model, open_tasks=open_tasks),
         ranks=ranks,
         device=device,
         prepare_text=prepare_text,

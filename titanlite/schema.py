@@ -278,7 +278,7 @@ class Data(Section):
 
 class Validation(Section):
     enable: bool = False
-    """Measure the loss on other data, and its bits per byte of text."""
+    """Measure the loss on other data, and its bits per byte of text, or score tasks, or both."""
     freq: PositiveInt = 100
     """Steps between validations. The last step is always followed by one."""
     path: Name | list[Name] | None = None
@@ -287,6 +287,9 @@ class Validation(Section):
     """Several validation sources, instead of validation.path. Each has a loss of its own."""
     sequences: Count = 256
     """Sequences of each source, the same at each validation; 0 takes all."""
+    tasks: list[Name] = []
+    """Tasks in the form of lm-evaluation-harness: YAML files, also beside the config file, or the names of shipped
+    ones, python_cloze and number_choice. Validation gives their accuracy."""
 
     def all_sources(self) -> list[ValidationSource]:
         """Return the sources of the section, whether it gives a path or a list; none if validation is off."""

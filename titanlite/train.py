@@ -22,7 +22,7 @@ from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, Targets, build_loss
-from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, world_group
+from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.records import RecordFile
@@ -179,6 +179,8 @@ def build(
         add_targets=targets.added_to,
     )
     check_same_everywhere(str(samples.settings()), "the training data", group=world)
+    if resolved.tasks:
+        check_same_everywhere(str([task.fingerprint for task in resolved.tasks]), "validation.tasks", group=world)
     if targets.settings:
         check_same_everywhere(str(targets.settings), targets.title, group=world)
 
@@ -272,6 +274,9 @@ def build(
     validator = Validator(
         config.validation,
         validation_sources,
+        resolved.tasks,
+        seq_len=training.seq_len,
+        multiple_of=2 * context_rank(mesh)[1],
         batch_size=batch_size,
         token_bytes=resolved.tokenizer.token_bytes(),
         kernels=kernels,
@@ -413,7 +418,7 @@ def _after_step(
         metrics.record_skipped(run.guard.check(run.world), run.micro_batches, run.samples)
     if stops:
         raise stop_requests.stopped(step)
-    if validator.sources and is_due(step, config.validation.freq, last=last):
+    if config.validation.enable and is_due(step, config.validation.freq, last=last):
         with metrics.not_training(waits_for_device=True), checkpoints.not_training():
 
             def measure() -> dict[str, Any] | None:

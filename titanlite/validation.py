@@ -1,9 +1,10 @@
-"""Validation: the loss on other data, by source. Any number of processes gives the same result."""
+"""Validation: the loss on other data, by source, and tasks. Any number of processes gives the same result."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,6 +21,10 @@ from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.kernels import Kernels
 from titanlite.schema import Validation
 
+if TYPE_CHECKING:
+    from titanlite.tasks import Scorer as _Scorer
+    from titanlite.tasks import Task
+
 ORDER_KEY = 0
 """Key of the choice of sequences. It does not depend on the seed, so that runs with other seeds can be compared."""
 
@@ -28,10 +33,12 @@ ASK_BATCHES = 8
 
 
 class Validator:
-    """Measures the loss on validation sources.
+    """Measures the loss on validation sources, and scores tasks.
 
     Args:
         sources: each gets metrics of its own.
+        tasks: read for sequences of `seq_len` tokens.
+        multiple_of: number that divides the length of each sequence that `split` can split.
         batch_size: sequences in one forward pass of one rank.
         token_bytes: [V], bytes of text that each token stands for.
         vocabulary: split of the vocabulary over processes, with tensor parallelism.
@@ -44,7 +51,10 @@ class Validator:
         self,
         config: Validation,
         sources: Sequence[Source],
+        tasks: "Sequence[Task]" = (),
         *,
+        seq_len: int,
+        multiple_of: int = 1,
         batch_size: int,
         token_bytes: np.ndarray,
         kernels: Kernels,
@@ -64,13 +74,29 @@ class Validator:
         self.rank, self.ranks = rank, ranks
         self.group = group
         self.split = split
+        self.scorer: _Scorer | None = None
+        if tasks:
+            from titanlite.tasks import Scorer
+
+            self.scorer = Scorer(
+                tasks,
+                seq_len=seq_len,
+                multiple_of=multiple_of,
+                batch_size=batch_size,
+                kernels=kernels,
+                vocabulary=vocabulary,
+                device=device,
+                rank=rank,
+                ranks=ranks,
+            )
 
     @torch.no_grad()
     def run(self, model: nn.Module, *, stops: Callable[[], bool] | None = None) -> dict[str, Any] | None:
         """Return the validation metrics, equal on all ranks; None if it was stopped.
 
-        `loss` is in nats a token, over the tokens of all sources. `sources` holds the `loss`, `bits_per_byte` (None
-        where no label is text), `tokens` and `sequences` of each source.
+        `loss` is in nats a token, over the tokens of all sources, if there are any. `sources` holds the `loss`,
+        `bits_per_byte` (None where no label is text), `tokens` and `sequences` of each source, and `tasks`, if there
+        are any, the metrics of each task and its number of `questions`.
 
         Args:
             stops: asked every ASK_BATCHES batches whether to stop. The answer is the same on all ranks.
@@ -79,12 +105,12 @@ class Validator:
         was_training = model.training
         model.eval()
         pairs = zip(self.sources, totals, strict=True)
-        batches = ((total, batch) for source, total in pairs for batch in self._batches(source))
+        of_sources = ((partial(self._add_loss, total), it) for source, total in pairs for it in self._batches(source))
         stopped = False
-        for number, (total, batch) in enumerate(batches):
+        for number, (measure, batch) in enumerate(chain(of_sources, self.scorer.batches() if self.scorer else ())):
             if stopped := stops is not None and number % ASK_BATCHES == 0 and stops():
                 break
-            total += self._measure(model, self.split(to_device(batch, self.device)))
+            measure(model, self.split(to_device(batch, self.device)))
         model.train(was_training)
         for module in model.modules():
             if isinstance(module, FSDPModule):
@@ -92,7 +118,8 @@ class Validator:
         if stopped:
             return None
         dist.all_reduce(totals, group=self.group)
-        record: dict[str, Any] = {"loss": _ratio(totals[:, 0].sum(), totals[:, 1].sum()), "sources": {}}
+        record: dict[str, Any] = {"loss": _ratio(totals[:, 0].sum(), totals[:, 1].sum())} if self.sources else {}
+        record["sources"] = {}
         for source, (nats, tokens, text_bytes) in zip(self.sources, totals, strict=True):
             bits = _ratio(nats, text_bytes * math.log(2)) if text_bytes else None
             record["sources"][source.name] = {
@@ -101,6 +128,8 @@ class Validator:
                 "tokens": int(tokens),
                 "sequences": self._count(source),
             }
+        if self.scorer:
+            record["tasks"] = self.scorer.measure(self.group)
         return record
 
     def _count(self, source: Source) -> int:
@@ -119,13 +148,13 @@ class Validator:
                 sequences.append(sequence)
             yield as_batch(sequences, mark_documents=source.marks_documents)
 
-    def _measure(self, model: nn.Module, batch: Batch) -> Tensor:
-        """Return the sums of nats, tokens and bytes of text: float64 [3]."""
+    def _add_loss(self, total: Tensor, model: nn.Module, batch: Batch) -> None:
+        """Add to the sums of nats, tokens and bytes of text: float64 [3]."""
         labels = batch["labels"]
         loss = model(batch["tokens"], loss=partial(self.loss_function, labels_BL=labels), **document_arguments(batch))
         counts = labels != IGNORE
         text_bytes = (self.token_bytes[labels.clamp(min=0)] * counts).sum()
-        return torch.stack([loss.cross_entropy.double(), counts.sum().double(), text_bytes.double()])
+        total += torch.stack([loss.cross_entropy.double(), counts.sum().double(), text_bytes.double()])
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:

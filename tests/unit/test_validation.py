@@ -54,6 +54,7 @@ def validate(
     validator = Validator(
         Validation(enable=True, path="x", **options),
         [Source(f"s{i}", part, f"f{i}", marks_documents=mask) for i, part in enumerate(sequences)],
+        seq_len=SEQ_LEN,
         batch_size=batch_size,
         token_bytes=TOKEN_BYTES,
         kernels=CpuKernels(),

@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
@@ -30,7 +30,12 @@ from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.techniques import asked_for, places, used
 from titanlite.techniques.technique import reads_of
 
+if TYPE_CHECKING:
+    from titanlite.tasks import Task
+
 T = TypeVar("T")
+OpenTasks = Callable[[Config, Tokenizer], "Sequence[Task]"]
+"""Read the tasks of `[validation]`: `titanlite.tools.tasks.read.open_tasks`. Raises UserError."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +45,7 @@ class ResolvedConfig:
     model: ModelSpec
     tokenizer: Tokenizer
     targets: Targets
+    tasks: "Sequence[Task]" = ()
 
 
 def preflight(
@@ -49,13 +55,16 @@ def preflight(
     *,
     find_text: FindText | None = None,
     open_model: OpenModel | None = None,
+    open_tasks: OpenTasks | None = None,
 ) -> ResolvedConfig:
     """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
 
     Raises:
         ConfigError: lists all problems.
     """
-    resolved, problems = examine(config, ranks, device, find_text=find_text, open_model=open_model)
+    resolved, problems = examine(
+        config, ranks, device, find_text=find_text, open_model=open_model, open_tasks=open_tasks
+    )
     if problems:
         raise ConfigError(problems)
     assert resolved is not None
@@ -70,6 +79,7 @@ def examine(
     *,
     find_text: FindText | None = None,
     open_model: OpenModel | None = None,
+    open_tasks: OpenTasks | None = None,
     judge_memory: bool = True,
 ) -> tuple[ResolvedConfig | None, list[Problem]]:
     """Resolve a config that may have problems.
@@ -79,6 +89,7 @@ def examine(
         bad_keys: options with a reported problem. Checks that read one of them are skipped.
         find_text: checks sources that are text, which are not checked without it.
         open_model: opens the weights of a frozen model. Without it, a config with one is refused.
+        open_tasks: reads tasks. Without it, a config with some is refused.
         judge_memory: whether the run must fit in this machine's memory and on its disk.
 
     Returns:
@@ -120,10 +131,12 @@ def examine(
     parts = {"student": spec, "tokenizer": tokenizer, "open_model": open_model, "attempt": report.attempt}
     opened = (technique.open_targets(config, **parts) for technique in asked_for(config))
     targets = next(filter(None, opened), None) or Targets()
+    reads = ["data", "validation", "training.seq_len"]
+    tasks = report.attempt("validation.tasks", reads, lambda: _open_tasks(config, tokenizer, open_tasks))
     if checked and judge_memory:
         _check_sizes(report, model, targets.frozen, config, ranks, device)
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
-    return (ResolvedConfig(spec, tokenizer, targets) if tokenizer else None), report.problems
+    return (ResolvedConfig(spec, tokenizer, targets, tasks or ()) if tokenizer else None), report.problems
 
 
 def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> ModelSpec:
@@ -239,6 +252,14 @@ def _check_vocabulary(tokenizer: Tokenizer, args: ModelArgs) -> None:
             f"has {tokenizer.vocab_size} tokens, the model only {args.vocab_size} (leave model.args.vocab_size out, so "
             "that it follows the tokenizer, or raise it)"
         )
+
+
+def _open_tasks(config: Config, tokenizer: Tokenizer | None, open_tasks: OpenTasks | None) -> "Sequence[Task]":
+    if tokenizer is None or not (config.validation.enable and config.validation.tasks):
+        return ()
+    if open_tasks is None:
+        raise UserError("are not read here: set validation.enable = false")
+    return open_tasks(config, tokenizer)
 
 
 def _check_optimizer(config: Optimizer, model: Model | None, dtype: str) -> bool:

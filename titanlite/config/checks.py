@@ -26,7 +26,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("data.path", "data.sources", "data.stages"), lambda: _data_stages(config.data)),
         (("data", "training.epochs", "teacher.cache"), lambda: _background(config)),
         (
-            ("validation.enable", "validation.path", "validation.sources"),
+            ("validation.enable", "validation.path", "validation.sources", "validation.tasks"),
             lambda: _sources(config.validation, "validation"),
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
@@ -177,8 +177,8 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
     sources = section.all_sources()
     if section.path and section.sources:
         yield f"{name}.sources", f"and {name}.path are both set: set one of the two"
-    if isinstance(section, Validation) and section.enable and not sources:
-        yield f"{name}.path", f"is not set: name the data to validate on, or set {name}.enable = false"
+    if isinstance(section, Validation) and section.enable and not (sources or section.tasks):
+        yield f"{name}.path", f"is not set: name the data to validate on, or {name}.tasks, or set {name}.enable = false"
     elif section.path == []:
         yield f"{name}.path", "is empty: name text or tokens"
     titles = [source.title for source in sources]

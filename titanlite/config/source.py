@@ -22,6 +22,7 @@ CODE = [
     for key in (
         "model.file", "training.loss", "metrics.loggers.*", "optimizer.name", "optimizer.groups.*.name", "data.path",
         "data.sources.*.path", "validation.path", "validation.sources.*.path", "data.chat_template",
+        "validation.tasks.*",
     )
 ]  # fmt: skip
 """Options that can name a file of the user's own code, or of data."""
@@ -134,7 +135,7 @@ def _anchor(node: Any, key: Key, folder: Path) -> None:
         if not isinstance(value, str):
             continue
         match = CODE_FILE.fullmatch(value)
-        is_data = part in ("path", "chat_template") and value and not exists(value)
+        is_data = (part in ("path", "chat_template") or value.endswith(".yaml")) and value and not exists(value)
         if is_data and exists(beside := folder / value):
             node[place] = str(beside.resolve())
         elif match and bool(match["scheme"]) == (part == "path"):

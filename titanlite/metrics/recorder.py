@@ -5,7 +5,7 @@ Time of checkpoints, validation and compilation is not step time. The host waits
 
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any
@@ -121,8 +121,17 @@ def validation_line(record: dict[str, Any]) -> str:
     for name, source in record["sources"].items():
         bits = "" if source["bits_per_byte"] is None else f", {source['bits_per_byte']:.4f} bits per byte"
         parts.append(f"{name} {source['loss']:.4f}{bits} ({source['sequences']:,} sequences)")
-    average = f"; average of weights {record['average']['loss']:.4f}" if "average" in record else ""
-    return f"step {record['step']:>5}  validation loss {record['loss']:.4f}: {'; '.join(parts)}{average}"
+    for name, task in record.get("tasks", {}).items():
+        parts.append(f"{name} {task_text(task)}")
+    loss = f" loss {record['loss']:.4f}" if "loss" in record else ""
+    average = f"; average of weights {record['average']['loss']:.4f}" if "loss" in record.get("average", {}) else ""
+    return f"step {record['step']:>5}  validation{loss}: {'; '.join(parts)}{average}"
+
+
+def task_text(task: Mapping[str, float]) -> str:
+    """Return the metrics of a task, such as acc 0.4200, acc_norm 0.4400 (50 questions)."""
+    metrics = ", ".join(f"{metric} {value:.4f}" for metric, value in task.items() if metric != "questions")
+    return f"{metrics} ({task['questions']:,} questions)"
 
 
 class MetricsRecorder:

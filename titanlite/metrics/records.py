@@ -74,9 +74,10 @@ VALIDATION = {
     **COMMON,
     "loss": Field(float, "nats a token", optional=True),
     "sources": Field(dict, ""),
+    "tasks": Field(dict, "", optional=True),
     "average": Field(dict, "", optional=True),
 }
-"""validation.jsonl: one record a validation. `average` has loss and sources with the average of the weights."""
+"""validation.jsonl: one record a validation. `average` has loss, sources and tasks with the average of the weights."""
 SAVES = {
     **COMMON,
     "blocking_seconds": Field(float, "s", optional=True),

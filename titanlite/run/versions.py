@@ -27,7 +27,7 @@ PACKAGES = ("torchao", "triton")
 """Optional packages that compute, beside PyTorch."""
 
 OWN_PATHS = re.compile(
-    r"(data|validation)\.(path|cache_folder|tokenizer|sources\.\d+\.path)(\.\d+)?|model\.file|training\.loss|"
+    r"(data|validation)\.(path|cache_folder|tokenizer|sources\.\d+\.path|tasks)(\.\d+)?|model\.file|training\.loss|"
     r"checkpoint\.initial_load_path|offload\.path|metrics\.loggers(\.\d+)?"
 )
 """Options that may differ from host to host: paths of what each host may keep in a place of its own.

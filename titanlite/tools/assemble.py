@@ -13,6 +13,7 @@ from titanlite.tools.convert.weights import open_weights
 from titanlite.tools.ingest.chat import template_problems
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.tools.tasks.read import open_tasks
 from titanlite.train import Run, build
 
 
@@ -34,6 +35,7 @@ def resolve(
         draft.bad_keys,
         find_text=find_files,
         open_model=open_model,
+        open_tasks=open_tasks,
         judge_memory=judge_memory,
     )
     draft.add(problems)

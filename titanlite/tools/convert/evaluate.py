@@ -1,4 +1,4 @@
-"""`titanlite evaluate`: loss and bits per byte of a checkpoint on any data, as validation computes them."""
+"""`titanlite evaluate`: loss and bits per byte of a checkpoint on any data, and tasks, as validation computes them."""
 
 import json
 import math
@@ -6,6 +6,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,16 +19,21 @@ from titanlite.data.samples import Source
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import TokenStore
+from titanlite.metrics.recorder import task_text
+from titanlite.models.base import Model
 from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
 from titanlite.schema import Config, Data, Validation, ValidationSource
+from titanlite.tasks import Task
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, OfAverage, RunConfig, RunTokenizer
+from titanlite.tools.convert.prompts import opening_ids
 from titanlite.tools.convert.source import Source as Weights
 from titanlite.tools.convert.source import default_dtype, load_model, open_source, tokenizer_of
 from titanlite.tools.ingest.prepare import prepare_text
+from titanlite.tools.tasks.read import read_tasks
 from titanlite.validation import ASK_BATCHES, Validator
 
 SEQ_LEN = 2048
@@ -42,6 +48,8 @@ def evaluate(
     tokenizer: RunTokenizer | None = None,
     average: OfAverage = False,
     data: Sequence[str] = (),
+    task: Sequence[str] = (),
+    lm_eval: Sequence[str] = (),
     text_field: str | None = None,
     sequences: Index | None = None,
     seq_len: Count | None = None,
@@ -50,7 +58,7 @@ def evaluate(
     cache_folder: str | None = None,
     json_: bool = False,
 ) -> None:
-    """Measure the loss of a checkpoint on any data.
+    """Measure the loss of a checkpoint on any data, or score tasks.
 
     The loss is in nats a token, and bits per byte compares models with different tokenizers. Sequence length, packing,
     document mask and dtype are those of the run, so that the values are those of its validation. Text is tokenized into
@@ -59,6 +67,8 @@ def evaluate(
     Args:
         data ([NAME=]PATH): a source, as data.path: text or prepared tokens; repeat it for more; default: the run's
             [validation]
+        task (TASK): a task as in validation.tasks: a YAML file, or python_cloze or number_choice; repeat it for more
+        lm_eval (NAME): a task of lm-evaluation-harness, which must be installed (lm_eval); repeat it for more
         text_field (NAME): field of a record that has the text; default: the run's
         sequences: sequences of each source, always the same ones; 0 takes all; default: validation.sequences (256)
         seq_len (L): tokens of a sequence; default: the run's
@@ -73,6 +83,7 @@ def evaluate(
     Example:
         outputs/debug --data stdlib:// --data mine='texts/*.jsonl'
         outputs/debug --json
+        outputs/debug --task python_cloze --task mine.yaml
     """
     weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     known = tokenizer_of(weights)
@@ -81,8 +92,11 @@ def evaluate(
         raise UserError(
             f"--seq-len: {length:,} is more than the max_seq_len {weights.spec.args.max_seq_len:,} of the model"
         )
-    _check_refused(weights, data)
-    section = _section(data, weights.config, sequences)
+    if lm_eval and find_spec("lm_eval") is None:
+        raise UserError("--lm-eval needs the package lm_eval: pip install lm_eval")
+    if data or not (task or lm_eval):
+        _check_refused(weights, data)
+    section = _section(data, [*task], weights.config, sequences, is_needed=not lm_eval)
     options = weights.config.data if weights.config else Data()
     options = options.model_copy(update={"text_field": text_field or options.text_field})
     folder = weights.config.job.dump_folder if weights.config else "outputs"
@@ -97,31 +111,51 @@ def evaluate(
             )
         except UserError as error:
             raise UserError(f"--data: {source.title}: {str(error).removeprefix('data.path: ')}") from None
-    record = _measure(weights, section, sources, tokenizer=known, data=options, batch_size=batch_size, dtype=dtype)
+    opening = opening_ids(known, weights.config)
+    tasks = read_tasks(section.tasks, tokenizer=known, opening=opening, seq_len=length) if section.tasks else []
+    ranks = Ranks(0, 1, 0, 1)
+    device = pick_device(ranks)
+    of_run = weights.config.training.mixed_precision_param if weights.config else default_dtype(device)
+    model = load_model(weights, dtype=DTYPES[dtype or of_run], device=device)
+    layout = {"tokenizer": known, "seq_len": length, "batch_size": batch_size}
+    record: dict[str, Any] = {"sources": {}}
+    if sources or tasks:
+        with process_group(ranks, device):
+            record = _measure(model, section, sources, tasks, **layout)
+    if lm_eval:
+        from titanlite.tools.tasks.harness import CheckpointLM, evaluate_tasks
+
+        harness = CheckpointLM(model, opening=opening, kernels=pick_kernels(device), **layout)
+        record["tasks"] = record.get("tasks", {}) | evaluate_tasks(harness, lm_eval)
     if json_:
         print(json.dumps({"checkpoint": weights.where, "seq_len": length, **record}))
     else:
         _print(record)
 
 
-def _section(data: Sequence[str], config: Config | None, sequences: int | None) -> Validation:
-    """Return the sources that the command names, or else those of the run's own validation.
+def _section(
+    data: Sequence[str], tasks: list[str], config: Config | None, sequences: int | None, *, is_needed: bool
+) -> Validation:
+    """Return the sources and tasks that the command names, or else those of the run's own validation.
+
+    Args:
+        is_needed: whether there must be some.
 
     Raises:
         UserError: there are none, or two have the same name.
     """
     base = config.validation if config else Validation()
-    if data:
-        sources = [_source(text) for text in data]
-    else:
-        sources = base.all_sources()
-        if not sources:
-            raise UserError("name the data, with --data PATH: the run has no [validation] of its own")
-    names = [source.title for source in sources]
+    own = [_source(text) for text in data]
+    if not data and not tasks and is_needed:
+        own, tasks = base.all_sources(), base.tasks if base.enable else []
+        if not own and not tasks:
+            raise UserError("name the data, with --data PATH, or a --task: the run has no [validation] of its own")
+    names = [source.title for source in own]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--data: two sources are called {twice}: name one, as --data NAME=PATH")
     count = base.sequences if sequences is None else sequences
-    return base.model_copy(update={"enable": True, "path": None, "sources": sources, "sequences": count})
+    section = {"enable": True, "path": None, "sources": own, "sequences": count, "tasks": tasks}
+    return base.model_copy(update=section)
 
 
 def _source(text: str) -> ValidationSource:
@@ -170,43 +204,42 @@ def _options_of(source: ValidationSource, data: Data, cache_folder: Path) -> Dat
 
 
 def _measure(
-    weights: Weights,
+    model: Model,
     section: Validation,
     sources: list[Source],
+    tasks: list[Task],
     *,
     tokenizer: Tokenizer,
-    data: Data,
+    seq_len: int,
     batch_size: int,
-    dtype: str | None,
 ) -> dict[str, Any]:
-    """Return the validation metrics: in the run's own compute dtype, unless another one is asked for."""
-    ranks = Ranks(0, 1, 0, 1)
-    device = pick_device(ranks)
-    of_run = weights.config.training.mixed_precision_param if weights.config else default_dtype(device)
+    """Return the validation metrics."""
+    group, device = dist.group.WORLD, next(model.parameters()).device
+    assert group is not None
     total = sum(min(section.sequences or len(it.sequences), len(it.sequences)) for it in sources)
-    with process_group(ranks, device), progress_bar("sequences", total, of_bytes=False) as advance:
-        model = load_model(weights, dtype=DTYPES[dtype or of_run], device=device)
-        group = dist.group.WORLD
-        assert group is not None
-        validator = Validator(
-            section,
-            sources,
-            batch_size=batch_size,
-            token_bytes=tokenizer.token_bytes(),
-            kernels=pick_kernels(device),
-            device=device,
-            rank=0,
-            ranks=1,
-            group=group,
-        )
+    total += sum(len(task.answers) for task in tasks)
+    validator = Validator(
+        section,
+        sources,
+        tasks,
+        seq_len=seq_len,
+        batch_size=batch_size,
+        token_bytes=tokenizer.token_bytes(),
+        kernels=pick_kernels(device),
+        device=device,
+        rank=0,
+        ranks=1,
+        group=group,
+    )
+    with progress_bar("sequences", total, of_bytes=False) as advance:
 
         def show() -> bool:
             advance(ASK_BATCHES * batch_size)
             return False
 
         record = validator.run(model, stops=show)
-        assert record is not None, "only a training run interrupts its validation"
-        return record
+    assert record is not None, "only a training run interrupts its validation"
+    return record
 
 
 def _print(record: dict[str, Any]) -> None:
@@ -221,7 +254,11 @@ def _print(record: dict[str, Any]) -> None:
         tokens, sequences = (sum(it[key] for it in record["sources"].values()) for key in ("tokens", "sequences"))
         table.add_row("all", f"{record['loss']:.4f}", _perplexity(record["loss"]), "", f"{tokens:,}", f"{sequences:,}")
     wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
-    Console(width=wide, markup=False, emoji=False, highlight=False).print(table)
+    console = Console(width=wide, markup=False, emoji=False, highlight=False)
+    if record["sources"]:
+        console.print(table)
+    for name, it in record.get("tasks", {}).items():
+        console.print(f"{name}  {task_text(it)}")
 
 
 def _perplexity(loss: float) -> str:

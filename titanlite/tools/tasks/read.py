@@ -1,0 +1,271 @@
+"""Tasks from files: YAML in the form of EleutherAI's lm-evaluation-harness, and JSON lines with the questions.
+
+A file gives the same requests here as in the harness (0.4.13, without examples before a question), or is refused. What
+it writes in Jinja runs in a sandbox; Python code that it names is never run.
+"""
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Literal, NoReturn
+
+import numpy as np
+from pydantic import ValidationError
+
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.runtime.console import install_hint
+from titanlite.runtime.errors import UserError, did_you_mean
+from titanlite.runtime.files import read_small
+from titanlite.schema import Config, Name, Section
+from titanlite.tasks import Answer, Question, Task
+from titanlite.tools.convert.prompts import opening_ids
+
+SHIPPED = Path(__file__).parent
+METRICS = {
+    "multiple_choice": ("acc", "acc_norm", "acc_bytes"),
+    "loglikelihood": ("acc", "perplexity"),
+}
+"""Metrics by type of a task. Where the file names none, all but acc_bytes."""
+
+
+WITHOUT_EFFECT = {
+    "task_alias", "tag", "group", "metadata", "training_split", "fewshot_split", "fewshot_config", "fewshot_delimiter",
+    "should_decontaminate", "doc_to_decontamination_query",
+}  # fmt: skip
+"""Keys that change no score of questions without examples."""
+
+
+class Metric(Section):
+    metric: Name
+    aggregation: str | None = None
+    higher_is_better: bool | None = None
+
+
+class DataFiles(Section):
+    data_files: Name | list[Name] | dict[str, Name | list[Name]]
+
+
+class TaskFile(Section):
+    """What is read of a YAML file. Another key may change scores."""
+
+    task: Name | None = None
+    dataset_path: Literal["json"]
+    dataset_kwargs: DataFiles
+    test_split: Name | None = None
+    validation_split: Name | None = None
+    output_type: Literal["multiple_choice", "loglikelihood"]
+    description: str = ""
+    doc_to_text: str
+    doc_to_choice: str | list[Name] | dict[Any, Name] | None = None
+    doc_to_target: str | int
+    target_delimiter: str = " "
+    metric_list: list[Metric] | None = None
+    num_fewshot: Literal[0] | None = None
+    repeats: Literal[1] | None = None
+
+
+def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Task]:
+    """Read the tasks of `[validation]`. Arguments and errors: see `read_tasks`."""
+    opening = opening_ids(tokenizer, config)
+    return read_tasks(config.validation.tasks, tokenizer=tokenizer, opening=opening, seq_len=config.training.seq_len)
+
+
+def read_tasks(names: Sequence[str], *, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> list[Task]:
+    """Read tasks.
+
+    Args:
+        names: YAML files, or names of shipped tasks.
+        opening: tokens that begin a text.
+        seq_len: tokens of the longest sequence. The beginning of longer contexts is cut off.
+
+    Raises:
+        UserError: a package is missing, or a file is not there, is not of the form or asks for more than is read.
+    """
+    if missing := [package for package in ("yaml", "jinja2") if find_spec(package) is None]:
+        raise UserError(f"tasks need {' and '.join(missing)}: {install_hint('tasks')}")
+    files = [_Reader(_find(name)) for name in names]
+    titles = [file.name for file in files]
+    if twice := next((title for title in titles if titles.count(title) > 1), None):
+        raise UserError(f"two tasks are called {twice}: give one another `task`")
+    return [file.read(tokenizer, opening, seq_len) for file in files]
+
+
+def _find(name: str) -> Path:
+    if (shipped := SHIPPED / f"{name}.yaml").is_file() and Path(name).name == name:
+        return shipped
+    path = Path(name).expanduser()
+    if not path.is_file():
+        known = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+        raise UserError(f"no file {name}{did_you_mean(name, known)} (shipped tasks: {', '.join(known)})")
+    return path
+
+
+class _Reader:
+    """Reader of one task.
+
+    Raises:
+        UserError: the YAML is not of the form.
+    """
+
+    def __init__(self, path: Path) -> None:
+        from jinja2 import StrictUndefined
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+        self.path = path
+        self.form = self._form()
+        self.name = self.form.task or path.stem
+        self.is_choice = self.form.output_type == "multiple_choice"
+        if self.is_choice and self.form.doc_to_choice is None:
+            self._refuse("doc_to_choice is missing")
+        self.metrics = [*self._metrics()]
+        self.files = self._files()
+        self._jinja = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        self._jinja.filters["regex_replace"] = _regex_replace
+
+    def read(self, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Task:
+        """
+        Raises:
+            UserError: a question has no answer, or is not of the form.
+        """
+        encoder = partial(encode, tokenizer=tokenizer, opening=opening, seq_len=seq_len)
+        delimiter = self.form.target_delimiter if self.is_choice else ""
+        questions = []
+        for where, document in self._documents():
+            try:
+                context, texts, right = self._question(document)
+                questions.append(Question([encoder(context, delimiter + text) for text in texts], texts, right))
+            except Exception as error:  # a template may raise anything
+                reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
+                raise UserError(f"{where}: {' '.join(reason.split())}") from None
+        if not questions:
+            self._refuse(f"has no questions in {', '.join(map(str, self.files))}")
+        return Task(self.name, self.metrics, self.is_choice, questions)
+
+    def _refuse(self, what: str) -> NoReturn:
+        raise UserError(f"{self.path}: {what}")
+
+    def _form(self) -> TaskFile:
+        import yaml
+
+        try:
+            content = yaml.safe_load(read_small(self.path))
+            if isinstance(content, dict):
+                content = {key: value for key, value in content.items() if key not in WITHOUT_EFFECT}
+            return TaskFile.model_validate(content)
+        except yaml.MarkedYAMLError as error:
+            line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
+            self._refuse(f"{line}{error.problem or error.context}")
+        except ValidationError as error:
+            first = min(error.errors(include_url=False), key=lambda it: it["type"] != "extra_forbidden")
+            key = ".".join(map(str, first["loc"]))
+            if first["type"] == "extra_forbidden":
+                self._refuse(f"{key} is not read, and may change scores{did_you_mean(key, TaskFile.model_fields)}")
+            self._refuse(f"{key}: {first['msg']}" + (f", got {first['input']!r:.80}" if key else ""))
+        except (OSError, yaml.YAMLError) as error:
+            self._refuse(" ".join(str(error).split()))
+
+    def _metrics(self) -> Iterator[str]:
+        known = METRICS[self.form.output_type]
+        for entry in self.form.metric_list or [Metric(metric=name) for name in known if name != "acc_bytes"]:
+            if entry.metric not in known:
+                self._refuse(f"metric {entry.metric} is not supported, only {', '.join(known)}")
+            if entry.aggregation not in (None, own := "perplexity" if entry.metric == "perplexity" else "mean"):
+                self._refuse(f"metric {entry.metric}: only aggregation = {own} is supported")
+            yield entry.metric
+
+    def _files(self) -> list[Path]:
+        """Return the files with the questions. One that is not there from the current folder is beside the YAML."""
+        split = self.form.test_split or self.form.validation_split
+        given = self.form.dataset_kwargs.data_files
+        files = given if isinstance(given, dict) else {"train": given}
+        if split is None:
+            self._refuse("test_split is missing: the split with the questions")
+        if not (found := files.get(split)):
+            self._refuse(f"dataset_kwargs.data_files has no files of the split {split}")
+        names = [found] if isinstance(found, str) else found
+        paths = [path if (path := Path(name)).is_file() else self.path.parent / name for name in names]
+        if missing := [path for path in paths if not path.is_file()]:
+            self._refuse(f"no file {missing[0]}")
+        return paths
+
+    def _documents(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for path in self.files:
+            for number, line in enumerate(read_small(path).splitlines(), 1):
+                if not line.strip():
+                    continue
+                where = f"{path}:{number}"
+                try:
+                    document = json.loads(line)
+                except (ValueError, RecursionError) as error:
+                    raise UserError(f"{where}: not JSON: {error}") from None
+                if not isinstance(document, dict):
+                    raise UserError(f"{where}: not an object of JSON")
+                yield where, document
+
+    def _value(self, key: str, document: Mapping[str, Any]) -> Any:
+        """Return what a key gives for a document: a column, or a rendered template. Digits are a number then."""
+        value = getattr(self.form, key)
+        if not isinstance(value, str):
+            return value
+        if value in document:
+            return document[value]
+        text = self._jinja.from_string(value).render(**document)
+        if key == "doc_to_choice":
+            return ast.literal_eval(text)
+        return int(text) if text.isdigit() and self.form.doc_to_choice is not None else text
+
+    def _question(self, document: Mapping[str, Any]) -> tuple[str, list[str], int]:
+        """Return context, answers, and which of them is right.
+
+        Raises:
+            UserError: there is no such answer.
+        """
+        context, target = self._value("doc_to_text", document), self._value("doc_to_target", document)
+        if not isinstance(context, str):
+            raise UserError(f"doc_to_text gives {context!r}, not a text")
+        context = str(self._value("description", document)) + context
+        if not self.is_choice:
+            if not isinstance(target, str) or not target:
+                raise UserError(f"has no answer: doc_to_target gives {target!r}")
+            return context, [target], 0
+        choices = self._value("doc_to_choice", document)
+        texts = [*choices.values()] if isinstance(self.form.doc_to_choice, dict) else choices
+        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
+            raise UserError(f"doc_to_choice gives {texts!r}, not a list of texts")
+        right = texts.index(target) if isinstance(target, str) and target in texts else target
+        if not isinstance(right, int) or not 0 <= right < len(texts):
+            raise UserError(f"has no answer: doc_to_target gives {target!r}, and there are {len(texts)} choices")
+        return context, texts, int(right)
+
+
+def encode(context: str, answer: str, *, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Answer:
+    """Return the tokens of a context and an answer, as the harness makes them: those of the context, and then those
+    that both together have beyond as many. Spaces at the end of the context belong to the answer. An empty context is
+    the token that begins a document, or ends one.
+
+    Raises:
+        UserError: the answer has no tokens of its own, or does not fit into a sequence.
+    """
+    kept = context.rstrip()
+    answer = context[len(kept) :] + answer
+    if kept:
+        before = [*opening, *tokenizer.encode(kept).tolist()]
+        after = tokenizer.encode(kept + answer).tolist()[len(before) - len(opening) :]
+    else:
+        first = tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id
+        if first is None:
+            raise UserError("the context is empty, and the tokenizer has no token that begins or ends a document")
+        before, after = [first], tokenizer.encode(answer).tolist()
+    if not after:
+        raise UserError(f"the answer {answer!r} adds no token to the context")
+    if len(after) > seq_len:
+        raise UserError(f"an answer has {len(after):,} tokens, and a sequence {seq_len:,}")
+    return Answer(np.array([*before, *after][-(seq_len + 1) :], dtype=np.int64), len(after))
+
+
+def _regex_replace(text: str, pattern: str, repl: str, count: int = 0) -> str:
+    return re.compile(pattern).sub(repl, text, count=count)
