@@ -38,13 +38,20 @@ def report(runs: Sequence[Path], *, out: Path | None = None) -> None:
         raise UserError(f"titanlite report: --out {out}: there is no folder {out.parent}")
     if find_spec("plotly") is None:
         raise UserError(f"plotly is not installed: {install_hint('report')}")
-    found = [read_run(path) for path in runs]
+    try:
+        found = [read_run(path) for path in runs]
+        text = page(found)
+    except UserError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        about = f"{type(error).__name__}: {error}"
+        raise UserError(f"titanlite report: records are not of the form that a run writes ({about})") from None
     names = [run.name for run in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two runs are called {twice}: name each once, and rename one of two folders of the same name")
     place = out or runs[0] / "report.html"
     try:
-        write_atomically(place, page(found))
+        write_atomically(place, text)
     except OSError as error:
         raise UserError(f"{error.filename or place}: {error.strerror}") from None
     print(f"wrote {place}")
