@@ -87,8 +87,6 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("adapters on 8 bits, recompute full", 2,
      [*SHAPE, "--training.global_batch_size=8", "--lora.rank=8", "--lora.quantize_base=int8", RECOMPUTE + "full"]),
     ("teacher", 2, [*SHAPE, "--training.global_batch_size=8", *TEACHER]),
-    ("teacher, never resharded", 2,
-     [*SHAPE, "--training.global_batch_size=8", *TEACHER, "--teacher.fsdp_reshard_after_forward=never"]),
 ]  # fmt: skip
 
 PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"

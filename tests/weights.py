@@ -101,7 +101,7 @@ def save_model(folder: Path, model: Model, config_file: Path, *, step: int = 10)
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         mesh=build_mesh(config.parallelism, world_size=torch.distributed.get_world_size(), device_type="cpu"),
         device=torch.device("cpu"),
-        settings=resume_settings(config, model_args=model.args, inputs={}),
+        settings=lambda samples: resume_settings(config, model_args=model.args, inputs={}),
         whole_config=dump(config),
     )
     manager.save(Progress(step, 8 * step), last=True)

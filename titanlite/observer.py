@@ -1,12 +1,9 @@
 """Observers of training: named hooks, so that planner, profilers and error messages need no patches of the code."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable
 from enum import StrEnum
 from typing import NamedTuple
-
-from torch import Tensor
 
 
 class Phase(StrEnum):
@@ -62,23 +59,6 @@ class StepObserver:
     def phase(self, name: Phase) -> None:
         """A phase begins."""
 
-    def unit(self, name: str) -> None:
-        """An FSDP unit begins to compute or to reduce: `backward NAME` or `reduce NAME`. Only for a model that
-        `observe_fsdp` was called on."""
-
-    def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
-        """An FSDP unit communicates within the context, and allocates and frees memory for it. Only for a model that
-        `observe_fsdp` was called on.
-
-        Args:
-            category: all-gather or reduce-scatter.
-            unit: name of the FSDP unit's first module.
-        """
-        return nullcontext()
-
-    def label(self, tensors: Iterable[Tensor], category: str) -> None:
-        """The memory of tensors has a category from here on: parameters, gradients, reduce-scatter, ..."""
-
     def close(self) -> None:
         """Training has ended, by itself or by a request."""
 
@@ -97,29 +77,9 @@ class Observers(StepObserver):
         for observer in self._observers:
             observer.phase(name)
 
-    def unit(self, name: str) -> None:
-        for observer in self._observers:
-            observer.unit(name)
-
-    def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
-        return _together(observer.collective(category, unit) for observer in self._observers)
-
-    def label(self, tensors: Iterable[Tensor], category: str) -> None:
-        tensors = [*tensors]
-        for observer in self._observers:
-            observer.label(tensors, category)
-
     def close(self) -> None:
         for observer in self._observers:
             observer.close()
-
-
-@contextmanager
-def _together(contexts: Iterable[AbstractContextManager[None]]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
-        yield
 
 
 class Position(NamedTuple):

@@ -167,9 +167,6 @@ class Teacher(Section):
     weights."""
     dtype: Literal["bfloat16", "float32"] | None = None
     """Dtype of the teacher's weights and compute. Default: training.mixed_precision_param."""
-    fsdp_reshard_after_forward: Literal["always", "never"] | PositiveInt = "always"
-    """Time at which the gathered parameters of the teacher are freed. always frees each FSDP unit after its forward.
-    never keeps the whole teacher on every process from the first step on. A number k keeps a 1/k shard of each unit."""
     enable_cpu_offload: bool = False
     """Keep the shards of the teacher in host memory."""
 

@@ -32,8 +32,6 @@ TECHNIQUES = {
     "plain": [],
     "offload": ["--teacher.enable_cpu_offload", "--training.enable_cpu_offload"],
     "teacher offload": ["--teacher.enable_cpu_offload"],
-    "gathered": ["--teacher.fsdp_reshard_after_forward=never"],
-    "part": ["--teacher.fsdp_reshard_after_forward=2"],
     "AC": ["--activation_checkpoint.mode=full"],
     "compile": ["--compile.enable"],
     "tied": [],
@@ -86,8 +84,7 @@ def test_losses_are_equal_on_every_layout_and_with_every_technique(tiny: TinyRun
     options["tied"] = [*NARROW, *DISTILL, tied, "--model.args.tied_head=true"]
     names = {layout: ["plain"] for layout in LAYOUTS}
     names[1, 1] += ["offload", "tied", "AC"]
-    names[1, 2] += [*options.keys() - {"plain", "part"}]
-    names[1, 4] = ["part"]  # all-gathers within pairs of ranks, from the second step on
+    names[1, 2] += [*options.keys() - {"plain"}]
     for world_size in (1, 2, 4):
         cases = [(it, name) for it, some in names.items() if it[0] * it[1] == world_size for name in some]
         configs = [

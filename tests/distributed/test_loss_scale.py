@@ -38,30 +38,6 @@ def skip_reasons(scale: LossScale, guard: StepGuard, norms: list[float], *, loss
     return found
 
 
-def test_the_scale_is_that_of_grad_scaler() -> None:
-    """Some of 40 gradients are infinite: the scale and the skipped steps are those of torch.amp.GradScaler."""
-    scaler = torch.amp.GradScaler("cpu", growth_interval=3)
-    weight = torch.nn.Parameter(torch.zeros(1))
-    sgd = torch.optim.SGD([weight], lr=1.0)
-    scale = LossScale(device=CPU, state={}, growth_interval=3)
-    guard = guard_of()
-    found = []
-    for step in range(1, 41):
-        before = weight.item()
-        scaler.scale(weight * (float("inf") if step in {1, 2, 3, 7, 8, 15, 30} else 1.0)).sum().backward()
-        found.append(float(scale.value))
-        assert found[-1] == scaler.get_scale(), step
-        scaler.unscale_(sgd)
-        assert weight.grad is not None
-        skip_reason = int(scale.decide(guard.decide, torch.tensor(2.0), weight.grad.norm()))
-        scaler.step(sgd)
-        scaler.update()
-        sgd.zero_grad()
-        assert skip_reason == (OVERFLOW if weight.item() == before else TAKEN), step
-    assert found[:9] == [INITIAL_SCALE / 2**i for i in (0, 1, 2, 3, 3, 3, 2, 3, 4)]
-    assert float(scale.value) == INITIAL_SCALE * 2**3, "3 more doublings than halvings"
-
-
 def train_by_grad_scaler(run: Any, scaler: torch.amp.GradScaler) -> None:
     [batch] = islice(run.batches, 1)
     loss = run.model(batch["tokens"], loss=partial(run.loss_function, labels_BL=batch["labels"]))

@@ -116,29 +116,6 @@ def test_list_of_a_folder_of_runs(titanlite: Command, tmp_path: Path, monkeypatc
     assert mentions(titanlite.refusal("show", "outputs"), "outputs", *(line for line in lines if "/" in line))
 
 
-def test_what_a_run_deletes_between_listing_and_reading_is_skipped(
-    titanlite: Command, place: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (1, 2, 3):
-        save(place, step)
-    kind = type(open_storage(place))
-    look, listings = kind.list, []
-
-    def list_and_lose(storage: Any) -> Any:
-        listings.append(look(storage))
-        listing = listings[-1]
-        if len(listings) == 1:
-            open_storage(place, owner="me").delete(folder_name(2))
-            save(place, 3, contents={"__0_0.distcp": b"other"})
-        return listing
-
-    monkeypatch.setattr(kind, "list", list_and_lose)
-    rows = titanlite.table(place)
-    assert [row[0] for row in rows] == ["1", "3"]
-    assert rows[1][-1] == "whole"
-    assert rows[1][2] == "0.0 MiB"
-
-
 @pytest.mark.parametrize("what", ["list", "verify"])
 def test_what_a_run_deletes_while_it_is_read_is_not_damaged(
     what: str, titanlite: Command, place: str, monkeypatch: pytest.MonkeyPatch

@@ -720,9 +720,9 @@ class ShortReads(ObjectStorage):
 @pytest.mark.long
 @pytest.mark.parametrize("file", ["manifest.json", "__0_0.distcp"])
 def test_a_store_that_returns_too_few_bytes_costs_no_checkpoint(
-    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]], file: str
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, file: str
 ) -> None:
-    """One short read is read again; short reads of one checkpoint quarantine it, those of two are the store's."""
+    """They are read again, and then it is the store's fault: the run ends."""
     store = ["--checkpoint.folder=memory://short/run", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0"]
     monkeypatch.setattr("titanlite.train.open_storage", ShortReads)
     storage, good = open_storage("memory://short/run"), [folder_name(step) for step in (1, 2, 3)]
@@ -732,14 +732,10 @@ def test_a_store_that_returns_too_few_bytes_costs_no_checkpoint(
         monkeypatch.setattr(ShortReads, "calls", 0)
         with pytest.raises(RunError) as caught:
             trained(tiny.config("--training.steps=4", *store))
-        assert re.search(rf"memory://short/run/step-00000002/{file}: \d+ of \d+ bytes", str(caught.value))
-        assert ShortReads.calls == 4  # two of the newest, two of the one before
+        assert re.search(rf"memory://short/run/step-00000003/{file}: \d+ of \d+ bytes", str(caught.value))
+        assert ShortReads.calls == 2
         assert [name for name, files in sorted(storage.list().items()) if "manifest.json" in files] == good
         assert not [name for files in storage.list().values() for name in files if "damaged" in name]
-        monkeypatch.setattr(ShortReads, "of", [f"{good[2]}/{file}"])
-        assert trained(tiny.config("--training.steps=2", *store))
-        assert any(f"damaged checkpoint: memory://short/run/{good[2]}" in text for text in warnings())
-        assert [name for name, files in sorted(storage.list().items()) if "manifest.json" in files] == good[:2]
     finally:
         storage.fs.store.clear()  # pyright: ignore
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention import varlen
 
 from tests.helpers import TinyRun, mentions, train_on_this_rank
 from tests.models import SMALL, built, documents
@@ -221,8 +222,6 @@ def scores(q_LNH: Tensor, k_LKH: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     """torch's operators of variable length with a CPU implementation, document by document, by hand; counts calls."""
-    from torch.nn.attention import varlen
-
     if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
         pytest.skip("this torch has no kernel for packed documents with grouped queries")
     calls: Counter[str] = Counter()
@@ -321,12 +320,8 @@ def test_where_the_packed_kernel_is_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     pretend_gpu(monkeypatch, capability)
-    if "enable_gqa" in inspect.signature(varlen_module().varlen_attn).parameters:
+    if "enable_gqa" in inspect.signature(varlen.varlen_attn).parameters:
         assert DEFAULT_KERNELS.has_packed_attention(device, dtype, head_dim) == expected
-
-
-def varlen_module() -> Any:
-    return pytest.importorskip("torch.nn.attention.varlen")
 
 
 def pretend_gpu(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None) -> None:

@@ -17,9 +17,7 @@ from safetensors.torch import load_file
 from tests.helpers import mentions
 from tests.object_stores import Flaky
 from tests.weights import OWN, one_process, random_model, save_model, save_random, small_toml, state
-from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.convert.export import parse_size
 from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.convert.target import Target
 
@@ -126,13 +124,6 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     larger = refusal(checkpoint, "--out", tmp_path / "b", "--tokenizer", "python-2k")
     assert mentions(larger, "python-2k", "2,048 tokens", "--no-tokenizer")
     assert {path.name for path in tmp_path.iterdir()} == {"small.toml", "checkpoints", "hf", "file"}
-
-
-def test_sizes() -> None:
-    assert [parse_size(text) for text in ("5GB", "1.5 kb", "2MiB")] == [5 * 10**9, 1500, 2**21]
-    for text in ("", "5", "GB", "-5GB", "0MB", "5XB"):
-        with pytest.raises(UserError):
-            parse_size(text)
 
 
 OWN_MODEL = """

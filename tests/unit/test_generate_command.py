@@ -66,15 +66,11 @@ def test_greedy_text(run_folder: Path, capfd: pytest.CaptureFixture[str]) -> Non
 def test_prompts_of_a_file_and_the_end_of_the_models_positions(
     run_folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    text, lines = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
+    text = tmp_path / "prompts.txt"
     text.write_text("one\n\ntwo\r\n")
-    lines.write_text('{"prompt": "one"}\n{"text": "two\\nlines"}\n')
     code, out, err = generate(capfd, run_folder, "--prompt-file", text, "--max-new-tokens", 4)
     one, two = (by_hand(run_folder, prompt, 4).decode(errors="replace") for prompt in ("one", "two"))
     assert (code, out, err) == (0, f"{one}\n---\n{two}\n", "")
-    code, out, err = generate(capfd, run_folder, "--prompt-file", lines, "--max-new-tokens", 4)
-    second = by_hand(run_folder, "two\nlines", 4).decode(errors="replace")
-    assert (code, out, err) == (0, f"{one}\n---\n{second}\n", "")
     whole = by_hand(run_folder, "one", 92)
     code, out, err = generate(capfd, run_folder, "--prompt", "one", "--max-new-tokens", 200)
     assert (code, out) == (0, whole.decode(errors="replace") + "\n")
@@ -113,10 +109,6 @@ def test_prompt_files_that_are_none(run_folder: Path, tmp_path: Path, capfd: pyt
     for name, content in (
         ("empty.txt", b"\n \n"),
         ("broken.txt", b"\xff\n"),
-        ("other.jsonl", b'{"prompt": "a"}\n{"question": "b"}\n'),
-        ("none.jsonl", b"a\n"),
-        ("empty.jsonl", b'{"prompt": ""}\n'),
-        ("deep.jsonl", b"[" * 100_000),
     ):
         file = tmp_path / name
         file.write_bytes(content)

@@ -9,9 +9,8 @@ import torch
 
 from tests.helpers import mentions
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import HARDWARE, Hardware, hardware_of, host_memory
+from titanlite.runtime.hardware import HARDWARE, Hardware, hardware_of
 from titanlite.runtime.process_group import Ranks, gpu_index, why_no_gpu
-from titanlite.tools.plan import hardware as module
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
 
 WHOLE = """
@@ -146,28 +145,6 @@ def test_other_problems_of_files(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "none.toml"):
         with pytest.raises(UserError, match=f"cannot read {path}: "):
             load_hardware(path)
-
-
-# CPUs
-
-
-def clock(monkeypatch: pytest.MonkeyPatch, seconds: float) -> None:
-    """Make each matmul and each copy take this time."""
-    ticks = iter(range(10**6))
-    monkeypatch.setattr(module.time, "perf_counter", lambda: seconds * next(ticks))
-
-
-@pytest.mark.long
-def test_a_cpu_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Matmuls of 256 that take 20 ms are not followed by larger ones."""
-    clock(monkeypatch, 0.02)
-    found = find_hardware("CPU")
-    assert (found.name, found.driver_names, found.memory, found.fp8_flops) == ("cpu", (), host_memory(), None)
-    assert found.memory_bandwidth == pytest.approx(2 * 2**27 / 0.02)
-    assert [found.bf16_flops, found.fp32_flops] == pytest.approx([2 * 256**3 / 0.02] * 2)
-    assert (found.link_bandwidth, found.network_bandwidth) == (found.memory_bandwidth / 2, 1.25e9)
-    assert found.measured
-    assert not found.overlaps
 
 
 # GPUs of this machine

@@ -9,8 +9,6 @@ import pytest
 import torch
 
 from tests.helpers import THREE_BLOCKS, TinyRun, train_on_this_rank
-from tests.records import find_faults
-from titanlite.metrics.records import LAYERS
 from titanlite.observer import Phase
 from titanlite.techniques.layer_health.measurement import KINDS
 
@@ -68,7 +66,6 @@ def test_values_are_those_of_the_whole_tensors(tiny: TinyRun, monkeypatch: pytes
     run = train_on_this_rank(config, 0, 1)
     found = records(run.folder.path)
     assert [record["step"] for record in found] == [2, 4]
-    assert [fault for record in found for fault in find_faults(record, LAYERS)] == []
     layers = found[-1]["layers"]
     assert list(layers) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "head"]
     check(layers["layers.1"]["activations"], kept["outputs"])  # of both micro-batches, and not of the recomputation

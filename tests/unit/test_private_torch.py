@@ -25,7 +25,6 @@ from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests.operators import Operators
-from titanlite.observer import StepObserver
 from titanlite.runtime.private_torch.checkpoint import (
     MemoryFormat,
     StorageInfo,
@@ -42,6 +41,7 @@ from titanlite.runtime.private_torch.compiler import (
     without_autograd_cache,
 )
 from titanlite.runtime.private_torch.fsdp import (
+    FSDPObserver,
     fsdp_param_group,
     gather_asynchronously,
     gather_in_place,
@@ -188,7 +188,7 @@ def test_param_groups_of_fsdp() -> None:
     assert groups[0]._all_reduce_state is None
 
 
-class Labels(StepObserver):
+class Labels(FSDPObserver):
     """Counts labelled tensors that are alive when the reduced gradients get their label."""
 
     def __init__(self) -> None:
@@ -545,7 +545,7 @@ def test_hooks_of_a_module() -> None:
     assert not has_hooks(linear)
 
 
-class Heard(StepObserver):
+class Heard(FSDPObserver):
     """Remembers units, and the labels and shapes of tensors."""
 
     def __init__(self) -> None:

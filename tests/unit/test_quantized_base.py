@@ -9,13 +9,12 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties, TensorStorageMetadata
 
 from tests.adapted import adapted, filled
 from tests.helpers import TinyRun, mentions, train_on_this_rank
 from tests.layouts import whole
 from tests.weights import one_process, random_model, save_model, small_toml, state
-from titanlite.checkpoint.load import resume_settings, to_quantize
+from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.memory import bytes_per_parameter, weight_bytes
 from titanlite.models.base import trainable_parameters, unique_parameters
 from titanlite.models.quantized import QuantizedLinear, dequantize, quantize, scales_of
@@ -221,13 +220,6 @@ def test_weights_are_quantized_when_they_are_loaded_and_a_quantized_base_needs_t
         other = tiny.config(*options, "--job.name=int8", "--training.steps=2")
         with pytest.raises(UserError, match=r"lora\.quantize_base .*int8.*None"):
             train_on_this_rank(other, 0, 1)
-
-
-def test_float8_codes_of_an_older_release_are_refused() -> None:
-    codes = TensorStorageMetadata(TensorProperties(dtype=torch.float8_e4m3fn), torch.Size([4, 8]), [])
-    wanted = {"w.weight": torch.empty(4, 8, dtype=torch.int8), "w.weight_scale": torch.empty(4)}
-    with pytest.raises(UserError, match=r"torch\.float8_e4m3fn.*torch\.int8"):
-        to_quantize(wanted, Metadata({"w.weight": codes, "w.weight_scale": codes}), "it")
 
 
 def test_the_format_is_a_setting_that_must_match(tiny: TinyRun) -> None:

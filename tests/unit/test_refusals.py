@@ -117,7 +117,6 @@ REFUSED: dict[str, dict[int, list[str]]] = {
         ],
     },
     "distill.kind": {1: ["--teacher.cache=cache --distill.ratio=0.5 --distill.kind=reverse_kl"]},
-    "teacher.fsdp_reshard_after_forward": {1: [f"{TEACHER} --teacher.fsdp_reshard_after_forward=2"]},
     "teacher.path": {1: ["--teacher.cache=x --distill.ratio=1 --teacher.dtype=float32"]},
 }  # fmt: skip
 """Options by the keys of the problems, and by the number of processes."""

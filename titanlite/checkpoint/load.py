@@ -4,7 +4,7 @@ import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ from titanlite.checkpoint.state import (
 from titanlite.models.quantized import quantize, scales_of
 from titanlite.models.registry import ModelSpec
 from titanlite.optim.quantized import MIN_ELEMENTS
-from titanlite.runtime.errors import DamagedCheckpoint, RunError, ShortRead, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
 from titanlite.schema import Checkpoint, Config
@@ -182,15 +182,13 @@ class Loader:
         self.storage = storage
         self.group = group
         self.settings = settings
-        self._short: tuple[int, ShortRead] | None = None
-        """Step of a checkpoint that was quarantined because too few bytes arrived."""
 
     def find(self) -> Manifest | None:
         """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.
 
         Raises:
             UserError: only damaged checkpoints are left, the one that load_step names is damaged, or settings changed.
-            RunError: the store returns less than it lists, of more than one checkpoint. All of them count then.
+            RunError: the store returns less than it lists. No checkpoint is taken for damaged then.
         """
         return on_rank_0(self.group, self._find)
 
@@ -328,8 +326,6 @@ class Loader:
             if manifest.run_id != self.storage.owner:
                 logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
             return manifest
-        if self._short:
-            self._blame_store(self._short[1])
         if aside:
             raise UserError(
                 f"no good checkpoint is left in {self.storage.url} (damaged: {', '.join(sorted(aside))}). Restore one, "
@@ -365,21 +361,8 @@ class Loader:
     def _quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
         if step == self.config.load_step:
             raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
-        if isinstance(damage, ShortRead):
-            if self._short:
-                self._blame_store(damage)
-            self._short = step, damage
         logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
         self.storage.quarantine(folder_name(step), DAMAGED)
-
-    def _blame_store(self, damage: ShortRead) -> NoReturn:
-        """End the run: not one of several checkpoints can be read whole. The one that was quarantined counts again."""
-        assert self._short
-        self.storage.restore(folder_name(self._short[0]), DAMAGED)
-        raise RunError(
-            f"{damage}, and no other checkpoint arrives whole. {self.storage.url} returns other sizes than it lists, "
-            "so no checkpoint is taken for damaged: all count. Start again when it works"
-        )
 
     def _open(self, storage: Storage, folder: str, manifest: Manifest) -> ShardReader:
         opened: list[ShardReader] = []

@@ -128,7 +128,7 @@ def read_manifest(storage: Storage, folder: str, *, size: int | None = None) -> 
         size: its bytes, as the storage lists them.
 
     Raises:
-        ShortRead: another number of bytes arrived.
+        RunError: another number of bytes arrived.
         DamagedCheckpoint: the manifest has changed since it was written, or is of another folder.
         UserError: the manifest has another format.
     """
@@ -175,7 +175,7 @@ def read_checked(storage: Storage, folder: str, name: str, manifest: Manifest) -
     """Read a whole small file.
 
     Raises:
-        ShortRead: another number of bytes arrived.
+        RunError: another number of bytes arrived.
         DamagedCheckpoint: the file has changed since it was written.
     """
     damage = f"{storage.url_of(f'{folder}/{name}')}: its checksum is not that of the manifest"

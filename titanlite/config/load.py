@@ -22,19 +22,12 @@ from titanlite.schema import Config
 
 
 FOREIGN_KEYS = {
-    "job": "description print_config custom_config_module",
-    "model": "tokenizer_path hf_assets_path converters print_after_conversion",
-    "training": "dataset dataset_path gc_freq deterministic seed",
-    "parallelism": "pipeline_parallel_degree enable_async_tensor_parallel pipeline_parallel_schedule",
-    "metrics": "enable_tensorboard save_tb_folder enable_wandb save_for_all_ranks disable_color_printing",
-    "optimizer": "implementation early_step_in_backward",
-    "checkpoint": "last_save_model_only initial_load_in_hf enable_first_step_checkpoint",
-    "profiling": "save_traces_folder save_memory_snapshot_folder",
-    "compile": "components backend",
-    "experimental": "custom_args_module custom_import",
-    "memory_estimation": "enable",
+    "job": "description print_config",
+    "model": "tokenizer_path hf_assets_path converters",
+    "training": "dataset dataset_path",
+    "metrics": "enable_tensorboard save_tb_folder",
 }
-"""Keys of torchtitan 0.2, by section, that titanlite does not have."""
+"""Keys that torchtitan's configs usually have, by section, and that titanlite does not have."""
 
 
 def is_torchtitan(tree: dict[str, Any]) -> bool:

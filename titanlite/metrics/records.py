@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import quarantine_path
@@ -18,82 +18,10 @@ from titanlite.runtime.files import quarantine_path
 logger = logging.getLogger(__name__)
 
 
-# Form of the records of a run: the fields of its JSON lines files, with types and units (docs/running.md).
-#
-# `RecordFile` writes them. Readers, such as `titanlite report`, take names and units from here.
-
-
 SCHEMA = 2
-"""Version of the form, in each record as `schema`. A field that goes, or changes its type or unit, makes a new version.
-A field that joins does not. Records of version 1 have neither `schema` nor `time` and `phase_seconds`."""
-
-
-class Field(NamedTuple):
-    """Field of a record."""
-
-    type: type
-    unit: str
-    """Unit of a number, or of the numbers in a table."""
-    optional: bool = False
-    """The field may be missing, or null."""
-
-
-COMMON = {
-    "schema": Field(int, ""),
-    "step": Field(int, "steps"),
-    "time": Field(float, "s since 1970"),
-}
-METRICS = {
-    **COMMON,
-    "loss": Field(float, "nats a token", optional=True),
-    "grad_norm": Field(float, "", optional=True),
-    "loss_scale": Field(float, "", optional=True),
-    "added_loss": Field(float, "nats a token", optional=True),
-    "distill_loss": Field(float, "nats a token", optional=True),
-    "lr": Field(float, ""),
-    "samples": Field(int, "sequences"),
-    "data_shares": Field(dict, "share of 1"),
-    "phase_seconds": Field(dict, "s"),
-    "tokens_per_second": Field(float, "tokens/s"),
-    "step_seconds": Field(float, "s"),
-    "data_wait_seconds": Field(float, "s a step"),
-    "own_seconds_slowest": Field(float, "s a step", optional=True),
-    "own_seconds_median": Field(float, "s a step", optional=True),
-    "slowest_rank": Field(int, "", optional=True),
-    "slowest_host": Field(str, "", optional=True),
-    "compile_seconds": Field(float, "s", optional=True),
-    "memory_gib": Field(float, "GiB"),
-    "num_alloc_retries": Field(int, "", optional=True),
-    "tflops_per_device": Field(float, "TFLOP/s"),
-    "mfu": Field(float, "share of 1", optional=True),
-    "mfu_causal": Field(float, "share of 1", optional=True),
-    "busiest_expert": Field(float, "times the mean", optional=True),
-}
-"""metrics.jsonl: one record a log step. A model or a loss of the user's own may add numbers."""
-VALIDATION = {
-    **COMMON,
-    "loss": Field(float, "nats a token", optional=True),
-    "sources": Field(dict, ""),
-    "tasks": Field(dict, "", optional=True),
-    "average": Field(dict, "", optional=True),
-}
-"""validation.jsonl: one record a validation. `average` has loss, sources and tasks with the average of the weights."""
-SAVES = {
-    **COMMON,
-    "blocking_seconds": Field(float, "s", optional=True),
-    "staging_seconds": Field(float, "s"),
-    "planning_seconds": Field(float, "s"),
-    "writing_seconds": Field(float, "s"),
-    "total_seconds": Field(float, "s"),
-    "bytes": Field(int, "bytes"),
-}
-"""checkpoints.jsonl: one record a save."""
-
-LAYERS = {**COMMON, "layers": Field(dict, "")}
-"""layers.jsonl: one record every `metrics.layers.freq` steps. By layer, and by parameters, gradients, updates and
-activations: norm (L2), rms, max (largest absolute value), zeros and nonfinite (shares of 1)."""
-
-
+"""Version of the form of records, in each record as `schema`; docs/running.md has the fields with their units. A field
+that goes, or changes its type or unit, makes a new version. A field that joins does not. Records of version 1 have
+neither `schema` nor `time` and `phase_seconds`."""
 MOST_WAITING = 10_000
 """Records that are kept while they cannot be written; older ones are lost then."""
 

@@ -39,8 +39,6 @@ class FrozenModel:
     """None in a plan."""
     dtype: str
     """Dtype of its parameters and of its compute."""
-    reshard_after_forward: str | int
-    """As `parallelism.fsdp_reshard_after_forward`. never keeps it on every process from the first step on."""
     is_on_host: bool
     """Whether its shards are in host memory."""
 

@@ -218,10 +218,8 @@ class Kernels:
             return False
         if not torch.backends.cuda.is_flash_attention_available():
             return False
-        try:
-            from torch.nn.attention.varlen import varlen_attn
-        except ImportError:
-            return False
+        from torch.nn.attention.varlen import varlen_attn
+
         return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
     def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
@@ -294,7 +292,7 @@ class Kernels:
         """total += a @ b in place, for a float32 total. Without a kernel for that, it allocates up to CHUNK_BYTES."""
         if a.dtype == torch.float32:
             total.addmm_(a, b)
-        elif self.has_float32_output(a.device) and adds_float32_matmul():
+        elif self.has_float32_output(a.device):
             torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
         else:
             rows = max(1, (self.chunk_bytes or CHUNK_BYTES) // (4 * b.shape[1]))
@@ -328,12 +326,6 @@ class Kernels:
         for unit in units:
             comm = (reduce_scatter or ReduceScatter)(ranks=shard_degree, shares=keeps_gradients, waits=unit is awaited)
             unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
-
-
-def adds_float32_matmul() -> bool:
-    """Return whether `torch.addmm(..., out_dtype=torch.float32)` exists: it adds a matmul of bfloat16 operands to a
-    float32 matrix in one kernel, on CUDA devices."""
-    return "dtype_out" in torch.ops.aten.addmm.overloads()
 
 
 DEFAULT_KERNELS = Kernels()

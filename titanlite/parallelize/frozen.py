@@ -27,7 +27,7 @@ def parallelize_frozen(
         options: further ones of `parallelize`.
     """
     model = frozen.build(config.training.seq_len)
-    degrees = {"fsdp_reshard_after_forward": frozen.reshard_after_forward, "expert_parallel_degree": 1}
+    degrees = {"fsdp_reshard_after_forward": "always", "expert_parallel_degree": 1}
     dtypes = {"dtype": frozen.dtype, "mixed_precision_param": frozen.dtype}
     parallelize(
         model,

@@ -42,10 +42,6 @@ class DamagedCheckpoint(ValueError):
     """A file of a checkpoint does not match its checksum or size; the message names the file."""
 
 
-class ShortRead(DamagedCheckpoint):
-    """A store returned another number of bytes than it lists for a file, twice. The file or the store is at fault."""
-
-
 class RunStopped(RunError):
     """A run that was ended with everything saved: by a rule of its config, or by a signal.
 

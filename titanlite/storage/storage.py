@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
-from titanlite.runtime.errors import DamagedCheckpoint, ShortRead
+from titanlite.runtime.errors import DamagedCheckpoint, RunError
 from titanlite.runtime.files import quarantine_path
 from titanlite.storage import retry
 
@@ -67,14 +67,14 @@ class Storage(ABC):
             damage: text of the error if they are not.
 
         Raises:
-            ShortRead: another number of bytes arrived, twice.
+            RunError: another number of bytes arrived, twice: the store is at fault, and the file perhaps whole.
             DamagedCheckpoint: they are not right, twice.
         """
         data = self.read(name, start, size)
         if len(data) != size or not is_right(data):
             data = self.read(name, start, size)
         if len(data) != size:
-            raise ShortRead(f"{self.url_of(name)}: {len(data)} of {size} bytes arrived, twice")
+            raise RunError(f"{self.url_of(name)}: {len(data)} of {size} bytes arrived, twice")
         if not is_right(data):
             raise DamagedCheckpoint(damage)
         return data
@@ -102,10 +102,6 @@ class Storage(ABC):
     def quarantine(self, folder: str, reason: str) -> None:
         """Make a folder no longer count. Its manifest is renamed to manifest.json.<reason>."""
         self.rename(folder, MANIFEST, f"{MANIFEST}.{reason}")
-
-    def restore(self, folder: str, reason: str) -> None:
-        """Make a folder count again that was quarantined for a reason."""
-        self.rename(folder, f"{MANIFEST}.{reason}", MANIFEST)
 
     @abstractmethod
     def delete(self, folder: str) -> None:

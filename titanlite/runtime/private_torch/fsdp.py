@@ -11,7 +11,8 @@
 """
 
 import weakref
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -20,8 +21,6 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-from titanlite.observer import StepObserver
 
 
 def fsdp_param_group(module: FSDPModule) -> Any:
@@ -122,11 +121,29 @@ class _HookedParam(FSDPParam):
             self._unsharded_param.register_hook(self.gradient_hook)
 
 
-def observe_fsdp(model: nn.Module, observer: StepObserver, *, prefix: str = "") -> None:
+class FSDPObserver:
+    """Hooks of `observe_fsdp`. Each does nothing by default."""
+
+    def unit(self, name: str) -> None:
+        """An FSDP unit begins to compute or to reduce: `backward NAME` or `reduce NAME`."""
+
+    def collective(self, category: str, unit: str) -> AbstractContextManager[None]:
+        """An FSDP unit communicates within the context, and allocates and frees memory for it.
+
+        Args:
+            category: all-gather or reduce-scatter.
+            unit: name of the FSDP unit's first module.
+        """
+        return nullcontext()
+
+    def label(self, tensors: Iterable[Tensor], category: str) -> None:
+        """The memory of tensors has a category from here on: gradients or reduce-scatter."""
+
+
+def observe_fsdp(model: nn.Module, observer: FSDPObserver, *, prefix: str = "") -> None:
     """Call an observer's hooks from inside FSDP, for every FSDP unit of a model. The plan does; a run does not.
 
-    The hooks are the beginnings `backward NAME` and `reduce NAME` of units, collectives, and labels of gradients. NAME
-    is that of the unit's first module. A unit inside another one has that one's name, and no beginnings.
+    NAME is that of the unit's first module. A unit inside another one has that one's name, and no beginnings.
 
     Args:
         prefix: of each name, where a step has several models.
@@ -149,7 +166,7 @@ def observe_fsdp(model: nn.Module, observer: StepObserver, *, prefix: str = "") 
 class _ObservedUnit(FSDPParamGroup):
     """FSDPParamGroup that calls an observer's hooks."""
 
-    observer: StepObserver
+    observer: FSDPObserver
     name: str
     is_inside: bool
 

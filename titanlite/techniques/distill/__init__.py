@@ -41,16 +41,6 @@ class Distillation(Technique):
         elif not loss and not distill.ratio:
             yield "distill.ratio", "is 0, so the teacher has no effect: set it above 0, or leave [teacher] out"
 
-    @reads("parallelism", "teacher.fsdp_reshard_after_forward")
-    def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
-        keep = config.teacher.fsdp_reshard_after_forward
-        try:
-            sharded = config.parallelism.degrees(world_size).sharded
-        except ValueError:  # reported for [parallelism]
-            return
-        if isinstance(keep, int) and sharded % keep:
-            yield "teacher.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
-
     def open_targets(self, config: Config, **parts: Any) -> "Targets | None":
         from titanlite.techniques.distill.source import open_targets
 

@@ -89,7 +89,6 @@ def frozen_teacher(config: Config, spec: ModelSpec, weights: ModelWeights | None
         spec=spec,
         weights=weights,
         dtype=teacher.dtype or config.training.mixed_precision_param,
-        reshard_after_forward=teacher.fsdp_reshard_after_forward,
         is_on_host=teacher.enable_cpu_offload,
     )
 

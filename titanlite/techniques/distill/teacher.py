@@ -50,7 +50,6 @@ class Teacher(Targets):
 
     def __init__(self, frozen: FrozenModel, distill: Distill, *, fingerprint: str) -> None:
         self.frozen = frozen
-        self._keeps_gathered = frozen.reshard_after_forward == "never"
         self.settings = {"teacher": fingerprint}
         self.token_loss = partial(distilled_loss, distill=distill)
         self._weight: str | Tensor = ""
@@ -82,5 +81,4 @@ class Teacher(Targets):
         self._head.unshard()
         weight = self._weight
         yield self._head.get_parameter(weight).detach() if isinstance(weight, str) else weight
-        if not self._keeps_gathered:
-            self._head.reshard()
+        self._head.reshard()

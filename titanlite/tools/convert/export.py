@@ -1,13 +1,13 @@
 """`titanlite checkpoint export`: a folder that transformers loads; of adapters, one in PEFT's format."""
 
 import json
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
+from pydantic import ByteSize, TypeAdapter, ValidationError
 from torch import Tensor, nn
 
 from titanlite.models.formats import HuggingFace
@@ -26,7 +26,6 @@ from titanlite.tools.convert.tokenizer_files import Generation, generation_besid
 ADAPTERS = "adapter_model.safetensors"
 ADAPTERS_CONFIG = "adapter_config.json"
 PEFT_NAMES = {LORA_A: "lora_A", LORA_B: "lora_B"}
-UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
 
 def export(
@@ -213,11 +212,10 @@ def parse_size(text: str) -> int:
     Raises:
         UserError: the text is no size.
     """
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]+)", text)
-    unit = UNITS.get(match[2].upper()) if match else None
-    if match is None or unit is None or float(match[1]) * unit < 1:
-        raise UserError(f"--max-shard-size: expected a size such as 5GB or 200MB, got {text!r}")
-    return int(float(match[1]) * unit)
+    try:
+        return TypeAdapter(ByteSize).validate_python(text)
+    except ValidationError:
+        raise UserError(f"--max-shard-size: expected a size such as 5GB or 200MB, got {text!r}") from None
 
 
 def split(tensors: Sequence[Outgoing], max_bytes: int) -> dict[str, list[Outgoing]]:

@@ -37,8 +37,8 @@ def generate(
 
     Args:
         prompt (TEXT): text to continue
-        prompt_file (FILE): a prompt on each line; of FILE.jsonl the field prompt or text of each line; - is standard
-            input or the terminal, where each line is answered as it comes
+        prompt_file (FILE): a prompt on each line; - is standard input or the terminal, where each line is answered as
+            it comes
         chat: prompts are messages: apply the tokenizer's chat template
         max_new_tokens: longest answer
         temperature (T): 0 takes the most probable token; above, tokens are drawn, 1 with the model's probabilities;

@@ -1,6 +1,5 @@
 """Prompts: from the command line or from a file, as token ids with what begins and ends a document."""
 
-import json
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
@@ -16,7 +15,7 @@ def read_prompts(prompt: str | None, file: str | None) -> Iterator[str]:
     """Yield the prompts: the given one, or those of a file, each as soon as its line is there.
 
     Args:
-        file: one prompt a line; of a .jsonl file the field `prompt` or `text` of each line. `-` is standard input.
+        file: one prompt a line. `-` is standard input.
 
     Raises:
         UserError: there is none, one is empty, or the file cannot be read.
@@ -31,25 +30,12 @@ def read_prompts(prompt: str | None, file: str | None) -> Iterator[str]:
                 text = line.decode().rstrip("\r\n")
                 if text.strip():
                     found = True
-                    where = f"--prompt-file: {file}:{number}"
-                    yield _checked(_field(text, where) if file.endswith(".jsonl") else text, where)
+                    yield _checked(text, f"--prompt-file: {file}:{number}")
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else f"not UTF-8 text: {error}"
         raise UserError(f"--prompt-file: {file}: {reason}") from None
     if not found:
         raise UserError(f"--prompt-file: {file} holds no prompt")
-
-
-def _field(line: str, where: str) -> str:
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise UserError(f"{where}: not JSON: {error}") from None
-    fields = [record.get(key) for key in ("prompt", "text")] if isinstance(record, dict) else []
-    text = next((it for it in fields if isinstance(it, str)), None)
-    if text is None:
-        raise UserError(f"{where}: no text in a field `prompt` or `text`")
-    return text
 
 
 def _checked(text: str, where: str) -> str:

@@ -20,7 +20,6 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import Ranks, pick_device, process_group, read_ranks
-from titanlite.tools.plan.hardware import this_cpu
 from titanlite.tools.plan.time import BUS_EFFICIENCY, MEMORY_EFFICIENCY
 
 Call = Callable[[torch.Tensor, torch.Tensor, dist.ProcessGroup], object]
@@ -36,8 +35,8 @@ Values = dict[str, float | str]
 def calibrate(out: Path) -> None:
     """Measure this machine's GPU into a file for plan --gpu.
 
-    Measure a matmul, attention, a copy, and with several processes their links, for some seconds. A machine without a
-    GPU measures its CPU. Nothing else should run.
+    Measure a matmul, attention, a copy, and with several processes their links, for some seconds. Nothing else should
+    run. A CPU needs no file: plan --gpu cpu measures it.
 
     Args:
         out (OUT.toml): file to write; it must not exist
@@ -51,29 +50,15 @@ def calibrate(out: Path) -> None:
         raise UserError(f"titanlite calibrate: {out}: there is no folder {out.parent}")
     ranks = read_ranks(os.environ)
     device = pick_device(ranks)
+    if device.type == "cpu":
+        raise UserError("titanlite calibrate: no GPU to measure; titanlite plan --gpu cpu measures this machine's CPU")
     with process_group(ranks, device):
-        values = measure_cpu(ranks) if device.type == "cpu" else measure_gpu(device)
-        values |= measure_links(device, ranks)
+        values = measure_gpu(device) | measure_links(device, ranks)
     if ranks.rank == 0:
         texts = {key: json.dumps(it) if isinstance(it, str) else f"{it:.4g}" for key, it in values.items()}
         text = "".join(f"{key} = {it}\n" for key, it in texts.items())
         write_atomically(out, text)
         print(f"{text}wrote {out}; use it with: titanlite plan my.toml --world-size N --gpu {out}")
-
-
-def measure_cpu(ranks: Ranks) -> Values:
-    """Return rates of the whole machine, which the processes of this job share."""
-    one, processes = this_cpu(), ranks.local_world_size
-    return {
-        "base": "cpu",
-        "name": "cpu",
-        "sources": _sources(),
-        "memory": one.memory,
-        "bf16_flops": one.bf16_flops * processes,
-        "fp32_flops": one.fp32_flops * processes,
-        "memory_bandwidth": one.memory_bandwidth * processes,
-        "network_bandwidth": one.network_bandwidth,
-    }
 
 
 def measure_gpu(device: torch.device) -> Values:
@@ -100,7 +85,8 @@ def measure_gpu(device: torch.device) -> Values:
         return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
 
     attention = rate(attend, 3.5 * 2 * heads * length**2 * width)  # backward is 2.5 forwards; half of the scores
-    found: Values = {"sources": _sources(), "memory_bandwidth": copied / MEMORY_EFFICIENCY}
+    sources = f"titanlite calibrate, {date.today()}, torch {torch.__version__}"
+    found: Values = {"sources": sources, "memory_bandwidth": copied / MEMORY_EFFICIENCY}
     known = hardware_of(device)
     if known:
         peak, found["base"] = known.bf16_flops, known.name
@@ -125,13 +111,12 @@ def measure_links(device: torch.device, ranks: Ranks) -> Values:
     """
     within, nodes = ranks.local_world_size, ranks.world_size // ranks.local_world_size
     found: Values = {}
-    size = 2**25 if device.type == "cpu" else 2**28
+    size = 2**28
     if within > 1:
         groups = [dist.new_group(range(node * within, (node + 1) * within)) for node in range(nodes)]
         group = groups[ranks.rank // within]
         assert isinstance(group, dist.ProcessGroup)
-        bus = bandwidth_at("all_gather", group, device, size, calls=5)
-        found["link_bandwidth"] = bus / BUS_EFFICIENCY * (within if device.type == "cpu" else 1)
+        found["link_bandwidth"] = bandwidth_at("all_gather", group, device, size, calls=5) / BUS_EFFICIENCY
     if nodes > 1:
         world = dist.group.WORLD
         assert world is not None
@@ -159,7 +144,3 @@ def _seconds(work: Callable[[], object], device: torch.device, *, calls: int = 2
             torch.cuda.synchronize(device)
         found.append(max(time.perf_counter() - began, 1e-9))
     return statistics.median(found[1:])
-
-
-def _sources() -> str:
-    return f"titanlite calibrate, {date.today()}, torch {torch.__version__}"

@@ -26,7 +26,7 @@ def find_hardware(name: str) -> Hardware:
     names = {_plain(alias): hardware for hardware in HARDWARE for alias in (hardware.name, *hardware.driver_names)}
     wanted = _plain(name)
     if wanted == "cpu":
-        return this_cpu()
+        return _this_cpu()
     if wanted in names:
         return names[wanted]
     longer = [known.name for known in HARDWARE if wanted and _plain(known.name).startswith(wanted)]
@@ -64,8 +64,7 @@ def load_hardware(path: Path) -> Hardware:
         problems.setdefault("memory", "stands beside memory_gib; one of them is enough")
     base = None
     given = {"memory" if key == "memory_gib" else key for key in values}
-    is_cpu = set(REQUIRED) <= given and _plain(str(values.get("base"))) == "cpu"
-    if "base" in values and "base" not in problems and not is_cpu:
+    if "base" in values and "base" not in problems:
         try:
             base = find_hardware(values["base"])
         except UserError as error:
@@ -82,7 +81,7 @@ def load_hardware(path: Path) -> Hardware:
     values = {"name": path.stem, "driver_names": (), **values}
     if base:
         return replace(base, **{"sources": f"{path.name}; the rest: {base.sources}", **values})
-    return Hardware(**{"sources": path.name, "fp8_flops": None, "measured": is_cpu, **values})
+    return Hardware(**{"sources": path.name, "fp8_flops": None, **values})
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -111,7 +110,7 @@ def _problem_of(key: str, value: Any) -> str | None:
     return None
 
 
-def this_cpu() -> Hardware:
+def _this_cpu() -> Hardware:
     """Return this machine, measured for about half a second with PyTorch's present number of threads."""
     source, target = torch.ones(2**25), torch.zeros(2**25)  # 128 MiB each: more than most caches hold
     bandwidth = 2 * source.nbytes / min(_durations(lambda: target.copy_(source)))

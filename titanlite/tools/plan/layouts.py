@@ -89,7 +89,6 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
     parallelism = config.parallelism
     degrees, reduce_once = parallelism.degrees(layout.world_size), parallelism.fsdp_reduce_gradients == "last"
     keeps = layout.world_size > 1 and (parallelism.fsdp_reshard_after_forward == "never" or degrees.sharded == 1)
-    keeps_frozen = bool(frozen) and getattr(config, frozen).fsdp_reshard_after_forward == "never"
     neighbours = layout.gpus_per_node // degrees.tensor  # ranks of a node that hold the same part of layers
     replicas = Group(degrees.replicate, max(1, min(degrees.replicate, neighbours // degrees.sharded)))
 
@@ -109,7 +108,7 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
         all_reduce = [Collective("all_reduce", each.bytes // shards(each).size, replicas) for each in gradients]
         return replace(
             unit,
-            gather=() if keeps_frozen and is_frozen(unit) else over_shards(unit.gather),
+            gather=over_shards(unit.gather),
             gather_again=() if keeps else over_shards(unit.gather_again),
             reduce=() if reduce_once else over_shards(gradients),
             all_reduce=(
@@ -121,7 +120,7 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
     profile, units = traced.profile, traced.workload.units
     factor = full / degrees.sharded
     shared = {*STATES, frozen}
-    kept = sum(it.bytes for unit in units for it in unit.gather if (keeps_frozen if is_frozen(unit) else keeps))
+    kept = sum(it.bytes for unit in units for it in unit.gather if keeps and not is_frozen(unit))
     phases = {
         name: {
             category: round(size * factor) if category in shared else size + kept * (category == "all-gather")

@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.dtypes import name_of
+from titanlite.runtime.private_torch.fsdp import FSDPObserver
 from titanlite.runtime.private_torch.tensors import is_in_backward, storage_key, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
@@ -85,7 +86,7 @@ class Sent(NamedTuple):
     """True for activations, for which the kernels of a unit wait."""
 
 
-class Recorder(TorchDispatchMode, StepObserver):
+class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
     """Records the operators on fake tensors while it is active, in this thread.
 
     Args:

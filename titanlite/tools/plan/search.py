@@ -32,8 +32,8 @@ from titanlite.tools.plan.layouts import (
     lay_out,
 )
 
-RESHARD, FROZEN = ("default", "never"), ("always", "never")
-"""Values of `fsdp_reshard_after_forward`, of the trained model and of a frozen one; the first needs least memory."""
+RESHARD = ("default", "never")
+"""Values of `fsdp_reshard_after_forward`; the first needs least memory."""
 MODES = ("none", "selective", "full")
 WORTH = 1.005
 """Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
@@ -196,7 +196,7 @@ class Layouts:
 
     def traced_config(self, kernels: Kernels) -> Config:
         """Return the config with full sharding, from whose trace those of other layouts follow."""
-        return with_options(self.config, self._options(kernels, self.degrees[-1], RESHARD[0], FROZEN[0]))
+        return with_options(self.config, self._options(kernels, self.degrees[-1], RESHARD[0]))
 
     def expect(self, kernels: Kernels, traced: Trace, *, last_resort: bool = False) -> Iterator[Candidate]:
         """Yield the candidates with these kernels.
@@ -208,20 +208,19 @@ class Layouts:
         mode, variant, batch = kernels
         words = ", ".join(filter(None, (variant, self.resort_words * last_resort)))
         before = self.traced_config(kernels)
-        for degrees, reshard, of_frozen in product(self.degrees, RESHARD, FROZEN if self.frozen else FROZEN[:1]):
-            if degrees.sharded == 1 and (reshard, of_frozen) != (RESHARD[0], FROZEN[0]):
+        for degrees, reshard in product(self.degrees, RESHARD):
+            if degrees.sharded == 1 and reshard != RESHARD[0]:
                 continue  # nothing is gathered
-            options = {**self._options(kernels, degrees, reshard, of_frozen), self.resort_switch: last_resort}
+            options = {**self._options(kernels, degrees, reshard), self.resort_switch: last_resort}
             config, found = with_options(self.config, options), traced
             if config != before:
                 found = lay_out(traced, before, config, self.layout, full=self.degrees[-1].sharded, frozen=self.frozen)
             yield Candidate(options, (mode, words, batch), estimate(found, config, self.layout))
 
-    def _options(self, kernels: Kernels, degrees: Degrees, reshard: str, of_frozen: str) -> Options:
+    def _options(self, kernels: Kernels, degrees: Degrees, reshard: str) -> Options:
         mode, variant, batch = kernels
         experts = self.config.parallelism.expert_parallel_degree
         return {
-            **({f"{self.frozen}.fsdp_reshard_after_forward": of_frozen} if self.frozen else {}),
             "parallelism.data_parallel_replicate_degree": degrees.replicate,
             "parallelism.data_parallel_shard_degree": degrees.shard,
             CONTEXT: degrees.context,

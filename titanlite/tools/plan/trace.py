@@ -19,7 +19,6 @@ from titanlite.loss import Targets, build_loss
 from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
 from titanlite.models.frozen import FrozenModel
-from titanlite.observer import StepObserver
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
@@ -125,9 +124,6 @@ def trace_step(
                     parts = [local_tensor(it) for it in _trained(optimizer)]
                     waiting = [torch.empty_like(it) for it in parts for _ in range(untraced)]
                 after_update = recorder.during("other", after_updates(config, model))
-                if frozen and frozen.reshard_after_forward == "never":
-                    targets(batches[0], StepObserver())  # gathers all that later steps find gathered
-                    recorder.sent.clear()
                 loss = build_loss(config.training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
                 recorder.unit("step")
                 after_update()  # of the step before

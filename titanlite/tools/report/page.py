@@ -36,11 +36,18 @@ def report(runs: Sequence[Path], *, out: Path | None = None) -> None:
     """
     place = out or runs[0] / "report.html"
     check_page(place, "titanlite report")
-    found = [read_run(path) for path in runs]
+    try:
+        found = [read_run(path) for path in runs]
+        text = page(found)
+    except UserError:
+        raise
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError) as error:
+        about = f"{type(error).__name__}: {error}"
+        raise UserError(f"titanlite report: records are not of the form that a run writes ({about})") from None
     names = [run.name for run in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two runs are called {twice}: name each once, and rename one of two folders of the same name")
-    write_page(place, page(found))
+    write_page(place, text)
     print(f"wrote {place}")
 
 

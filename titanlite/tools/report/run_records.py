@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
@@ -13,28 +13,15 @@ from typing import Any
 import tomli
 
 from titanlite.metrics.clock import CATEGORIES
-from titanlite.metrics.records import LAYERS, METRICS, SAVES, SCHEMA, VALIDATION, Field
+from titanlite.metrics.records import SCHEMA
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
 
 logger = logging.getLogger(__name__)
 
 Record = dict[str, Any]
-FILES = {
-    "metrics": METRICS,
-    "validation": VALIDATION,
-    "checkpoints": SAVES,
-    "skipped": {},
-    "layers": LAYERS,
-    "hashes": {},
-}
-"""Files that a report reads, with the fields of their records."""
-LEVELS = {"sources": 2, "layers": 3}
-"""Tables within tables of a field, where there is more than one: sources[name]["loss"]."""
-LARGEST = 1e300
-"""Numbers beyond it are no measurements: their sums are not finite."""
-LAST_STEP = 2**53
-"""Steps beyond it are not whole numbers in JavaScript."""
+FILES = ("metrics", "validation", "checkpoints", "skipped", "layers", "hashes")
+"""Files that a report reads."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +64,7 @@ def read_run(path: Path) -> RunRecords:
         inside = sorted(found.parent.name for found in path.glob("*/metrics.jsonl"))
         advice = f": name one of {', '.join(inside)} in it" if inside else ""
         raise UserError(f"{path} is no folder of a run, or has no metrics.jsonl yet{advice}")
-    files = {name: _read_lines(file_inside(path, f"{name}.jsonl"), fields) for name, fields in FILES.items()}
+    files = {name: _read_lines(file_inside(path, f"{name}.jsonl")) for name in FILES}
     metrics = files["metrics"]
     if not metrics:
         raise UserError(f"{path}/metrics.jsonl has no records yet")
@@ -87,12 +74,11 @@ def read_run(path: Path) -> RunRecords:
             f"and this one reads {SCHEMA}"
         )
     run = _read_json(file_inside(path, "run.json"))
-    starts = run.get("starts")
     return RunRecords(
         name=Path(os.path.abspath(path)).name,
         path=path,
         run_id=run["id"] if isinstance(run.get("id"), str) else "",
-        starts=[_start(start) for start in starts if isinstance(start, dict)] if isinstance(starts, list) else [],
+        starts=[{"end": {}, "step": None, **start} for start in run.get("starts", [])],
         metrics=metrics,
         validation=files["validation"],
         saves=files["checkpoints"],
@@ -103,7 +89,7 @@ def read_run(path: Path) -> RunRecords:
     )
 
 
-def _read_lines(path: Path, fields: Mapping[str, Field]) -> list[Record]:
+def _read_lines(path: Path) -> list[Record]:
     """Return the records of a file, without damaged lines. A part of a line at its end is none of them."""
     if not path.is_file():  # a named pipe would never end
         return []
@@ -111,52 +97,13 @@ def _read_lines(path: Path, fields: Mapping[str, Field]) -> list[Record]:
     records, damaged = [], 0
     for line in lines:
         try:
-            records.append(_record(json.loads(line), fields))
+            record = json.loads(line)
+            records += [{**record, "step": int(record["step"])}]
         except (ValueError, TypeError, KeyError, RecursionError):
             damaged += 1
     if damaged:
         logger.warning(f"{path}: {damaged} damaged lines are left out")
     return records
-
-
-def _record(found: Any, fields: Mapping[str, Field]) -> Record:
-    """Return a record in which each field has its type, or is None. Numbers that are not finite are None, too.
-
-    Raises:
-        ValueError: it is no record of a step.
-    """
-    if not isinstance(found, dict) or type(found["step"]) is not int or not 0 <= found["step"] <= LAST_STEP:
-        raise ValueError("not a record of a step")
-    record: Record = dict(found)
-    for name in fields.keys() & found.keys():
-        value, kind = found[name], fields[name].type
-        if kind is dict:
-            record[name] = _numbers(value, LEVELS.get(name, 1)) or {}
-        elif kind is float:
-            record[name] = _numbers(value, 0)
-        else:
-            record[name] = value if type(value) is kind else None
-    return record
-
-
-def _numbers(value: Any, levels: int) -> Any:
-    """Return a number, or a table of numbers with so many levels, without what is neither; None if nothing is left."""
-    if levels and isinstance(value, dict):
-        parts = {key: _numbers(part, levels - 1) for key, part in value.items()}
-        return {key: part for key, part in parts.items() if part is not None} or None
-    is_number = not levels and type(value) in (int, float) and abs(value) < LARGEST
-    return value if is_number else None
-
-
-def _start(found: Record) -> Record:
-    """Return a start of run.json of which step, end and phase_seconds have their types, or are missing."""
-    end, step = found.get("end"), found.get("step")
-    known = {
-        "end": end if isinstance(end, dict) else {},
-        "step": step if type(step) is int and 0 <= step <= LAST_STEP else None,
-        "phase_seconds": _numbers(found.get("phase_seconds"), 1),
-    }
-    return {**found, **known}
 
 
 def _read_json(path: Path) -> Record:
@@ -208,7 +155,7 @@ def restarts(run: RunRecords) -> list[tuple[int, str]]:
 
 def hashed_steps(path: Path) -> list[Record]:
     """Return the records of hashes.jsonl in the folder of a run; none if it has no such file."""
-    return _read_lines(file_inside(path, "hashes.jsonl"), {})
+    return _read_lines(file_inside(path, "hashes.jsonl"))
 
 
 def first_difference(hashes: Sequence[Record], others: Sequence[Record]) -> tuple[int, str] | None:
