@@ -193,7 +193,7 @@ def _options_of(source: ValidationSource, data: Data, cache_folder: Path) -> Dat
     paths = [source.path] if isinstance(source.path, str) else source.path
     place = prepared_tokens(paths)
     if place is None or place.startswith("python://"):
-        return data
+        return data.model_copy(update={"prepare": "before"})
     folder = Path(place)
     if "://" in place:
         from titanlite.data.remote import localize
