@@ -182,6 +182,11 @@ REPLACED = {
         "sys.stdout": "as in runtime/output.py; what is written is also logged",
         "sys.stderr": "as sys.stdout",
     },
+    "models/transformers.py": {
+        "setattr(module, name, tensor)": "buffers that were built without memory get some",
+        "setattr(module, INITIALIZED, False)": "transformers' mark: its initialization runs again, and is recorded",
+        "setattr(parameter, INITIALIZED, True)": "the same mark: parameters are left alone while buffers are set",
+    },
     "parallelize/activation_checkpoint.py": {
         "block.forward": "a wrapper module would stand in the names of parameters and in the checkpoint",
     },

@@ -142,6 +142,20 @@ def without_times(record: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.slow
+def test_a_ladder_trains_its_sizes_and_predicts(tiny: TinyRun) -> None:
+    code, output, errors = titanlite(*words_of(tiny, "--json"))
+    assert code == 0, errors
+    record = json.loads("\n".join(output))
+    for run in record["runs"]:
+        folder = tiny.folder / "outputs" / "tiny-ladder" / run["name"]
+        last = json.loads((folder / "validation.jsonl").read_text().splitlines()[-1])
+        assert (last["step"], last["loss"]) == (run["steps"], run["loss"])
+    law, target = record["law"], record["target"]
+    assert target["predicted"] == pytest.approx(law["E"] + law["A"] / target["parameters"] ** law["alpha"])
+    assert target["loss"] is None
+
+
+@pytest.mark.nightly
 def test_a_ladder_resumes_predicts_and_is_the_same_twice(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     """Trained in processes of their own, a run that was removed and one that was stopped end as before."""
     folder = tiny.folder / "outputs" / "tiny-ladder"

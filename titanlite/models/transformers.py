@@ -20,7 +20,6 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from titanlite.models.base import Model, ModelArgs, unique_parameters
@@ -29,6 +28,7 @@ from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedN
 from titanlite.models.layers import Loss
 from titanlite.ops.attention import Documents
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch.tensors import TorchDispatchMode
 
 ATTENTION = "titanlite"
 """Name of our attention among those of transformers. It makes its masks itself, so transformers makes none."""

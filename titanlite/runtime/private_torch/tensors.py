@@ -7,7 +7,11 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Variable
 from torch.distributed.tensor import DTensor
+from torch.utils import _python_dispatch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+TorchDispatchMode = _python_dispatch.TorchDispatchMode
+"""Mode that sees each operator within it."""
 
 # History of the CUDA caching allocator, for memory snapshots.
 

@@ -4,7 +4,6 @@ import atexit
 import logging
 import multiprocessing
 import os
-import sys
 import threading
 import traceback
 from collections.abc import Callable
@@ -63,7 +62,9 @@ def _supervise(work: Callable[[], object], folder: Path) -> None:
 def _run(work: Callable[[], object], failed: Path) -> None:
     end_with_parent()
     os.nice(NICE)
-    sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (until the process ends) # no progress bar in training's lines
+    with open(os.devnull, "w") as nowhere:  # no progress bar among training's lines
+        for stream in (1, 2):
+            os.dup2(nowhere.fileno(), stream)
     try:
         work()
     except (UserError, RunError) as error:
