@@ -409,6 +409,17 @@ OPTIONS = st.sampled_from(["file", "name", "path", "sources", "chat_template", "
 TREES = st.dictionaries(SECTIONS, st.one_of(VALUES, st.dictionaries(OPTIONS, VALUES, max_size=4)), max_size=5)
 
 
+def test_a_folder_of_a_model_of_transformers_is_not_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "olmo").mkdir()
+    for path in (str(tmp_path), "../other", "~", "olmo", "hub/name", ""):
+        text = tomlkit.dumps({"model": {"name": "transformers", "path": path}}).encode()
+        with pytest.raises(UserError, match=r"model\.path"):
+            read_foreign(text, model_file=None)
+    found = read_foreign(b'model = {name = "transformers", path = "olmo2"}', model_file=None)
+    assert found.draft.config.model.path == "olmo2"
+
+
 @given(tree=TREES, raw=st.one_of(st.none(), st.binary(max_size=60)))
 @settings(max_examples=300, deadline=None)
 def test_a_config_of_others_names_nothing_that_is_followed(tree: dict[str, Any], raw: bytes | None) -> None:
@@ -420,6 +431,7 @@ def test_a_config_of_others_names_nothing_that_is_followed(tree: dict[str, Any],
         return
     config = found.draft.config
     assert (config.model.file, config.training.loss, config.data.path, config.data.sources) == (None, None, None, [])
+    assert config.model.path is None or re.fullmatch(r"\w+", config.model.path)
     assert config.data.chat_template in (None, "tokenizer")
     paths = [path for source in config.validation.all_sources() for path in [source.path]]
     assert all(word.startswith("stdlib://") for path in paths for word in ([path] if isinstance(path, str) else path))

@@ -3,6 +3,8 @@ read, and no path of data or of a tokenizer is followed. Imports no torch.
 """
 
 import json
+import os
+import re
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -23,6 +25,10 @@ KEPT = {
 """Sections and options that commands read in the config of a checkpoint. None: the whole section."""
 STDLIB = ("stdlib://", "stdlib://train", "stdlib://validation")
 """Data that every machine has: the source of Python's standard library."""
+
+
+MODEL_TYPE = re.compile(r"\w+", re.ASCII)
+"""What `model.path` may be in such a config: a model type of transformers, and no folder."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +60,9 @@ def read_foreign(text: bytes, *, model_file: str | None) -> ForeignConfig:
             model["file"] = model_file
         elif model.get("file"):
             _refuse({"model.file": model["file"]}, "with --model-file or --config")
+        path = model.get("path")
+        if path is not None and (not MODEL_TYPE.fullmatch(str(path)) or os.path.lexists(str(path))):
+            _refuse({"model.path": path}, "with --config")
     kept = {name: _part(tree[name], options) for name, options in KEPT.items() if name in tree}
     problems = check_tree(kept).problems  # wrong options are removed from the tree
     refused = _take_data(kept)
