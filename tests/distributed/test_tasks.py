@@ -53,7 +53,7 @@ def test_scores_have_the_same_bits_on_layouts(tiny: TinyRun) -> None:
             assert its_metrics == metrics
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_scores_are_equal_on_further_axes(tiny: TinyRun) -> None:
     context, tensor, both, experts = (1, 1, 2), (1, 1, 1, 2), (1, 1, 2, 2), (1, 2, 1, 1, 2)
     for options, layouts in ((SPLIT, [context, tensor, both]), (EXPERTS, [experts])):

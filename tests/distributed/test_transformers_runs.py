@@ -87,7 +87,7 @@ TECHNIQUES = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.usefixtures("single_process_group")
 def test_techniques_change_no_loss_of_a_decoder_of_transformers(tiny: TinyRun) -> None:
     config_of(tiny, "olmo2")
