@@ -59,7 +59,7 @@ def validations(tiny: TinyRun, name: str) -> list[dict[str, Any]]:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_averages_are_those_of_float64(dtype: str, tiny: TinyRun) -> None:
     options = [*SAVED, *(BFLOAT16 if dtype == "bfloat16" else [])]
     trained(tiny, "ema", *options, "--average.decay=0.75")

@@ -129,6 +129,7 @@ def test_configs_may_come_from_a_folder_and_sizes_are_checked(tmp_path: Path) ->
             resolve_model(name, None, {}, path=path)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("single_process_group")
 def test_a_trained_model_is_exported_under_its_own_names(tiny: TinyRun) -> None:
     config_of(tiny, "olmo2")
