@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -289,8 +289,12 @@ def build(
     )
     running = [it for it in (model, targets.frozen) if it]
 
+    @cache
+    def flops_at(length: int, causal: bool) -> float:  # a model counts its parameters for it
+        return sum(it.flops_per_token(length, causal=causal) for it in running)
+
     def flops_per_token(first: int, end: int, causal: bool) -> float:
-        return lengths.mean(first, end, lambda length: sum(it.flops_per_token(length, causal=causal) for it in running))
+        return lengths.mean(first, end, lambda length: flops_at(length, causal))
 
     metrics = MetricsRecorder(
         config.metrics,

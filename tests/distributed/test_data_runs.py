@@ -198,6 +198,22 @@ def test_shorter_sequences_train_as_with_that_seq_len(tiny: TinyRun, options: li
     assert tiny.losses() == pytest.approx(tiny.losses("short"), rel=1e-6)
 
 
+@pytest.mark.nightly
+@pytest.mark.usefixtures("single_process_group")
+def test_compiled_blocks_are_compiled_once_for_each_length(tiny: TinyRun) -> None:
+    import torch
+    from torch._dynamo.utils import counters
+
+    ramp = "--training.seq_len_ramp=[{until_tokens=128, seq_len=4}, {until_tokens=256, seq_len=8}]"
+    options = ["--training.seq_len=16", "--training.steps=6", ramp]
+    train_on_this_rank(tiny.config(*options, "--job.name=eager"), 0, 1)
+    torch.compiler.reset()
+    counters.clear()
+    train_on_this_rank(tiny.config(*options, "--compile.enable"), 0, 1)
+    assert tiny.losses() == pytest.approx(tiny.losses("eager"), rel=1e-5)
+    assert counters["stats"]["unique_graphs"] == 3
+
+
 @pytest.mark.usefixtures("single_process_group")
 def test_a_later_stage_of_the_data_is_a_config_edit_and_a_past_one_is_not(tiny: TinyRun) -> None:
     tiny.toml.write_text(tiny.toml.read_text().replace(f'path = "{tiny.text}"', "") + MIXTURE.format(tiny.text))

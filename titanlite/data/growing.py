@@ -88,8 +88,7 @@ class GrowingStore(TokenStore):
             self._read_index()
         else:
             return False
-        if hasattr(self, "_open"):
-            self._open.cache_clear()
+        self._open.cache_clear()
         return True
 
     def _newest(self) -> tuple[Path, int, dict[str, Any]] | None:

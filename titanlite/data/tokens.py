@@ -122,9 +122,9 @@ class TokenStore:
     is_complete = True
 
     def __init__(self, folder: Path) -> None:
-        self._read_folder(folder)
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
         self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self._open_file)
+        self._read_folder(folder)
 
     def _read_folder(self, folder: Path) -> None:
         self.folder = folder

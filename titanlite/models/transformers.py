@@ -66,17 +66,14 @@ def attend(
     if sliding_window is not None and sliding_window >= seq_len:
         sliding_window = None
     shared = q_BNLH.shape[1] // k_BNLH.shape[1]
-    if documents is None and sliding_window is None and softcap is None and s_aux is None:
+    is_causal = documents is None and sliding_window is None  # PyTorch needs no mask then
+    if softcap is None and s_aux is None:
+        mask = None if is_causal else _mask(q_BNLH, documents, sliding_window)
         out_BNLH = F.scaled_dot_product_attention(
-            q_BNLH, k_BNLH, v_BNLH, None, dropout, is_causal=True, scale=scaling, enable_gqa=shared > 1
+            q_BNLH, k_BNLH, v_BNLH, mask, dropout, is_causal, scale=scaling, enable_gqa=shared > 1
         )
         return out_BNLH.transpose(1, 2), None
     mask = _mask(q_BNLH, documents, sliding_window)
-    if softcap is None and s_aux is None:
-        out_BNLH = F.scaled_dot_product_attention(
-            q_BNLH, k_BNLH, v_BNLH, mask, dropout, scale=scaling, enable_gqa=shared > 1
-        )
-        return out_BNLH.transpose(1, 2), None
     k_BNLH, v_BNLH = k_BNLH.repeat_interleave(shared, 1), v_BNLH.repeat_interleave(shared, 1)
     scores_BNLL = q_BNLH @ k_BNLH.transpose(2, 3) * (q_BNLH.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
@@ -251,10 +248,10 @@ def _distribution(name: str, done: list[tuple[str, tuple[Any, ...]]]) -> Initial
     for operation, args in done:
         match operation, found:
             case "normal_", _:
-                mean, std = (*args, 0.0, 1.0)[:2] if len(args) != 1 else (args[0], 1.0)
+                mean, std = (*args, *(0.0, 1.0)[len(args) :])
                 found = Normal(std=std, mean=mean)
             case "uniform_", _:
-                low, high = args or (0.0, 1.0)
+                low, high = (*args, *(0.0, 1.0)[len(args) :])
                 found = Uniform(low=low, high=high)
             case "zero_", _:
                 found = Constant(0.0)

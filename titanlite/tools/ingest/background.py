@@ -12,6 +12,7 @@ from pathlib import Path
 from titanlite.data.growing import GrowingStore, failure_of
 from titanlite.data.tokens import INDEX
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.files import write_atomically
 from titanlite.runtime.signals import end_with_parent, shielding_children
 
 logger = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ def _supervise(work: Callable[[], object], folder: Path) -> None:
             logger.error(f"the preparation of {folder} has failed: {failed.read_text()}")
             return
         logger.warning(f"the process that prepares {folder} was killed (exit code {process.exitcode}); it resumes")
-    failed.write_text(f"its process was killed {MOST_STARTS} times, for want of memory most likely")
+    write_atomically(failed, f"its process was killed {MOST_STARTS} times, for want of memory most likely")
 
 
 def _run(work: Callable[[], object], failed: Path) -> None:
@@ -68,6 +69,6 @@ def _run(work: Callable[[], object], failed: Path) -> None:
     try:
         work()
     except (UserError, RunError) as error:
-        failed.write_text(str(error))
+        write_atomically(failed, str(error))
     except Exception:
-        failed.write_text(traceback.format_exc())
+        write_atomically(failed, traceback.format_exc())
