@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import platform
 import resource
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -208,6 +209,7 @@ def log_with_little_room(folder: Path, standard_error: Any) -> None:
     os.dup2(standard_error.fileno(), 2)
     logging.basicConfig(format="%(message)s", force=True)
     loggers = Loggers(Metrics().loggers, folder, step=0)
+    sys.dont_write_bytecode = True  # it would be cut, too, and TensorBoard broken from then on
     resource.setrlimit(resource.RLIMIT_FSIZE, (300, 300))
     for step in range(1, 101):
         loggers.log({"step": step, "loss": 1.0, "slowest_host": "a"})

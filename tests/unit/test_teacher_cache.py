@@ -3,6 +3,7 @@
 import json
 import resource
 import shutil
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -141,7 +142,9 @@ def test_an_interrupted_cache_resumes_and_has_the_same_bits(cached: Cached, tmp_
 
 
 @pytest.mark.slow
-def test_a_full_disk_loses_nothing(cached: Cached, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_loses_nothing(
+    cached: Cached, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Files of more than a limit fail to be written: that of the second source, after the first is done."""
     (tmp_path / "short.txt").write_text("one two three " * 20)
     sources = f"sources = [{{path='{tmp_path}/short.txt', name='a'}}, {{path='{cached.tiny.text}/b.txt', name='b'}}]"
@@ -152,6 +155,7 @@ def test_a_full_disk_loses_nothing(cached: Cached, tmp_path: Path, capfd: pytest
     (tmp_path / "expected" / ".teacher.json.staging").write_text("what a process has left that was killed at once")
     write(toml, *options, f"--teacher.cache={tmp_path}/expected")  # and the tokens of both
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)  # compiled modules would be cut, too
     resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
     try:
         with pytest.raises(UserError) as error:
