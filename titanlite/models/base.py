@@ -25,12 +25,13 @@ from titanlite.runtime.errors import UserError
 # Roles of modules in tensor parallelism, and the table of the decoders here. `techniques/tensor/` applies them.
 
 
-TensorRole = Literal["tokens", "split", "columns", "rows", "experts", "vocabulary"]
+TensorRole = Literal["tokens", "split", "columns", "rows", "norm", "experts", "vocabulary"]
 """tokens: the list of blocks, which outside of split modules compute single tokens. Each rank has some of the tokens.
 
 split: a module whose input is the same on all ranks, and inside of which each rank computes its part.
 
 columns, rows: linear layers in it whose outputs, or inputs, are split. The outputs of rows are summed over ranks.
+norm: an `RMSNorm` of the outputs of columns, over all of them.
 experts: an `ExpertLayer`. Each of its experts is split by `hidden_dims`, and its output is summed over ranks.
 vocabulary: an embedding, or the linear layer of the head, whose tokens are split. No split module is around it.
 """

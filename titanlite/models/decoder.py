@@ -20,11 +20,22 @@ from titanlite.models.layers import (
     Head,
     Loss,
     RMSNorm,
+    Rope,
     rope_at,
     rope_cos_sin,
 )
 
 MAX_LAYERS = 10_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerAttention:
+    """What the attention of a layer sees."""
+
+    window: int | None = None
+    """Tokens that a token sees, itself included. None: all before it."""
+    rope: int | None = 0
+    """Number of its rotary table in `DecoderArgs.ropes`. None: no positions (NoPE, arXiv:2305.19466)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,6 +53,15 @@ class DecoderArgs(ModelArgs):
     def head_size(self) -> int:
         """Dims of one attention head."""
         return self.dim // self.n_heads
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        """Rotary positions, one for each table that layers use."""
+        return (Rope(theta=self.rope_theta),)
+
+    def attention_of(self, layer: int) -> LayerAttention:
+        """Return what the attention of a layer sees."""
+        return LayerAttention()
 
     def __post_init__(self) -> None:
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len"):
@@ -80,26 +100,31 @@ class Decoder(Model):
         super().__init__(args)
         self.args: DecoderArgs = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
-        self.layers = nn.ModuleList(self.build_block() for _ in range(args.n_layers))
+        self.attentions = [args.attention_of(layer) for layer in range(args.n_layers)]
+        self.layers = nn.ModuleList(self.build_block(attention) for attention in self.attentions)
         self.head = Head(args.dim, args.vocab_size, args.norm_eps)
         if args.tied_head:
             self.head.output.weight = self.tok_embeddings.weight
-        self.register_buffer("rope_cos", torch.empty(args.max_seq_len, args.head_size), persistent=False)
-        self.register_buffer("rope_sin", torch.empty(args.max_seq_len, args.head_size), persistent=False)
+        shape = len(args.ropes), args.max_seq_len, args.head_size
+        self.register_buffer("rope_cos", torch.empty(shape), persistent=False)
+        self.register_buffer("rope_sin", torch.empty(shape), persistent=False)
 
-    def build_block(self) -> Block:
-        return Block(self.args, attention=self.build_attention(), feed_forward=self.build_feed_forward())
+    def build_block(self, attention: LayerAttention) -> Block:
+        return Block(self.args, attention=self.build_attention(attention), feed_forward=self.build_feed_forward())
 
-    def build_attention(self) -> nn.Module:
+    def build_attention(self, attention: LayerAttention) -> Attention:
         args = self.args
-        return Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_size)
+        return Attention(
+            args.dim,
+            args.n_heads,
+            args.n_kv_heads,
+            args.head_size,
+            window=attention.window,
+            rotates=attention.rope is not None,
+        )
 
     def build_feed_forward(self) -> nn.Module:
         return FeedForward(self.args.dim, self.args.hidden_dim)
-
-    def rope_tables(self) -> tuple[Tensor, Tensor]:
-        """cos and sin for all positions, fp32 [max_seq_len, head_size]."""
-        return rope_cos_sin(self.args.head_size, self.args.max_seq_len, self.args.rope_theta)
 
     def feed_forward_weights(self) -> int:
         """Weights of one block's feed-forward layer that a token is multiplied with."""
@@ -107,14 +132,30 @@ class Decoder(Model):
 
     def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
         seq_len = tokens.shape[1]
-        cos_LH, sin_LH = rope_at(self.rope_cos, seq_len, documents), rope_at(self.rope_sin, seq_len, documents)
+        ropes = [
+            (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
+            for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
+        ]
         x_BLD = self.tok_embeddings(tokens)
-        mask = None
-        if documents is not None:
-            mask = self.kernels.attention_mask(documents, x_BLD, self.args.head_size, self.key_source)
-        for block in self.layers:
-            x_BLD = block(x_BLD, cos_LH, sin_LH, mask)
+        masks = self._masks(x_BLD, documents)
+        for block, attention in zip(self.layers, self.attentions, strict=True):
+            x_BLD = block(x_BLD, *ropes[attention.rope or 0], masks[attention.window])
         return self.head(x_BLD, loss)
+
+    def _masks(self, x_BLD: Tensor, documents: Documents | None) -> dict[int | None, AttentionMask | None]:
+        """Return the mask of each window. None: causal attention without a mask."""
+        whole = x_BLD.shape[1] if documents is None else documents.ids_BS.shape[1]
+        masks: dict[int | None, AttentionMask | None] = {}
+        for window in {attention.window for attention in self.attentions}:
+            limit = window if window is not None and window < whole else None
+            if limit not in masks:
+                masks[limit] = None
+                if documents is not None or limit is not None:
+                    masks[limit] = self.kernels.attention_mask(
+                        documents, x_BLD, self.args.head_size, self.key_source, window=limit
+                    )
+            masks[window] = masks[limit]
+        return masks
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         std = 0.02
@@ -131,25 +172,30 @@ class Decoder(Model):
                 raise ValueError(f"no initial value is defined for parameter {name}")
 
     def init_buffers(self) -> None:
-        self.rope_cos, self.rope_sin = self.rope_tables()
+        args = self.args
+        tables = [rope_cos_sin(args.head_size, args.max_seq_len, rope) for rope in args.ropes]
+        self.rope_cos, self.rope_sin = (torch.stack(several) for several in zip(*tables, strict=True))
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Floating point operations of forward and backward for one token.
 
         Each weight of a matmul costs 2 operations forward and 4 backward. Attention's two matmuls cost 12 a layer, head
-        dim and visible position: seq_len, or (seq_len + 1) / 2 on average with a causal mask. A frozen weight has no
-        gradient, which saves 2. Backward ends at the first block with a trained parameter. Adapters are
+        dim and visible position: seq_len or the window, and with a causal mask what it leaves on average. A frozen
+        weight has no gradient, which saves 2. Backward ends at the first block with a trained parameter. Adapters are
         weights of matmuls, too.
         """
         args = self.args
         attention = args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
         weights = args.n_layers * (attention + self.feed_forward_weights()) + args.dim * args.vocab_size
         weights += sum(parameter.numel() for parameter in added_parameters(self).values())
-        seen = (seq_len + 1) / 2 if causal else seq_len
-        scores = args.n_heads * args.head_size * seen
+        windows = [min(it.window or seq_len, seq_len) for it in self.attentions]
+        # A causal mask leaves each token of the first `n` on average (n + 1) / 2 of them, and later ones all n.
+        seen = [n * (1 - (n - 1) / (2 * seq_len)) if causal else n for n in windows]
+        scores = [args.n_heads * args.head_size * n for n in seen]
         frozen = sum(self._weights_per_token(name, p) for name, p in unique_parameters(self) if not p.requires_grad)
-        skipped = self._blocks_without_backward() * (2 * (attention + self.feed_forward_weights()) + 8 * scores)
-        return 6 * weights + 12 * args.n_layers * scores - 2 * frozen - skipped
+        first = self._blocks_without_backward()
+        skipped = first * 2 * (attention + self.feed_forward_weights()) + 8 * sum(scores[:first])
+        return 6 * weights + 12 * sum(scores) - 2 * frozen - skipped
 
     def _weights_per_token(self, name: str, parameter: Tensor) -> float:
         """Weights of a parameter that a token is multiplied with. A lookup in a table multiplies none."""

@@ -62,15 +62,16 @@ META_FEED_FORWARD = (
 )
 
 
-def rope_theta(config: ConfigJson) -> float:
+def rope_theta(config: ConfigJson, default: float = 10000.0) -> float:
     """Return the base of RoPE: config.json has it at the top, or in rope_parameters since transformers 5.
 
-    Files from before it was an option lack it; transformers takes 10000 then.
+    Args:
+        default: what transformers takes for files that lack it.
     """
     for place in (config.get("rope_parameters") or {}, config):
         if "rope_theta" in place:
             return float(place["rope_theta"])
-    return 10000.0
+    return default
 
 
 def rope_scaling(config: ConfigJson) -> dict[str, Any]:
@@ -85,12 +86,15 @@ def write_plain_rope(args: Any) -> ConfigJson:
     return {"rope_theta": args.rope_theta, "rope_scaling": None}
 
 
-def read_plain_rope(config: ConfigJson) -> dict[str, Any]:
+def read_plain_rope(config: ConfigJson, default: float = 10000.0) -> dict[str, Any]:
     """Return the argument for RoPE without scaling.
+
+    Args:
+        default: base of files that lack it.
 
     Raises:
         ValueError: config.json asks for scaling.
     """
     if scaling := rope_scaling(config):
         raise ValueError(f"RoPE scaling of type {scaling['rope_type']!r} is not supported in this family")
-    return {"rope_theta": rope_theta(config)}
+    return {"rope_theta": rope_theta(config, default)}

@@ -7,7 +7,8 @@ V vocabulary, T all B * L tokens, 1 a dim that broadcasts.
 
 import math
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +28,7 @@ __all__ = [
     "Linear",
     "Loss",
     "RMSNorm",
+    "Rope",
     "attend",
     "rope_at",
     "rope_cos_sin",
@@ -39,22 +41,42 @@ Loss = Callable[[Tensor, Tensor], Any]
 holding the full logits."""
 
 
-def rope_cos_sin(head_dim: int, max_seq_len: int, theta: float, scaling_factor: float = 1.0) -> tuple[Tensor, Tensor]:
-    """cos and sin tables, float32 [max_seq_len, head_dim], for `rotate` (arXiv:2104.09864).
+@dataclass(frozen=True, kw_only=True)
+class Rope:
+    """Rotary positions (arXiv:2104.09864), and how they are scaled to longer sequences than those of training."""
 
-    Args:
-        scaling_factor: of Llama 3.1 (arXiv:2407.21783, Meta's release); 1 is Llama 3. Wavelengths beyond the 8192
-            tokens of Llama 3's training are multiplied by it. Those below a quarter of 8192 are kept, and those
-            between are interpolated.
-    """
-    inv_freq = theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
-    low, high, original_seq_len = 1.0, 4.0, 8192
-    turns = original_seq_len * inv_freq / (2 * math.pi)
-    keep = ((turns - low) / (high - low)).clamp(0, 1)
-    inv_freq = (1 - keep) * inv_freq / scaling_factor + keep * inv_freq
+    theta: float
+    """Base of the wavelengths."""
+    factor: float = 1.0
+    """Factor of the sequence length; 1 is no scaling."""
+    original_seq_len: int = 8192
+    """Tokens of a sequence in the training that came before."""
+    scaling: Literal["llama3", "yarn"] = "llama3"
+    """llama3 (arXiv:2407.21783, Meta's release): wavelengths beyond original_seq_len are multiplied by the factor,
+    those below a quarter of it are kept, and those between are interpolated. yarn (arXiv:2309.00071): interpolated
+    between the dims that turn 32 times and once in original_seq_len tokens, and scores are sharper."""
+
+
+def rope_cos_sin(head_dim: int, max_seq_len: int, rope: Rope) -> tuple[Tensor, Tensor]:
+    """cos and sin tables, float32 [max_seq_len, head_dim], for `rotate`."""
+    inv_freq = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+    size = 1.0
+    if rope.scaling == "yarn":
+        turns_32, turns_1 = (
+            head_dim * math.log(rope.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+            for turns in (32, 1)
+        )
+        first, last = max(math.floor(turns_32), 0), min(math.ceil(turns_1), head_dim - 1)
+        keep = 1 - ((torch.arange(head_dim // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
+        size = 0.1 * math.log(rope.factor) + 1
+    else:
+        low, high = 1.0, 4.0
+        turns = rope.original_seq_len * inv_freq / (2 * math.pi)
+        keep = ((turns - low) / (high - low)).clamp(0, 1)
+    inv_freq = (1 - keep) * inv_freq / rope.factor + keep * inv_freq
     angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), inv_freq)
     angles = torch.cat((angles, angles), dim=-1)
-    return angles.cos(), angles.sin()
+    return (angles.cos(), angles.sin()) if size == 1 else (angles.cos() * size, angles.sin() * size)
 
 
 def rope_at(table_LH: Tensor, seq_len: int, documents: Documents | None) -> Tensor:
@@ -86,38 +108,66 @@ class RMSNorm(nn.RMSNorm):
     """x / sqrt(mean(x^2) + eps) * weight (arXiv:1910.07467), computed in float32."""
 
     kernels: Kernels = DEFAULT_KERNELS
+    mean_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Averages over the ranks that have the other parts of x. None: x is whole. Tensor parallelism sets it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.rms_norm(x, self.weight, self.eps)
+        if self.mean_over_ranks is None:
+            return self.kernels.rms_norm(x, self.weight, self.eps)
+        size = self.mean_over_ranks(x.float().square().mean(-1, keepdim=True))
+        assert self.eps is not None
+        return (x.float() * torch.rsqrt(size + self.eps) * self.weight.float()).to(x.dtype)
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention (arXiv:2305.13245) with rotary positions; with a mask, within documents only.
+    """Causal grouped-query attention (arXiv:2305.13245) with rotary positions; with a mask, to what it leaves only.
 
     Args:
-        qk_norm_eps: epsilon of an RMSNorm of each head's queries and keys (arXiv:2302.05442). None: no such norm.
+        qk_norm_eps: epsilon of an RMSNorm of queries and keys (arXiv:2302.05442). None: no such norm.
+        norms_heads: the norm is of each head. False: of all heads together.
+        window: tokens that a token sees, itself included. The mask sees to it. None: all before it.
+        rotates: False: without positions.
     """
 
     kernels: Kernels = DEFAULT_KERNELS
     key_source: KeySource | None = None
 
     def __init__(
-        self, dim: int, n_heads: int, n_kv_heads: int, head_dim: int, *, qk_norm_eps: float | None = None
+        self,
+        dim: int,
+        n_heads: int,
+        n_kv_heads: int,
+        head_dim: int,
+        *,
+        qk_norm_eps: float | None = None,
+        norms_heads: bool = True,
+        window: int | None = None,
+        rotates: bool = True,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
+        self.norms_heads = norms_heads
+        self.window = window
+        self.rotates = rotates
         self.wq = Linear(dim, n_heads * head_dim)
         self.wk = Linear(dim, n_kv_heads * head_dim)
         self.wv = Linear(dim, n_kv_heads * head_dim)
         self.wo = Linear(n_heads * head_dim, dim)
-        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
-        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(head_dim, eps=qk_norm_eps)
+        of_q, of_k = (1, 1) if norms_heads else (n_heads, n_kv_heads)
+        self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_q * head_dim, eps=qk_norm_eps)
+        self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_k * head_dim, eps=qk_norm_eps)
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
         B, L, _ = x_BLD.shape
-        q, k, v = (it.view(B, L, -1, self.head_dim) for it in linear_of_each(x_BLD, self.wq, self.wk, self.wv))
-        q_BNLH, k_BKLH, v_BKLH = (it.transpose(1, 2) for it in (self.q_norm(q), self.k_norm(k), v))
-        q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
+        q, k, v = linear_of_each(x_BLD, self.wq, self.wk, self.wv)
+        if not self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (it.view(B, L, -1, self.head_dim) for it in (q, k, v))
+        if self.norms_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q_BNLH, k_BKLH, v_BKLH = (it.transpose(1, 2) for it in (q, k, v))
+        if self.rotates:
+            q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
         out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source)
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
 

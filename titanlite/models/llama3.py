@@ -3,8 +3,6 @@
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from titanlite.models.base import ModelArgs
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.decoder_formats import (
@@ -20,7 +18,7 @@ from titanlite.models.decoder_formats import (
     write_plain_rope,
 )
 from titanlite.models.formats import ConfigJson, Formats, HuggingFace, Table
-from titanlite.models.layers import rope_cos_sin
+from titanlite.models.layers import Rope
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +28,10 @@ class Llama3Args(DecoderArgs):
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
     rope_scaling_factor: float = 8.0
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        return (Rope(theta=self.rope_theta, factor=self.rope_scaling_factor),)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -53,7 +55,7 @@ def _read_rope(config: ConfigJson) -> dict[str, Any]:
 
 
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Constants of `rope_cos_sin`, by their keys of config.json."""
+"""Constants of `Rope`, by their keys of config.json."""
 
 INTERLEAVED_QK = tuple(replace(entry, interleaved=True) for entry in META_QK)
 
@@ -90,7 +92,3 @@ class Llama3(Decoder):
     }  # fmt: skip
 
     args: Llama3Args  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def rope_tables(self) -> tuple[Tensor, Tensor]:
-        args = self.args
-        return rope_cos_sin(args.head_size, args.max_seq_len, args.rope_theta, args.rope_scaling_factor)

@@ -3,10 +3,8 @@
 from dataclasses import dataclass
 from typing import ClassVar
 
-from torch import nn
-
 from titanlite.models.base import ModelArgs
-from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.decoder import Decoder, DecoderArgs, LayerAttention
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
@@ -71,6 +69,6 @@ class Qwen3(Decoder):
 
     args: Qwen3Args  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def build_attention(self) -> nn.Module:
+    def build_attention(self, attention: LayerAttention) -> Attention:
         args = self.args
         return Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_dim, qk_norm_eps=args.norm_eps)

@@ -30,7 +30,9 @@ class _Families(Mapping[str, type[Model]]):
         return len(self._classes)
 
 
-MODELS = _Families({"llama3": "Llama3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe"})
+MODELS = _Families(
+    {"llama3": "Llama3", "olmo3": "Olmo3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3"}
+)
 """The built-in model families by `[model] name`: a file of titanlite/models/ each, and the class in it."""
 
 

@@ -84,6 +84,8 @@ class Boundaries(NamedTuple):
     """Boundaries of documents, for a kernel that takes documents packed: int32 [documents + 1]."""
 
     offsets: Tensor
+    window: int | None = None
+    """Tokens that a token sees, itself included. None: all before it."""
 
 
 class ChunkBoundaries(NamedTuple):
@@ -98,12 +100,13 @@ class ChunkBoundaries(NamedTuple):
     """int32 [documents + 1], among the B * C queries of chunks of C tokens."""
     keys: Tensor
     """int32 [documents + 1], among the B * end keys."""
+    window: int | None = None
 
 
 AttentionMask = Tensor | Boundaries | tuple[ChunkBoundaries, ...]
-"""Mask that keeps attention within documents. A tensor [B, 1, L, S] is added to the scores: 0, or -inf where the key is
-of another document or of a later token. Kernels of packed documents take their boundaries: of whole sequences, or of
-each chunk in its order."""
+"""Mask that keeps attention within documents, and within a window of tokens. A tensor [B, 1, L, S] is added to the
+scores: 0, or -inf where the key is of another document, of a later token, or before the window. Kernels of packed
+documents take their boundaries: of whole sequences, or of each chunk in its order."""
 
 
 def attend(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
@@ -112,7 +115,7 @@ def attend(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask |
     Keys and values are of whole sequences, queries of this rank's part of them. Without a mask, that is all.
     """
     if isinstance(mask, Boundaries):
-        return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets)
+        return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets, mask.window)
     if isinstance(mask, tuple):
         return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, mask)
     grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
@@ -126,26 +129,30 @@ def repeat_heads(x_BKLH: Tensor, n_heads: int) -> Tensor:
     return x_BKLH.repeat_interleave(n_heads // x_BKLH.shape[1], dim=1)
 
 
-def additive_mask(documents: Documents, dtype: torch.dtype, part: SequencePart | None = None) -> Tensor:
+def additive_mask(
+    ids_BS: Tensor, dtype: torch.dtype, part: SequencePart | None = None, *, window: int | None = None
+) -> Tensor:
     """Mask [B, 1, L, S] of a dtype: 0 within a document and -inf elsewhere.
 
     The mask has the dtype of the scores. A boolean mask would be converted, and kept for backward, once a block.
 
     Args:
+        ids_BS: number of each token's document.
         part: tokens whose queries this process computes. None: all.
+        window: tokens that a token sees, itself included. None: all before it.
     """
-    ids_BS = documents.ids_BS
-    if part is None:
-        allowed_B1LS = (ids_BS[:, None, :, None] == ids_BS[:, None, None, :]).tril()
-    else:
-        places_L = part.indices(ids_BS.shape[1], ids_BS.device)
-        is_past_LS = places_L[:, None] >= torch.arange(ids_BS.shape[1], device=ids_BS.device)
-        allowed_B1LS = (ids_BS[:, None, places_L, None] == ids_BS[:, None, None, :]) & is_past_LS
-    blocked_B1LS = torch.zeros(allowed_B1LS.shape, dtype=dtype, device=ids_BS.device)
-    return blocked_B1LS.masked_fill_(~allowed_B1LS, -math.inf)
+    places_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+    places_L = places_S if part is None else part.indices(len(places_S), ids_BS.device)
+    distance_LS = places_L[:, None] - places_S
+    seen_LS = distance_LS >= 0 if window is None else (distance_LS >= 0) & (distance_LS < window)
+    ids_BL = ids_BS if part is None else ids_BS[:, places_L]
+    seen_B1LS = (ids_BL[:, None, :, None] == ids_BS[:, None, None, :]) & seen_LS
+    return torch.zeros(seen_B1LS.shape, dtype=dtype, device=ids_BS.device).masked_fill_(~seen_B1LS, -math.inf)
 
 
-def chunk_boundaries(documents: Documents, part: SequencePart) -> tuple[ChunkBoundaries, ...]:
+def chunk_boundaries(
+    documents: Documents, part: SequencePart, *, window: int | None = None
+) -> tuple[ChunkBoundaries, ...]:
     """Return the boundaries of documents for each chunk of a part."""
     seq_len = documents.ids_BS.shape[1]
     sequence, place = documents.boundaries // seq_len, documents.boundaries % seq_len
@@ -154,6 +161,7 @@ def chunk_boundaries(documents: Documents, part: SequencePart) -> tuple[ChunkBou
             end,
             sequence * (end - start) + (place - start).clamp(0, end - start),
             sequence * end + place.clamp(max=end),
+            window,
         )
         for start, end in part.chunks(seq_len)
     )
@@ -167,14 +175,16 @@ def offsets_of(mask: Boundaries | tuple[ChunkBoundaries, ...]) -> list[Tensor]:
 def _chunked_attention(q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunks: tuple[ChunkBoundaries, ...]) -> Tensor:
     """Causal attention of each chunk's queries to all keys before them -> [B, N, L, H]."""
     parts = [
-        _packed_attention(q_BNCH, k_BKSH[:, :, : chunk.end], v_BKSH[:, :, : chunk.end], chunk.queries, chunk.keys)
+        _packed_attention(
+            q_BNCH, k_BKSH[:, :, : chunk.end], v_BKSH[:, :, : chunk.end], chunk.queries, chunk.keys, chunk.window
+        )
         for q_BNCH, chunk in zip(q_BNLH.chunk(len(chunks), dim=2), chunks, strict=True)
     ]
     return torch.cat(parts, dim=2)
 
 
 def _packed_attention(
-    q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, query_offsets: Tensor, key_offsets: Tensor
+    q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, query_offsets: Tensor, key_offsets: Tensor, window: int | None
 ) -> Tensor:
     """Causal attention within documents -> [B, N, L, H]. Time grows with the documents' lengths; no mask is stored.
 
@@ -185,8 +195,9 @@ def _packed_attention(
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNLH, k_BKSH, v_BKSH))
     B, _, L, _ = q_BNLH.shape
     # The longest document has at most L queries. Its true length is on the device, and reading it would wait.
+    sides = -1 if window is None else window - 1, 0
     out_TNH = varlen_attn(
-        q_TNH, k_TKH, v_TKH, query_offsets, key_offsets, L, k_BKSH.shape[2], window_size=(-1, 0), enable_gqa=True
+        q_TNH, k_TKH, v_TKH, query_offsets, key_offsets, L, k_BKSH.shape[2], window_size=sides, enable_gqa=True
     )
     assert isinstance(out_TNH, Tensor)
     return out_TNH.unflatten(0, (B, L)).transpose(1, 2)

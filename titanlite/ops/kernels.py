@@ -194,13 +194,28 @@ class Kernels:
         return backend.name.removesuffix("_ATTENTION").lower()
 
     def attention_mask(
-        self, documents: Documents, x_BLD: Tensor, head_dim: int, key_source: KeySource | None = None
+        self,
+        documents: Documents | None,
+        x_BLD: Tensor,
+        head_dim: int,
+        key_source: KeySource | None = None,
+        *,
+        window: int | None = None,
     ) -> AttentionMask:
-        """Mask for all blocks of one forward pass, in the form that the device takes best."""
+        """Mask for the blocks of one forward pass, in the form that the device takes best.
+
+        Args:
+            documents: None: each sequence is one.
+            window: tokens that a token sees, itself included. None: all before it.
+        """
         part = key_source.part if key_source is not None else None
+        B, L, _ = x_BLD.shape
         if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
-            return additive_mask(documents, x_BLD.dtype, part)
-        masks = chunk_boundaries(documents, part) if part else Boundaries(documents.boundaries)
+            ids_BS = documents.ids_BS if documents else torch.zeros(1, L, dtype=torch.int32, device=x_BLD.device)
+            return additive_mask(ids_BS, x_BLD.dtype, part, window=window)
+        if documents is None:
+            return Boundaries(torch.arange(0, B * L + 1, L, dtype=torch.int32, device=x_BLD.device), window)
+        masks = chunk_boundaries(documents, part, window=window) if part else Boundaries(documents.boundaries, window)
         # The number of documents differs from batch to batch. Unmarked, the second batch would recompile every block.
         for offsets in offsets_of(masks):
             mark_dynamic(offsets, dim=0)

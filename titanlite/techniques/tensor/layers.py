@@ -20,13 +20,13 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite.mesh import tensor_mesh
 from titanlite.models.base import ExpertLayer, Model, TensorRole, head_of
-from titanlite.models.layers import Attention
+from titanlite.models.layers import Attention, RMSNorm
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.fsdp import gather_local_parts
 from titanlite.runtime.private_torch.process_groups import all_gather, all_reduce, reduce_scatter
 
-SPLIT_DIM: dict[TensorRole | None, int] = {"columns": 0, "rows": 1, "vocabulary": 0}
-"""Dimension of a weight [out, in] that a role splits."""
+SPLIT_DIM: dict[TensorRole | None, int] = {"columns": 0, "rows": 1, "norm": 0, "vocabulary": 0}
+"""Dimension of a weight [out, in] or [out] that a role splits."""
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,10 @@ class TensorRanks:
     def total(self, x: Tensor) -> Tensor:
         """Sum over ranks. The gradient of the sum is the same on all ranks, and passes unchanged."""
         return _Total.apply(x, self.group_name)
+
+    def mean(self, x: Tensor) -> Tensor:
+        """Mean over ranks, which each rank uses for its part of what follows."""
+        return self.enter(self.total(x)) / self.ranks
 
     def gather(self, x_BLD: Tensor) -> Tensor:
         """Return the tokens of all ranks. The gradient is summed, of this rank's tokens."""
@@ -146,6 +150,8 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
             module.register_forward_pre_hook(_first_argument(ranks.gather if has_part else ranks.enter))
         if role in ("rows", "experts"):
             module.register_forward_hook(_result(ranks.sum_own if has_part else ranks.total))
+        elif isinstance(module, RMSNorm) and role == "norm":
+            module.mean_over_ranks = ranks.mean
         elif isinstance(module, nn.Embedding) and role == "vocabulary":
             _look_up_part(module, ranks)
         elif role == "vocabulary":  # for logits; the loss takes the weight alone

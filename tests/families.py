@@ -1,0 +1,61 @@
+"""Small models of the families with declared attention, and the same models in transformers."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.olmo3 import Olmo3, Olmo3Args
+from titanlite.models.smollm3 import SmolLM3, SmolLM3Args
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import set_kernels
+from titanlite.parallelize.materialize import draw_weights
+
+SHAPE: dict[str, Any] = {
+    "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 101, "max_seq_len": 64,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
+    "smollm3": (SmolLM3, SmolLM3Args(**SHAPE, tied_head=True)),
+    "olmo3": (Olmo3, Olmo3Args(**SHAPE, window=7)),
+}
+
+
+def built(family: str, **changes: Any) -> Decoder:
+    """Return a small model whose attention is far from uniform."""
+    model_cls, args = FAMILIES[family]
+    model = model_cls(type(args)(**{**vars(args), **changes}))
+    draw_weights(model, device=torch.device("cpu"), seed=0)
+    with torch.no_grad():
+        for number, parameter in enumerate(model.parameters()):
+            if parameter.ndim == 2:
+                parameter.mul_(5)
+            else:  # norms that are not 1
+                parameter.mul_(torch.linspace(0.5, 1.5 + number / 100, len(parameter)))
+    model.init_buffers()
+    set_kernels(model, CpuKernels())
+    return model
+
+
+def renamed(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return tensors by their names in transformers."""
+    hugging_face = model.formats.hugging_face
+    assert hugging_face is not None
+    found = {name: hugging_face.tensors.find(name) for name in tensors}
+    return {place[1]: tensors[name] for name, place in found.items() if place is not None}
+
+
+def oracle(model: Decoder) -> Any:
+    """Return the model of transformers with the same weights, from the config.json that we write."""
+    hugging_face = model.formats.hugging_face
+    assert hugging_face is not None
+    config = transformers.AutoConfig.for_model(**hugging_face.to_config(model.args))
+    other = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    assert type(other).__name__ == hugging_face.architecture
+    loaded = other.load_state_dict(renamed(model, model.state_dict()), strict=False)
+    assert not loaded.unexpected_keys
+    assert set(loaded.missing_keys) <= {"lm_head.weight"}
+    return other.float().eval()

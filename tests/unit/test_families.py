@@ -1,0 +1,117 @@
+"""Families whose layers attend in different ways, against transformers' models, with planted mistakes."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests import models
+from tests.families import FAMILIES, built, oracle, renamed
+from titanlite.models.decoder import Decoder, LayerAttention
+from titanlite.models.layers import Attention
+from titanlite.models.registry import resolve_model
+
+COUNTS = {("smollm3", "3B"): 3_075_098_624, ("olmo3", "7B"): 7_298_011_136, ("olmo3", "32B"): 32_233_522_176}
+TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def logits_apart(model: Decoder, other: Any) -> float:
+    with torch.no_grad():
+        return float((model(TOKENS) - other(TOKENS).logits).abs().max())
+
+
+@pytest.mark.parametrize(("name", "flavor"), COUNTS)
+def test_parameter_counts(name: str, flavor: str) -> None:
+    model, args = resolve_model(name, flavor, {})
+    with torch.device("meta"):
+        assert sum(parameter.numel() for parameter in model(args).parameters()) == COUNTS[name, flavor]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_and_gradients_equal_those_of_transformers(family: str) -> None:
+    model = built(family)
+    other = oracle(model)
+    assert logits_apart(model, other) < 1e-5
+    models.assert_gradients_equal(model, other, lambda tensors: renamed(model, tensors))
+
+
+def attend_otherwise(model: Decoder, **changes: Any) -> None:
+    """Change what the layers of a model see."""
+    model.attentions = [replace(it, **changes) if it.window else it for it in model.attentions]
+
+
+def window_one_too_short(model: Decoder) -> None:
+    attend_otherwise(model, window=6)
+
+
+def window_one_too_long(model: Decoder) -> None:
+    attend_otherwise(model, window=8)
+
+
+def scaled_positions_in_windows(model: Decoder) -> None:
+    attend_otherwise(model, rope=1)
+
+
+def positions_in_every_layer(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.rotates = True
+
+
+def norm_of_each_head(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.norms_heads = True
+            for norm in (module.q_norm, module.k_norm):
+                norm.weight = torch.nn.Parameter(norm.weight[:16])  # type: ignore[index]
+
+
+PLANTED = {
+    "olmo3": (window_one_too_short, window_one_too_long, scaled_positions_in_windows, norm_of_each_head),
+    "smollm3": (positions_in_every_layer,),
+}
+
+
+@pytest.mark.parametrize(("family", "plant"), [(f, p) for f, several in PLANTED.items() for p in several])
+def test_planted_mistakes_show(family: str, plant: Any) -> None:
+    model = built(family)
+    other = oracle(model)
+    plant(model)
+    assert logits_apart(model, other) > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_documents_are_computed_as_if_alone(family: str) -> None:
+    model = built(family)
+    rows = [[19, 21], [40]]
+    with torch.no_grad():
+        packed = model(TOKENS, documents=models.documents(rows))
+        alone = [model(part[None])[0] for row, tokens in zip(rows, TOKENS, strict=True) for part in tokens.split(row)]
+    assert float((packed.flatten(0, 1) - torch.cat(alone)).abs().max()) < 1e-5
+
+
+def seen_by_hand(window: int) -> float:
+    """Tokens that a token sees on average, counted."""
+    return sum(min(place + 1, window) for place in range(TOKENS.shape[1])) / TOKENS.shape[1]
+
+
+def test_flops_count_what_a_window_leaves() -> None:
+    _, args = FAMILIES["olmo3"]
+    whole = built("olmo3", window=40).flops_per_token(40, causal=True)
+    part = built("olmo3").flops_per_token(40, causal=True)
+    assert whole - part == pytest.approx(12 * args.dim * 3 * (seen_by_hand(40) - seen_by_hand(7)))
+
+
+def test_layers_of_a_family() -> None:
+    assert built("olmo3").attentions == [LayerAttention(window=7)] * 3 + [LayerAttention(rope=1)]
+    assert built("smollm3").attentions == [LayerAttention()] * 3 + [LayerAttention(rope=None)]
+
+
+def next_tokens(model: Any, prompt: Tensor, count: int) -> list[int]:
+    """Return greedy tokens, each computed from the whole text before it."""
+    tokens = prompt
+    for _ in range(count):
+        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
+    return tokens[0, prompt.shape[1] :].tolist()

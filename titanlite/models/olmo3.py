@@ -1,0 +1,140 @@
+"""OLMo 3 (arXiv:2512.13961): windows in three of four layers, norms behind the layers, normalized queries and keys.
+
+Norms of queries and keys are of all heads together. Layers with a window have plain rotary positions, and the others
+those of YaRN.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from titanlite.models.base import DECODER, ModelArgs, TensorPlan
+from titanlite.models.decoder import Block, Decoder, DecoderArgs, LayerAttention
+from titanlite.models.decoder_formats import (
+    HF_CONSTANTS,
+    HF_DECODER,
+    HF_FEED_FORWARD,
+    HF_FIELDS,
+    HF_QK_NORM,
+    rope_scaling,
+    rope_theta,
+)
+from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
+from titanlite.models.layers import Attention, AttentionMask, Rope
+
+YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
+"""Constants of `Rope`, by their keys of config.json."""
+KINDS = {True: "full_attention", False: "sliding_attention"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Olmo3Args(DecoderArgs):
+    vocab_size: int = 100278
+    max_seq_len: int = 65536
+    norm_eps: float = 1e-6
+    rope_theta: float = 500000.0
+    rope_scaling_factor: float = 8.0
+    window: int = 4096
+    """Tokens that a token sees in a layer with a window, itself included."""
+    full_every: int = 4
+    """Of each so many layers, the last has no window."""
+
+    @property
+    def ropes(self) -> tuple[Rope, ...]:
+        scaled = Rope(theta=self.rope_theta, factor=self.rope_scaling_factor, scaling="yarn")
+        return Rope(theta=self.rope_theta), scaled
+
+    def attention_of(self, layer: int) -> LayerAttention:
+        is_full = (layer + 1) % self.full_every == 0
+        return LayerAttention(rope=1) if is_full else LayerAttention(window=self.window)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.window < 1 or self.full_every < 1:
+            raise ValueError(f"window and full_every must be at least 1, got {self.window} and {self.full_every}")
+
+
+class PostNormBlock(Block):
+    """Block whose norms are behind its layers (arXiv:2501.00656)."""
+
+    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
+        x_BLD = x_BLD + self.attention_norm(self.attention(x_BLD, cos_LH, sin_LH, mask))
+        return x_BLD + self.ffn_norm(self.feed_forward(x_BLD))
+
+
+def _kinds(args: Olmo3Args) -> list[str]:
+    return [KINDS[args.attention_of(layer).window is None] for layer in range(args.n_layers)]
+
+
+def _write_rest(args: Olmo3Args) -> ConfigJson:
+    factor, theta = args.rope_scaling_factor, {"rope_theta": args.rope_theta}
+    scaling = {**YARN, "factor": factor, "attention_factor": 0.1 * math.log(factor) + 1} if factor != 1 else None
+    by_kind = {KINDS[False]: {"rope_type": "default", **theta}, KINDS[True]: {"rope_type": "default", **theta}}
+    if scaling:
+        by_kind[KINDS[True]] |= scaling
+    # transformers before version 5 reads the first two, and later versions the third.
+    ropes = {**theta, "rope_scaling": scaling, "rope_parameters": by_kind}
+    return {**ropes, "layer_types": _kinds(args), "pad_token_id": None}
+
+
+def _read_rest(config: ConfigJson) -> dict[str, Any]:
+    if by_kind := config.get("rope_parameters"):  # since transformers 5
+        full, plain = (by_kind.get(KINDS[is_full], {}) for is_full in (True, False))
+        if plain.get("rope_type", "default") != "default" or plain.get("rope_theta") != full.get("rope_theta"):
+            raise ValueError(f"rope_parameters {plain} of layers with a window are not supported beside {full}")
+        config = {**config, "rope_parameters": full}
+    scaling = rope_scaling(config)
+    factor = float(scaling.get("factor", 1.0))
+    expected = {**YARN, "attention_factor": 0.1 * math.log(factor) + 1} if scaling else {}
+    if wrong := {key: scaling[key] for key, value in expected.items() if scaling.get(key, value) != value}:
+        raise ValueError(f"RoPE scaling {wrong} is not supported, only {expected}")
+    kinds = config.get("layer_types") or [KINDS[(layer + 1) % 4 == 0] for layer in range(config["num_hidden_layers"])]
+    every = kinds.index(KINDS[True]) + 1 if KINDS[True] in kinds else len(kinds) + 1
+    if kinds != [KINDS[(layer + 1) % every == 0] for layer in range(len(kinds))]:
+        raise ValueError(f"layer_types {kinds} is not supported, only full attention in each n-th layer")
+    return {"rope_theta": rope_theta(config, 500000.0), "rope_scaling_factor": factor, "full_every": every}
+
+
+HF_NORMS = (
+    Entry("layers.{layer}.attention_norm.weight", "model.layers.{layer}.post_attention_layernorm.weight"),
+    Entry("layers.{layer}.ffn_norm.weight", "model.layers.{layer}.post_feedforward_layernorm.weight"),
+)
+HF_REST = tuple(entry for entry in HF_DECODER if entry.ours not in {norm.ours for norm in HF_NORMS})
+
+
+class Olmo3(Decoder):
+    draws_random = False
+    tensor_plan: ClassVar[TensorPlan] = {"layers.*.attention.[qk]_norm": "norm", **DECODER}
+    formats = Formats(
+        hugging_face=HuggingFace(
+            architecture="Olmo3ForCausalLM",
+            model_type="olmo3",
+            tensors=Table(HF_REST + HF_NORMS + HF_QK_NORM + HF_FEED_FORWARD),
+            fields={**HF_FIELDS, "window": "sliding_window"},
+            constants=HF_CONSTANTS,
+            write_rest=_write_rest,
+            read_rest=_read_rest,
+        ),
+    )
+    flavors: ClassVar[dict[str, ModelArgs]] = {
+        "debug": Olmo3Args(
+            dim=256, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=768, vocab_size=2048, max_seq_len=8192,
+            rope_theta=10000.0, rope_scaling_factor=1.0, window=64,
+        ),
+        "7B": Olmo3Args(dim=4096, n_layers=32, n_heads=32, n_kv_heads=32, hidden_dim=11008),
+        "32B": Olmo3Args(dim=5120, n_layers=64, n_heads=40, n_kv_heads=8, hidden_dim=27648),
+    }  # fmt: skip
+
+    args: Olmo3Args  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    def build_block(self, attention: LayerAttention) -> Block:
+        return PostNormBlock(
+            self.args, attention=self.build_attention(attention), feed_forward=self.build_feed_forward()
+        )
+
+    def build_attention(self, attention: LayerAttention) -> Attention:
+        args = self.args
+        heads = args.n_heads, args.n_kv_heads, args.head_size
+        return Attention(args.dim, *heads, qk_norm_eps=args.norm_eps, norms_heads=False, window=attention.window)
