@@ -1,6 +1,7 @@
 """Context parallelism in one process: parts of sequences, masks, the mesh, and mistakes."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from titanlite.mesh import (
     sharding_mesh,
 )
 from titanlite.models.base import build_on_meta
+from titanlite.models.decoder import LayerAttention
 from titanlite.models.layers import Loss
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.attention import Documents, SequencePart, additive_mask, attend, chunk_boundaries
@@ -71,11 +73,11 @@ DOCUMENTS = documents_of([[3, 1, 12, 7, 1], [24], [11, 13]])
 
 
 def test_the_mask_of_a_part_is_a_part_of_the_mask() -> None:
-    whole = additive_mask(DOCUMENTS, torch.float32)
+    whole = additive_mask(DOCUMENTS.ids_BS, torch.float32)
     for rank in range(3):
         part = SequencePart(rank, 3)
         mine = whole[:, :, part.indices(24, torch.device("cpu"))]
-        assert torch.equal(additive_mask(DOCUMENTS, torch.float32, part), mine)
+        assert torch.equal(additive_mask(DOCUMENTS.ids_BS, torch.float32, part), mine)
 
 
 def packed(q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor) -> Tensor:
@@ -94,7 +96,7 @@ def pairs(offsets: Tensor) -> Iterator[tuple[int, int]]:
 
 def test_boundaries_of_chunks_give_the_attention_of_whole_sequences() -> None:
     q, k, v = torch.randn(3, 3, 2, 24, 4, generator=torch.Generator().manual_seed(0)).unbind()
-    whole = attend(q, k, v, additive_mask(DOCUMENTS, torch.float32))
+    whole = attend(q, k, v, additive_mask(DOCUMENTS.ids_BS, torch.float32))
     for rank in range(3):
         part = SequencePart(rank, 3)
         for chunk, (start, end) in zip(chunk_boundaries(DOCUMENTS, part), part.chunks(24), strict=True):
@@ -129,7 +131,7 @@ def test_a_bad_part_of_a_sequence_names_its_samples() -> None:
 
 
 class Plain(Llama3):
-    def build_attention(self) -> nn.Module:
+    def build_attention(self, attention: LayerAttention) -> Any:
         return nn.Identity()
 
 

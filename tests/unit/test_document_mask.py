@@ -155,7 +155,7 @@ def test_without_documents_attention_is_plain(monkeypatch: pytest.MonkeyPatch) -
     model = built(GROUPED)
     model(tokens_for(ROWS))
     assert calls == [{"attn_mask": None, "is_causal": True, "enable_gqa": True}] * 2
-    assert rope_at(model.rope_cos, 16, None).data_ptr() == model.rope_cos.data_ptr()
+    assert rope_at(model.rope_cos[0], 16, None).data_ptr() == model.rope_cos.data_ptr()
     assert document_arguments({"tokens": tokens_for(ROWS), "labels": labels_for(ROWS)}) == {}
 
 

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
 from titanlite.models.decoder import Decoder, LayerAttention
 from titanlite.models.layers import Attention
 from titanlite.models.registry import resolve_model
+from titanlite.ops.cpu import CpuKernels
+from titanlite.tools.convert.generation import Generator
 
 COUNTS = {("smollm3", "3B"): 3_075_098_624, ("olmo3", "7B"): 7_298_011_136, ("olmo3", "32B"): 32_233_522_176}
 TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -109,9 +110,14 @@ def test_layers_of_a_family() -> None:
     assert built("smollm3").attentions == [LayerAttention()] * 3 + [LayerAttention(rope=None)]
 
 
-def next_tokens(model: Any, prompt: Tensor, count: int) -> list[int]:
-    """Return greedy tokens, each computed from the whole text before it."""
-    tokens = prompt
-    for _ in range(count):
-        tokens = torch.cat([tokens, model(tokens)[:, -1:].argmax(-1)], dim=1)
-    return tokens[0, prompt.shape[1] :].tolist()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_with_a_cache_are_those_of_the_whole_sequence(family: str) -> None:
+    model = built(family)
+    tokens = TOKENS.flatten()[:50]
+    with torch.no_grad():
+        whole = model(tokens[None])[0]
+    cached = Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=64)
+    for end in [3, *range(10, 51)]:  # the first prompts are shorter and longer than the window
+        assert torch.allclose(cached.next_logits(tokens[:end].tolist()), whole[end - 1], rtol=1e-4, atol=1e-4), end
+        if end == 3:
+            cached = Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=64)

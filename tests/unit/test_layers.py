@@ -7,7 +7,7 @@ import torch
 from torch.nn import functional as F
 
 from tests.operators import OperatorNames, Operators
-from titanlite.models.layers import Linear, RMSNorm, linear_of_each, rope_cos_sin
+from titanlite.models.layers import Linear, RMSNorm, Rope, linear_of_each, rope_cos_sin
 from titanlite.ops.attention import attend
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.functions import linears, rotate, swiglu
@@ -34,7 +34,7 @@ def rotated_by_autograd(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -
 @pytest.mark.parametrize("by_position", [False, True], ids=["one table", "a table a row"])
 def test_rotation_and_the_way_back(by_position: bool) -> None:
     x = torch.randn(B, N, L, H, requires_grad=True)
-    cos, sin = rope_cos_sin(H, L, 100.0)
+    cos, sin = rope_cos_sin(H, L, Rope(theta=100.0))
     if by_position:
         positions = torch.stack([torch.arange(L), torch.tensor([0, 1, 0, 1, 2])])
         cos, sin = cos[positions].unsqueeze(1), sin[positions].unsqueeze(1)
@@ -45,7 +45,7 @@ def test_rotation_and_the_way_back(by_position: bool) -> None:
 
 
 def test_rotation_keeps_the_type_and_nothing_of_its_input() -> None:
-    cos, sin = rope_cos_sin(H, L, 100.0)
+    cos, sin = rope_cos_sin(H, L, Rope(theta=100.0))
     kept: list[torch.Tensor] = []
     x = torch.randn(B, N, L, H, dtype=torch.bfloat16, requires_grad=True)
     with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it):
@@ -84,7 +84,7 @@ def test_layers_compile_to_one_graph(dtype: torch.dtype) -> None:
     linear, norm = Linear(H, H).to(dtype), RMSNorm(H, eps=1e-3).to(dtype)
     for layer in (linear, norm):
         set_kernels(layer, CpuKernels(hardware_bfloat16=False))
-    cos, sin = rope_cos_sin(H, L, 100.0)
+    cos, sin = rope_cos_sin(H, L, Rope(theta=100.0))
     graphs: list[torch.fx.GraphModule] = []
 
     def keep(graph: torch.fx.GraphModule, _: object) -> torch.fx.GraphModule:

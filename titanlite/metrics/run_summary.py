@@ -199,6 +199,7 @@ def attention_of(
     Raises:
         UserError: the backend that the config names is not available.
     """
+    windows = {args.attention_of(layer).window or training.seq_len for layer in range(args.n_layers)}
     return kernels.attention_name(
         n_heads=args.n_heads,
         n_kv_heads=args.n_kv_heads,
@@ -206,7 +207,7 @@ def attention_of(
         seq_len=training.seq_len,
         dtype=torch_dtype(training.mixed_precision_param),
         device=device,
-        documents=documents,
+        masked=documents or min(windows) < training.seq_len,
     )
 
 

@@ -165,28 +165,28 @@ class Kernels:
         seq_len: int,
         dtype: torch.dtype,
         device: torch.device,
-        documents: bool = False,
+        masked: bool = False,
     ) -> str:
         """Return the name of the backend of attention: flash, cudnn, efficient or math.
 
         Args:
-            documents: whether attention stays within documents.
+            masked: whether attention stays within documents or windows.
 
         Raises:
             UserError: the backend of `training.attention_backend` cannot.
         """
-        if documents and self.has_packed_attention(device, dtype, head_dim):
+        if masked and self.has_packed_attention(device, dtype, head_dim):
             return "flash"
-        groups = not self.is_gpu(device) or self.has_grouped_attention(dtype, masked=documents)
+        groups = not self.is_gpu(device) or self.has_grouped_attention(dtype, masked=masked)
         heads = n_heads // n_kv_heads if groups else 1
         q_BNLH = torch.empty(1, heads, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
         k_BKLH = torch.empty(1, 1, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
         mask_B1LL = torch.empty(1, 1, 1, seq_len, dtype=dtype, device=device).expand(1, 1, seq_len, seq_len)
         try:
             with self.one_attention(device):
-                backend = SDPBackend(chosen_attention(q_BNLH, k_BKLH, k_BKLH, mask_B1LL if documents else None))
+                backend = SDPBackend(chosen_attention(q_BNLH, k_BKLH, k_BKLH, mask_B1LL if masked else None))
         except RuntimeError as error:
-            within = " within documents" if documents else ""
+            within = " within documents or windows" if masked else ""
             raise UserError(
                 f"training.attention_backend: {self.attention} is not available for {dtype}, head dim {head_dim}"
                 f"{within}, on this GPU; use auto"

@@ -349,9 +349,12 @@ def _problems(model: Model) -> Iterator[str]:
         elif role == "experts":
             if not isinstance(module, ExpertLayer) or len(module.hidden_dims) != len(module.stacks):
                 yield f"{name} is no ExpertLayer with a dim in hidden_dims for each of its stacks"
+        elif role == "norm":
+            if not isinstance(module, RMSNorm):
+                yield f"{name} is a {type(module).__name__}, and norm is for titanlite.models.layers.RMSNorm"
         elif role != "split" and not isinstance(module, nn.Linear):
             yield f"{name} is a {type(module).__name__}, and {role} is for linear layers"
         elif role == "rows" and isinstance(module, nn.Linear) and module.bias is not None:
             yield f"{name} has a bias, which each rank would add: rows is for layers without one"
-        if role in ("columns", "rows") and not is_in_split(name, roles):
+        if role in ("columns", "rows", "norm") and not is_in_split(name, roles):
             yield f"{name} is in no module that is split, so that gradients would be wrong: add the module around it"

@@ -15,11 +15,18 @@ from titanlite.ops.kernels import Kernels
 
 
 class LayerCache:
-    """Keys and values of all tokens that one attention layer has attended to."""
+    """Keys and values of all tokens that one attention layer has attended to.
+
+    Args:
+        window: tokens that a token sees, itself included. None: all before it.
+    """
 
     part: SequencePart | None = None
     keys_BKSH: Tensor | None = None
     values_BKSH: Tensor | None = None
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
 
     def attend(
         self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
@@ -27,14 +34,17 @@ class LayerCache:
         """Causal attention of the new tokens, the first ones or one more, to all tokens so far -> [B, N, L, H].
 
         Args:
-            mask: ignored. It is of the new tokens alone, which are all of one document.
+            mask: of the first tokens. That of one more is ignored, as it knows no others.
         """
         if self.keys_BKSH is None or self.values_BKSH is None:
             self.keys_BKSH, self.values_BKSH = k_BKLH, v_BKLH
-            return kernels.attend(q_BNLH, k_BKLH, v_BKLH, None)
+            return kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask)
         assert k_BKLH.shape[2] == 1
         self.keys_BKSH = torch.cat([self.keys_BKSH, k_BKLH], dim=2)
         self.values_BKSH = torch.cat([self.values_BKSH, v_BKLH], dim=2)
+        if self.window is not None:
+            self.keys_BKSH = self.keys_BKSH[:, :, -self.window :]
+            self.values_BKSH = self.values_BKSH[:, :, -self.window :]
         return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH)
 
 
@@ -59,7 +69,7 @@ class KeyValueCache:
         self._layers: list[LayerCache] = []
         for module in model.modules():
             if hasattr(module, "key_source"):
-                self._layers.append(LayerCache())
+                self._layers.append(LayerCache(getattr(module, "window", None)))
                 module.key_source = self._layers[-1]  # pyright: ignore[reportArgumentType]
         self.length = 0
         """Tokens of which keys and values are kept."""

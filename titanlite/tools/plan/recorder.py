@@ -344,6 +344,11 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["m
         is_backward = name.endswith("backward")
         (T, N, H), (queries, keys) = args[is_backward].shape, args[8:10] if is_backward else args[5:7]
         seen = keys - queries // 2  # on average, at most: as if each sequence were one document
+        place = 13 if is_backward else 9
+        sides = kwargs.get("window_size", args[place] if len(args) > place else None) or (-1, 0)
+        if sides[0] >= 0:
+            window = min(sides[0] + 1, keys)
+            seen = window - window**2 // (2 * keys) if queries == keys else min(seen, window)
         return "attention", (10 if is_backward else 4) * T * N * H * seen
     formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
     if formula is not None:
