@@ -1,6 +1,7 @@
 """Families whose layers attend in different ways, against transformers' models, with planted mistakes."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from titanlite.models.layers import Attention
 from titanlite.models.registry import resolve_model
 from titanlite.ops.cpu import CpuKernels
 from titanlite.tools.convert.generation import Generator
+from titanlite.tools.plan.recorder import flops_of
 
 COUNTS = {("smollm3", "3B"): 3_075_098_624, ("olmo3", "7B"): 7_298_011_136, ("olmo3", "32B"): 32_233_522_176}
 TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -103,6 +105,17 @@ def test_flops_count_what_a_window_leaves() -> None:
     whole = built("olmo3", window=40).flops_per_token(40, causal=True)
     part = built("olmo3").flops_per_token(40, causal=True)
     assert whole - part == pytest.approx(12 * args.dim * 3 * (seen_by_hand(40) - seen_by_hand(7)))
+
+
+def test_the_plan_counts_what_a_window_leaves() -> None:
+    q_TNH, offsets = torch.empty(80, 4, 16, device="meta"), torch.empty(3, device="meta")
+    operator, window = SimpleNamespace(overloadpacket="torch_attn._varlen_attn"), [6, 0]
+    operands = (q_TNH, q_TNH, q_TNH, offsets, offsets, 40, 40, False, None)
+    assert flops_of(operator, (*operands, window), {}, None) == (
+        "attention",
+        4 * q_TNH.numel() * round(seen_by_hand(7)),
+    )
+    assert flops_of(operator, operands, {}, None) == ("attention", 4 * q_TNH.numel() * int(seen_by_hand(40)))
 
 
 def test_layers_of_a_family() -> None:
