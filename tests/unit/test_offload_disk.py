@@ -63,6 +63,7 @@ def mapped(folder: Path) -> list[str]:
     ],
 )
 def test_the_same_bits_from_files_without_a_name(tiny: TinyRun, types: list[str]) -> None:
+    types = [*types, "--training.steps=3"]
     expected = values_of(train_on_this_rank(tiny.config("--job.name=memory", *types), 0, 1))
     for options, files in ((MOMENTS, 1), (EVERYTHING[1:], 1), (EVERYTHING, 2)):
         name = f"disk-{len(options)}"
