@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, built, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import degrees, job
 from tests.unit.test_average import KINDS, checkpoint, stored
 from titanlite import step
@@ -82,15 +82,12 @@ def hashes(tiny: TinyRun, name: str, steps: int = 4) -> list[str]:
     return [record["hash"] for record in records]
 
 
-def threads_of_run(rank: int, world_size: int, config: Config) -> int:
+@pytest.mark.usefixtures("single_process_group")
+def test_threads_do_not_depend_on_the_number_of_processes(tiny: TinyRun, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     torch.set_num_threads(2)
-    train_on_this_rank(config, rank, world_size)
-    return torch.get_num_threads()
-
-
-def test_threads_do_not_depend_on_the_number_of_processes(tiny: TinyRun) -> None:
-    config = tiny.config(*SETTINGS, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
-    assert run_ranks(threads_of_run, 1, config) == [1]
+    built(0, 1, tiny.config(*SETTINGS)).batches.close()
+    assert torch.get_num_threads() == 1
 
 
 def run_on(
