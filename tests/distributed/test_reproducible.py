@@ -209,6 +209,7 @@ TECHNIQUES_OF_EXPERTS = [
         *(({"four": (2, 2)}, options) for options in DENSE_TECHNIQUES),
         *(({"two": (1, 2, 1, 1, 2), "four": (1, 4, 1, 1, 4)}, [*SPARSE, *it]) for it in TECHNIQUES_OF_EXPERTS),
     ],
+    ids=lambda value: " ".join(value),
 )
 def test_techniques_have_one_hash(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, layouts: dict[str, tuple[int, ...]], options: list[str]
