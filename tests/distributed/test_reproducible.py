@@ -188,7 +188,7 @@ DENSE_TECHNIQUES = [
     ["--compile.enable"],
     ["--training.dtype=bfloat16"],
     ["--optimizer.state_dtype=bfloat16"],
-    ["--teacher.path=outputs/teacher", "--distill.ratio=0.6"],
+    ["--teacher.path={runs}/teacher", "--distill.ratio=0.6"],
     [*SPARSE, PAIRS],
 ]
 TECHNIQUES_OF_EXPERTS = [
@@ -211,13 +211,11 @@ TECHNIQUES_OF_EXPERTS = [
     ],
     ids=lambda value: " ".join(value),
 )
-def test_techniques_have_one_hash(
-    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, layouts: dict[str, tuple[int, ...]], options: list[str]
-) -> None:
-    monkeypatch.chdir(tiny.folder)
+def test_techniques_have_one_hash(tiny: TinyRun, layouts: dict[str, tuple[int, ...]], options: list[str]) -> None:
     if "--distill.ratio=0.6" in options:
         run_in_turn(train, 1, [tiny.config("--training.steps=2", "--job.name=teacher")])
-    run_on(tiny, {"one": (1, 1), **layouts}, *options)
+    runs = f"{tiny.folder}/outputs"
+    run_on(tiny, {"one": (1, 1), **layouts}, *(option.replace("{runs}", runs) for option in options))
     assert [hashes(tiny, name) == hashes(tiny, "one") for name in layouts] == [True] * len(layouts)
 
 
