@@ -87,10 +87,11 @@ class TinyRun:
     def config(self, *overrides: str, world_size: int = 1) -> Config:
         return load(self.toml, overrides, world_size=world_size)
 
-    def records(self, name: str = "tiny", outputs: str = "outputs") -> list[dict[str, Any]]:
-        """metrics.jsonl of a run."""
-        lines = (self.folder / outputs / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+    def records(
+        self, name: str = "tiny", outputs: str = "outputs", *, file: str = "metrics.jsonl"
+    ) -> list[dict[str, Any]]:
+        """metrics.jsonl of a run, or another file of records."""
+        return [json.loads(line) for line in (self.folder / outputs / name / file).read_text().splitlines()]
 
     def losses(self, name: str = "tiny", outputs: str = "outputs") -> list[float]:
         return [record["loss"] for record in self.records(name, outputs)]

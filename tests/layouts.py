@@ -1,6 +1,5 @@
 """Runs on several layouts of one mesh: options for a layout, whole tensors, and functions that ranks call."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -156,9 +155,9 @@ def assert_same_curve(
     assert [it["samples"] for it in records] == [it["samples"] for it in reference], found
     if loss < ROUNDED:  # else some tokens go to other experts
         assert [it.get("busiest_expert") for it in records] == [it.get("busiest_expert") for it in reference], found
-    files = [tiny.folder / "outputs" / it / "validation.jsonl" for it in (found, expected)]
-    if files[1].exists():
-        ends, wanted = ([json.loads(line)["loss"] for line in file.read_text().splitlines()] for file in files)
+    if (tiny.folder / "outputs" / expected / "validation.jsonl").exists():
+        runs = (tiny.records(name, file="validation.jsonl") for name in (found, expected))
+        ends, wanted = ([it["loss"] for it in records] for records in runs)
         assert ends == pytest.approx(wanted, rel=loss), found
 
 
@@ -188,13 +187,7 @@ def compare_rounded(
 
 def assert_same_health(tiny: TinyRun, found: str, expected: str) -> None:
     """Compare what two runs record of the health of layers."""
-    mine, theirs = (
-        [
-            json.loads(line)["layers"]
-            for line in (tiny.folder / "outputs" / it / "layers.jsonl").read_text().splitlines()
-        ]
-        for it in (found, expected)
-    )
+    mine, theirs = ([it["layers"] for it in tiny.records(name, file="layers.jsonl")] for name in (found, expected))
     assert len(mine) == len(theirs) > 0
     for ours, wanted in zip(mine, theirs, strict=True):
         assert ours.keys() == wanted.keys()

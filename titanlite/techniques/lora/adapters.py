@@ -20,7 +20,7 @@ from titanlite.models.quantized import SCALE, QuantizedLinear
 from titanlite.optim.groups import collapse_names
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Lora
-from titanlite.techniques.freeze.parameters import freeze_parameters
+from titanlite.techniques.freeze import freeze_parameters
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 

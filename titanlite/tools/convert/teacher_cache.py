@@ -40,7 +40,7 @@ from titanlite.runtime.ranks import check_same_everywhere, on_all, on_rank_0
 from titanlite.schema import Teacher as TeacherConfig
 from titanlite.schema import Validation
 from titanlite.techniques.distill.cache import cache_folder, data_settings
-from titanlite.techniques.distill.divergence import HeadLogits
+from titanlite.techniques.distill.divergence import head_logits
 from titanlite.techniques.distill.entries import (
     BLOCK_BYTES,
     COMMAND,
@@ -218,7 +218,7 @@ class CacheWriter:
         settings, parts = self._settings, []
         hidden_TD = self._teacher.hidden_states(batch).hidden_BLD.flatten(0, 1)
         with self._teacher.head_weight() as weight_VD:
-            logits = HeadLogits(hidden_TD, weight_VD, self._kernels)
+            logits = head_logits(hidden_TD, weight_VD, self._kernels)
             chunk = self._kernels.loss_chunk(len(hidden_TD), 2 * len(weight_VD), hidden_TD.device)
             for start in range(0, len(hidden_TD), chunk):
                 part = logits(slice(start, start + chunk))
