@@ -198,8 +198,10 @@ def test_a_run_whose_checkpoints_are_on_an_s3_server(tiny: TinyRun, s3: str) -> 
 def given_up(rank: int, world_size: int, config: Config, environment: dict[str, str]) -> str:
     """Train with a store that is given up after 2 seconds, and return the error."""
     os.environ.update(environment)  # test processes are forked from one that was started before the server
+    end_step = MetricsRecorder.end_step
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ObjectStorage, "PATIENCE", 2.0)
+        patch.setattr(MetricsRecorder, "end_step", lambda *words, **more: (time.sleep(0.05), end_step(*words, **more)))
         try:
             train_on_this_rank(config, rank, world_size)
         except RunError as error:
