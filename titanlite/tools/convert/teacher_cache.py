@@ -149,19 +149,6 @@ def write_cache(
             _write(writer, folder, samples.sources, missing, settings, shown=ranks.rank == 0)
 
 
-def rounds(blocks: Sequence[int], *, rank: int, ranks: int) -> Iterator[tuple[Sequence[int], int, bool]]:
-    """Deal files to ranks, one to each in a round.
-
-    Yields:
-        the files of a round, the one that this rank computes, and whether it is its own. In the last round, ranks
-        without a file compute along: all of them gather the teacher's parameters together.
-    """
-    for first in range(0, len(blocks), ranks):
-        of_ranks = blocks[first : first + ranks]
-        has_own = rank < len(of_ranks)
-        yield of_ranks, of_ranks[rank if has_own else 0], has_own
-
-
 class CacheWriter:
     """Writer of entries. All ranks run the teacher together, each for a file of its own.
 
@@ -188,7 +175,11 @@ class CacheWriter:
             advance: called with the number of sequences that were written.
         """
         sizes = block_sizes(len(source.sequences), self._settings)
-        for of_ranks, block, has_own in rounds(blocks, rank=self._rank, ranks=self._ranks):
+        for first in range(0, len(blocks), self._ranks):
+            of_ranks = blocks[first : first + self._ranks]
+            # A rank without a file computes along: all of them gather the teacher's parameters together.
+            has_own = self._rank < len(of_ranks)
+            block = of_ranks[self._rank if has_own else 0]
             begin = block * self._settings.block_sequences
             batches = self._batches(begin, sizes[block])
             longest = self._batches(0, max(sizes[it] for it in of_ranks))
