@@ -88,15 +88,6 @@ class Job:
     def signal(self, pid: int, sign: signal.Signals) -> None:
         os.kill(pid, sign)
 
-    def catches_signals(self) -> bool:
-        """Return whether the process that was started is Python, and catches SIGTERM."""
-        folder = Path(f"/proc/{self.process.pid}")
-        caught = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("SigCgt"))
-        is_python = (
-            b"titanlite" in (folder / "cmdline").read_bytes() and b"bash" not in (folder / "cmdline").read_bytes()
-        )
-        return is_python and bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
-
     def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not condition():

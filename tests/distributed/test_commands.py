@@ -63,11 +63,11 @@ def test_umlauts_in_paths_where_the_locale_is_ascii(tmp_path: Path, monkeypatch:
 
 
 def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
-    result = run_train("--config", str(tiny.toml), "--training.stepss=3", cwd=tiny.folder, NPROC="2")
+    (tiny.folder / "broken.toml").write_text("[training")  # nothing else is checked: that would import torch
+    result = run_train("--config", "broken.toml", cwd=tiny.folder, NPROC="2")
     assert result.returncode == 2
     [line] = result.stderr.splitlines()
-    assert line.startswith("error: training.stepss: ")
-    assert mentions(line, "training.steps", "command line")
+    assert line.startswith("error: broken.toml ")
     without_place = run_train("--config", str(tiny.toml), cwd=tiny.folder, NNODES="2")
     assert without_place.returncode == 2
     assert "RDZV_ENDPOINT" in without_place.stderr

@@ -7,7 +7,7 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 
 import pytest
@@ -58,7 +58,7 @@ def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun)
     with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN, console=writer) as job:
         job.wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5)
         step = len(tiny.records())
-        job.wait_until(lambda: len(tiny.records()) > step + 30)
+        job.wait_until(lambda: len(tiny.records()) > step + 15)
         job.process.send_signal(signal.SIGTERM)
         began = time.monotonic()
         assert job.end() == 75
@@ -89,25 +89,19 @@ def test_workers_of_the_loader_end_with_a_killed_trainer(tiny: TinyRun) -> None:
         assert job.left() == {}
 
 
-def is_saving(tiny: TinyRun) -> bool:
-    return any((tiny.folder / "outputs" / "tiny" / "checkpoints").glob(".staging-*"))
+def has(tiny: TinyRun, pattern: str) -> bool:
+    """Return whether there is such a file or folder of the run."""
+    return any((tiny.folder / "outputs" / "tiny").glob(pattern))
 
 
-def is_validating(tiny: TinyRun) -> bool:
-    """Return whether the next line after that of a step is due: all other work is short."""
-    return (tiny.folder / "outputs" / "tiny" / "validation.jsonl").exists()
-
-
-def is_exporting(tiny: TinyRun) -> bool:
-    return any((tiny.folder / "outputs" / "tiny" / "logs").glob("export-*"))
-
-
-PHASES: dict[str, tuple[str, Callable[[TinyRun], bool]]] = {
-    "save": ("--checkpoint.interval=1 --checkpoint.async_mode=disabled", is_saving),
-    "save in the background": ("--checkpoint.interval=1", is_saving),
-    "validation": ("--validation.enable=true --validation.freq=1 --validation.path={text}", is_validating),
-    "export": ("--training.steps=2 --checkpoint.last_save_in_hf=true", is_exporting),
+SAVING = "checkpoints/.staging-*"
+PHASES = {
+    "save": ("--checkpoint.interval=1 --checkpoint.async_mode=disabled", SAVING),
+    "save in the background": ("--checkpoint.interval=1", SAVING),
+    "validation": ("--validation.enable=true --validation.freq=1 --validation.path={text}", "validation.jsonl"),
+    "export": ("--training.steps=2 --checkpoint.last_save_in_hf=true", "logs/export-*"),
 }
+"""Options, and what is there once the phase has begun."""
 
 
 @pytest.mark.parametrize(
@@ -121,11 +115,11 @@ PHASES: dict[str, tuple[str, Callable[[TinyRun], bool]]] = {
 )
 def test_a_signal_in_each_phase(tiny: TinyRun, phase: str, sign: signal.Signals) -> None:
     """One complete checkpoint of the last step, exit code 75, and nothing half written."""
-    words, has_begun = PHASES[phase]
+    words, sign_of_phase = PHASES[phase]
     options = *LONG, unhurried(tiny), "--data.num_workers=1", *words.format(text=tiny.text).split()
     with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN) as job:
         job.wait_for_step(2)
-        job.wait_until(lambda: has_begun(tiny))
+        job.wait_until(lambda: has(tiny, sign_of_phase))
         step = max(job.steps())
         job.process.send_signal(sign)
         assert job.end() == 75, job.text()
@@ -144,11 +138,12 @@ def test_a_signal_in_each_phase(tiny: TinyRun, phase: str, sign: signal.Signals)
     assert start["end"] == {"code": 75, "reason": f"stopped after step {saved} by {sign.name}", "step": saved}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "signals",
     [
-        pytest.param((("torchrun", signal.SIGINT), ("rank 1", signal.SIGTERM)), marks=pytest.mark.nightly),
-        pytest.param((("torchrun", signal.SIGUSR1), ("torchrun", signal.SIGKILL)), marks=pytest.mark.nightly),
+        (("torchrun", signal.SIGINT), ("rank 1", signal.SIGTERM)),
+        (("torchrun", signal.SIGUSR1), ("torchrun", signal.SIGKILL)),
     ],
     ids=["to a rank", "to the launcher"],
 )
@@ -192,7 +187,7 @@ def test_a_second_signal_ends_a_job_that_hangs_in_a_save(tiny: TinyRun) -> None:
     with started(tiny.folder, f"--config={tiny.toml}", *LONG, *saving, NPROC="2") as job:
         job.wait_for_step(2)
         stopped = job.ranks()[1]
-        job.wait_until(lambda: is_saving(tiny))
+        job.wait_until(lambda: has(tiny, SAVING))
         job.signal(stopped, signal.SIGSTOP)
         job.signal(job.process.pid, signal.SIGTERM)
         time.sleep(SAME_SECONDS + 1)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import mentions
+from tests.helpers import mentions, wait_until
 from titanlite.observer import Phase
 from titanlite.ops.cpu_collectives import InFlight
 from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
@@ -172,9 +172,7 @@ def job(tmp_path: Path) -> Iterator[TwoRanks]:
 
 def hang(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     """Return the lines of the watchdogs, which other threads write."""
-    deadline = time.monotonic() + 20
-    while len(caplog.messages) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(caplog.messages) >= count)
     return caplog.messages
 
 
@@ -206,10 +204,7 @@ def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, caplog: pytest.Lo
 
 
 def wait_for_text(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and text in path.read_text())
 
 
 @pytest.mark.parametrize("number", [0, 1])
@@ -258,7 +253,7 @@ def test_stacks_are_written_while_python_may_not_run(tmp_path: Path) -> None:
     for rank in job.ranks:
         rank.watchdog.look()
     wait_for_text(tmp_path / "rank-1.log", "the main thread is 0x")
-    wait_for_text(tmp_path / "rank-1.log", "in wait_for_text")
+    wait_for_text(tmp_path / "rank-1.log", "in wait_until")
     job.close()
 
 
@@ -349,18 +344,15 @@ def test_the_file_that_a_thread_waits_for_is_named(tmp_path: Path) -> None:
             began.set()
             file.read()
 
-    def wait_for_file() -> None:
-        deadline = time.monotonic() + 20
-        while blocked_file(os.getpid(), thread.native_id or 0) != str(pipe):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    def waits_for_file() -> bool:
+        return blocked_file(os.getpid(), thread.native_id or 0) == str(pipe)
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    wait_for_file()
+    wait_until(waits_for_file)
     with open(pipe, "wb"):
         assert began.wait(20)
-        wait_for_file()
+        wait_until(waits_for_file)
     thread.join()
     assert blocked_file(os.getpid(), threading.main_thread().native_id or 0) == ""
     sleeper = threading.Thread(target=time.sleep, args=[1], daemon=True)
@@ -373,11 +365,7 @@ def test_the_file_that_a_thread_waits_for_is_named(tmp_path: Path) -> None:
 def test_processes_their_states_and_their_work() -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
-        deadline = time.monotonic() + 30
-        while not descendants(os.getpid())[sleeper.pid]:  # its memory is replaced just now
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert descendants(os.getpid())[sleeper.pid] == "sleep 60 "
+        wait_until(lambda: descendants(os.getpid())[sleeper.pid] == "sleep 60 ")  # its memory is replaced just now
         sleeper.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
         assert state_of(sleeper.pid) == "T"

@@ -68,17 +68,14 @@ def shell_command(name: str) -> str:
     return quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
 
 
-def install_hint(extra: str, checkout: Path = CHECKOUT) -> str:
+def install_hint(extra: str) -> str:
     """Return the command that installs the packages of an extra here: from the checkout, else package by package.
 
     titanlite is on no package index, so its name alone installs nothing.
-
-    Args:
-        checkout: folder of the package titanlite; a checkout has a pyproject.toml there.
     """
     pip = shell_command("pip")
-    if (checkout / "pyproject.toml").exists():
-        return f"{pip} install -e {quote(f'{checkout}[{extra}]')}"
+    if (CHECKOUT / "pyproject.toml").exists():
+        return f"{pip} install -e {quote(f'{CHECKOUT}[{extra}]')}"
     needs = (entry.partition(";") for entry in requires("titanlite") or ())
     names = [name.strip() for name, _, marker in needs if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
     return " ".join([pip, "install", *map(quote, names)])
