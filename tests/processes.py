@@ -108,15 +108,12 @@ class Job:
 
 
 @contextmanager
-def started(
-    folder: Path, *words: str, command: Sequence[str] | None = None, console: int | None = None, **environ: str
-) -> Iterator[Job]:
+def started(folder: Path, *words: str, command: Sequence[str] | None = None, **environ: str) -> Iterator[Job]:
     """Start a job in a session of its own, with its output in a file. No process is left when the context ends.
 
     Args:
         words: arguments of run_train.sh.
         command: a command to start instead.
-        console: file descriptor that gets the output instead.
     """
     mark = f"TITANLITE_TEST_JOB={os.getpid()}-{time.monotonic_ns()}"
     name, value = mark.split("=")
@@ -128,7 +125,7 @@ def started(
         with open(output, "wb") as file:
             process = subprocess.Popen(
                 [*(command or [str(SCRIPT)]), *words],
-                stdout=file if console is None else console,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment | {name: value},
                 cwd=folder,

@@ -1,6 +1,7 @@
 """Signals to real jobs: what they save, what they return, and that no process is left."""
 
 import json
+import multiprocessing
 import os
 import platform
 import re
@@ -9,13 +10,15 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.helpers import TinyRun, built, mentions, run_ranks
+from tests.helpers import TinyRun, built, mentions, run_ranks, wait_until
 from tests.processes import newest, started, unhurried
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.schema import Config
+from titanlite.tools import cli
 from titanlite.train import finish, train
 
 TRAIN = [sys.executable, "-m", "titanlite", "train"]
@@ -44,33 +47,45 @@ def stop_one_rank(rank: int, world_size: int, config: Config) -> int:
     return stopped.taken
 
 
+def train_with_console(console: Connection, words: Sequence[str]) -> None:
+    """Train like `python -m titanlite`, with a pipe as the console."""
+    os.dup2(console.fileno(), 1)
+    os.dup2(console.fileno(), 2)
+    sys.argv = ["titanlite", "train", *words]
+    cli.main()
+
+
 def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun) -> None:
     """The pipe is full before the job prints its first line, and stays so after its end."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    os.set_blocking(writer.fileno(), False)
     with suppress(BlockingIOError):
-        while os.write(writer, b"x" * 1024):
+        while os.write(writer.fileno(), b"x" * 1024):
             pass
-    os.set_blocking(writer, True)
+    os.set_blocking(writer.fileno(), True)
     metrics = tiny.folder / "outputs" / "tiny" / "metrics.jsonl"
     small = "--training.global_batch_size=2", "--training.seq_len=8"  # lines in a hurry
-    options = *LONG, unhurried(tiny), *small, "--metrics.log_freq=1", "--metrics.loggers=[]"
-    with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN, console=writer) as job:
-        job.wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5)
+    words = f"--config={tiny.toml}", *LONG, unhurried(tiny), *small, "--metrics.log_freq=1", "--metrics.loggers=[]"
+    job = context.Process(target=train_with_console, args=(writer, words))
+    job.start()
+    try:
+        wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5, 300)
         step = len(tiny.records())
-        job.wait_until(lambda: len(tiny.records()) > step + 15)
-        job.process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        assert job.end() == 75
-        assert time.monotonic() - began < 30
+        wait_until(lambda: len(tiny.records()) > step + 15, 300)
+        assert job.pid is not None
+        os.kill(job.pid, signal.SIGTERM)
+        job.join(30)
+        assert job.exitcode == 75
+    finally:
+        job.kill()
     saved = newest(tiny)
     assert saved >= step
     assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
     log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log").read_text()
     assert f"stopped after step {saved} by SIGTERM; step {saved} is saved in" in log
     assert re.findall(r" step +(\d+)  loss", log) == [str(number) for number in range(1, saved + 1)]
-    os.close(reader)
-    os.close(writer)
+    reader.close()
 
 
 def test_one_rank_is_asked_and_all_stop_after_the_same_step(tiny: TinyRun) -> None:

@@ -228,8 +228,7 @@ def test_each_private_use_has_a_test() -> None:
         for node in tree.body
         if path.parent == room and isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
-    tests = ast.parse(Path("tests/unit/test_private_torch.py").read_text())
-    called = {node.id for node in ast.walk(tests) if isinstance(node, ast.Name)}
+    called = {*re.findall(r"\w+", Path("tests/unit/test_private_torch.py").read_text().partition("\n\n\n")[2])}
     assert len(offered) > 30
     assert offered - called == set()
 

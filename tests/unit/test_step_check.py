@@ -57,8 +57,8 @@ def own_config(tiny: TinyRun, between: str = "", end: str = "return self.head(x,
     """Write a model of the user's own, with these faults, and return the path of a config that names it."""
     (tiny.folder / "own.py").write_text(OWN.format(between=between, end=end))
     text = tiny.toml.read_text()
-    start, end = text.index("[model.args]"), text.index("[training]")
-    tiny.toml.write_text(f'{text[:start]}[model]\nfile = "{tiny.folder}/own.py"\n{text[end:]}')
+    first, last = text.index("[model.args]"), text.index("[training]")
+    tiny.toml.write_text(f'{text[:first]}[model]\nfile = "{tiny.folder}/own.py"\n{text[last:]}')
     return str(tiny.toml)
 
 
