@@ -92,12 +92,10 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
     try:
         sharded = parallelism.degrees(world_size).sharded
     except ValueError as error:
-        key = f"data_parallel_{'replicate' if parallelism.data_parallel_shard_degree == -1 else 'shard'}"
-        inside = 1
-        for axis in ("tensor", "context"):  # an axis that does not fit even without replicas and shards
-            inside *= getattr(parallelism, f"{axis}_parallel_degree")
-            if world_size % inside:
-                key = f"{axis}_parallel"
+        product, key = 1, ""
+        for key in ("tensor_parallel", "context_parallel", "data_parallel_replicate", "data_parallel_shard"):
+            product *= getattr(parallelism, f"{key}_degree")  # the last one may be -1
+            if world_size % product:
                 break
         hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""
         yield f"parallelism.{key}_degree", f"{error}{hint}"

@@ -32,16 +32,12 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 """Folder of the package titanlite: that of the repository, where it runs from one."""
 
 
-def progress_console() -> Console:
-    """Console of progress bars: standard error, silent when it is not a terminal."""
-    return Console(stderr=True, quiet=not sys.stderr.isatty())
-
-
 @contextmanager
 def progress_bar(
     text: str, total: float, *, done: float = 0, of_bytes: bool = True, shown: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Show a bar within the context, and yield the function that advances it, and may change its text."""
+    """Show a bar on standard error, if that is a terminal, within the context, and yield the function that advances it,
+    and may change its text."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -54,7 +50,8 @@ def progress_bar(
 
     counts = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn()
-    with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
+    console = Console(stderr=True, quiet=not sys.stderr.isatty())
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(text, total=total, completed=int(done))
         yield lambda advance, text=None: progress.update(task, advance=advance, description=text)
 
