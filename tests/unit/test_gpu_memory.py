@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import mentions
 from titanlite.mesh import build_mesh, world_group
-from titanlite.metrics.memory import Memory
+from titanlite.metrics.recorder import Memory
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
