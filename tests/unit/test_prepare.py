@@ -637,10 +637,10 @@ def test_a_file_at_a_url_that_changes(tmp_path: Path) -> None:
 def test_a_store_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An error of the store is none of the file: nothing is skipped."""
     path = at_url("flaky", {"a.jsonl.gz": gzip.compress(as_lines(TEXTS))}) + "/a.jsonl.gz"
-    monkeypatch.setattr("titanlite.data.remote.PATIENCE", 0.1)
     monkeypatch.setattr(Flaky, "chance", 0.2)
     monkeypatch.setattr(Flaky, "_force", True)
     assert tokens_of(make(path, tmp_path / "out")) == TOKENS
+    monkeypatch.setattr("titanlite.data.remote.PATIENCE", 0.1)
     monkeypatch.setattr(Flaky, "chance", 1.0)
     with pytest.raises(RunError, match=r"a\.jsonl\.gz"):
         make(path, tmp_path / "none", on_error="skip")
