@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import TinyRun, built, run_in_turn, train_on_this_rank
+from tests.helpers import TinyRun, built, one_process, run_in_turn, train_on_this_rank
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss
 from titanlite.schema import Config
@@ -196,6 +196,12 @@ def assert_same_health(tiny: TinyRun, found: str, expected: str) -> None:
                 assert ours[layer][kind] == pytest.approx(values, rel=1e-3, abs=1e-6), (layer, kind)
 
 
+def on_one(function: Callable[..., Any], *configs: Config) -> list[Any]:
+    """Return what the function returns for each config, in a process group of this process alone."""
+    with one_process():
+        return [function(0, 1, config) for config in configs]
+
+
 def on_every_layout(function: Callable[..., Any], tiny: TinyRun, *options: str) -> dict[tuple[int, int], list[Any]]:
     """Return what each rank returned, by layout. Runs are named run-1-1, run-4-1, ..."""
     [results] = each_on_every_layout(function, tiny, [options])
@@ -223,7 +229,10 @@ def each_on_every_layout(
             for number, options in enumerate(several)
             for layout in layouts
         ]
-        found = iter(run_in_turn(function, world_size, configs))
+        if world_size == 1:
+            found = iter([[it] for it in on_one(function, *configs)])
+        else:
+            found = iter(run_in_turn(function, world_size, configs))
         for of_options in results:
             of_options |= {layout: next(found) for layout in layouts}
     return results

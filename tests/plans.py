@@ -15,7 +15,7 @@ from titanlite.tools.plan.trace import trace_step
 
 SMALL = (
     "--model.args.dim=64",
-    "--model.args.n_layers=2",
+    "--model.args.n_layers=1",
     "--model.args.n_heads=4",
     "--model.args.n_kv_heads=2",
     "--model.args.hidden_dim=160",

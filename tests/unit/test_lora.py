@@ -14,8 +14,7 @@ from tests.helpers import TinyRun
 from tests.kept_matmuls import KeptMatmuls
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.memory import bytes_per_parameter
-from titanlite.models.added import added_parameters
-from titanlite.models.base import Model, ModelArgs, trainable_parameters, unique_parameters
+from titanlite.models.base import Model, ModelArgs, added_parameters, trainable_parameters, unique_parameters
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups

@@ -24,7 +24,7 @@ from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
 from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
-from titanlite.models.added import added_parameters
+from titanlite.models.base import added_parameters
 from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0

@@ -12,8 +12,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.added import AddsParameters
-from titanlite.models.base import Model, head_of, unique_parameters
+from titanlite.models.base import AddsParameters, Model, head_of, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Uniform
 from titanlite.models.layers import Linear
 from titanlite.models.quantized import SCALE, QuantizedLinear
