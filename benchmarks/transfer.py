@@ -5,9 +5,10 @@
         [--record FILE.jsonl]
 
 Trains models of bytes on the standard library's source: every width at the base depth, and every depth at the base
-width. Prints the loss (the mean of the last fifth of the steps, over seeds) for each learning rate of a grid of powers
-of two, and how many grid steps the best one is away from that of the base size. Runs that are in the file of results
-are not repeated, so an interrupted sweep goes on. One thread.
+width. Then prints all results of the file with this optimizer and number of steps: the loss (the mean of the last
+fifth of the steps, over seeds) for each learning rate of a grid of powers of two, and how many grid steps the best one
+is away from that of the base size. Runs that are in the file are not repeated, so an interrupted sweep resumes, and a
+sweep may be made of several calls. A rate with fewer seeds than others of its size is not shown. One thread.
 
 At the base width, mup is standard, and at the base depth, completep is mup: those runs have the same bits.
 """
@@ -102,26 +103,29 @@ def main() -> None:
                         done[key] = train(options, rate=rate, seed=seed, steps=arguments.steps, folder=folder)
                         file.write(json.dumps([key, done[key]]) + "\n")
                         file.flush()
+    losses: dict[tuple[str, int, int], dict[float, list[float]]] = {}
+    for (rule, optimizer, *size, rate, _, steps), loss in done.items():
+        if (optimizer, steps) == (arguments.optimizer, arguments.steps):
+            losses.setdefault((rule, *size), {}).setdefault(rate, []).append(loss)
+    rates = sorted({rate for of_size in losses.values() for rate in of_size})
     print(
-        "| rule | width | depth |" + "".join(f" {rate:.2g} |" for rate in rates) + " best | grid steps from the base |"
+        "| rule | width | depth | seeds |"
+        + "".join(f" 2^{math.log2(rate):.0f} |" for rate in rates)
+        + " best, from the base |"
     )
     print("|---" * (len(rates) + 5) + "|")
-    for rule in arguments.rules:
-        base = None
-        for width, depth in sizes:
-            losses = [
-                statistics.mean(
-                    done[rule, arguments.optimizer, width, depth, rate, seed, arguments.steps]
-                    for seed in range(arguments.seeds)
-                )
-                for rate in rates
-            ]
-            best = losses.index(min(losses))
-            base = best if base is None else base
-            values = "".join(f" {loss:.3f} |" for loss in losses)
-            print(f"| {rule} | {width} | {depth} |{values} {rates[best]:.2g} | {best - base:+d} |")
-            name = f"{arguments.optimizer}, {rule}, width {width}, depth {depth}: grid steps of the best rate"
-            record(arguments.record, name=name, value=best - base)
+    best: dict[tuple[str, int, int], int] = {}
+    for rule, width, depth in sorted(losses, key=lambda it: (it[0], it[2], it[1])):
+        of_size = losses[rule, width, depth]
+        seeds = max(map(len, of_size.values()))
+        means = {rate: statistics.mean(of_size[rate]) for rate in rates if len(of_size.get(rate, [])) == seeds}
+        best[rule, width, depth] = rates.index(min(means, key=means.__getitem__))
+        base = best.get((rule, BASE_WIDTH, BASE_DEPTH), best.get(("completep", BASE_WIDTH, BASE_DEPTH), 0))
+        away = best[rule, width, depth] - base
+        shown = "".join(f" {means[rate]:.3f} |" if rate in means else " |" for rate in rates)
+        print(f"| {rule} | {width} | {depth} | {seeds} |{shown} {away:+d} |")
+        name = f"{arguments.optimizer}, {rule}, width {width}, depth {depth}: grid steps of the best rate"
+        record(arguments.record, name=name, value=away)
 
 
 if __name__ == "__main__":

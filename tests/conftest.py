@@ -63,6 +63,20 @@ def log(caplog: pytest.LogCaptureFixture) -> Lines:
     return lambda: [record.getMessage() for record in caplog.records if record.name.startswith("titanlite")]
 
 
+@pytest.fixture
+def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run a command that ends with exit code 2 and one line on standard error, and return the line."""
+    from titanlite.tools import cli
+
+    def run(*words: object) -> str:
+        capfd.readouterr()
+        assert cli.run([*map(str, words)]) == 2
+        [line] = capfd.readouterr().err.splitlines()
+        return line
+
+    return run
+
+
 @pytest.fixture(autouse=True)
 def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.quick_start import start_quickly

@@ -1,6 +1,7 @@
 """Tiny models of transformers, and their weights in the formats of other programs."""
 
 import json
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,16 @@ def options_of(spec: ModelSpec) -> list[str]:
     [name] = [name for name, model_cls in MODELS.items() if model_cls is spec.model_cls]
     args = {key: value for key, value in asdict(spec.args).items() if key != "max_seq_len"}
     return [f"--model.name={name}", *(f"--model.args.{key}={json.dumps(value)}" for key, value in args.items())]
+
+
+class Payload:
+    """Pickled, it is a call: unpickled, it would be made."""
+
+    def __init__(self, call: Callable[..., Any], *args: Any) -> None:
+        self.call = call, args
+
+    def __reduce__(self) -> Any:
+        return self.call
 
 
 def interleaved(weight: Tensor, heads: int) -> Tensor:

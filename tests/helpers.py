@@ -59,6 +59,14 @@ def mentions(text: str, *words: object) -> bool:
     return all(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text) for word in words)
 
 
+def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
+    """Wait for what another thread or process does. It fails after some time."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 @contextmanager
 def closed_stdout() -> Iterator[None]:
     """Make standard output a pipe whose reader has ended, as `| head` leaves it."""
@@ -87,10 +95,11 @@ class TinyRun:
     def config(self, *overrides: str, world_size: int = 1) -> Config:
         return load(self.toml, overrides, world_size=world_size)
 
-    def records(self, name: str = "tiny", outputs: str = "outputs") -> list[dict[str, Any]]:
-        """metrics.jsonl of a run."""
-        lines = (self.folder / outputs / name / "metrics.jsonl").read_text().splitlines()
-        return [json.loads(line) for line in lines]
+    def records(
+        self, name: str = "tiny", outputs: str = "outputs", *, file: str = "metrics.jsonl"
+    ) -> list[dict[str, Any]]:
+        """metrics.jsonl of a run, or another file of records."""
+        return [json.loads(line) for line in (self.folder / outputs / name / file).read_text().splitlines()]
 
     def losses(self, name: str = "tiny", outputs: str = "outputs") -> list[float]:
         return [record["loss"] for record in self.records(name, outputs)]
@@ -178,17 +187,13 @@ def fake_mesh(rank: int, degrees: tuple[int, ...]) -> Iterator["DeviceMesh"]:
 
     Its axes have names of this rank's own: PyTorch caches which part of a tensor a rank has by meshes that look alike.
     """
-    import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=math.prod(degrees))
-    try:
-        yield init_device_mesh(
-            "cpu", degrees, mesh_dim_names=tuple(f"{axis}_of_rank_{rank}" for axis in range(len(degrees)))
-        )
-    finally:
-        dist.destroy_process_group()
+    from titanlite.runtime.private_torch.tracing import fake_process_group
+
+    names = tuple(f"{axis}_of_rank_{rank}" for axis in range(len(degrees)))
+    with fake_process_group(math.prod(degrees), rank=rank):
+        yield init_device_mesh("cpu", degrees, mesh_dim_names=names)
 
 
 def run_in_turn(function: Callable[..., Any], world_size: int, configs: Sequence[Any], **options: Any) -> list[Any]:

@@ -1,6 +1,5 @@
 """Runs on several layouts of one mesh: options for a layout, whole tensors, and functions that ranks call."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -13,7 +12,7 @@ import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import TinyRun, built, run_in_turn, train_on_this_rank
+from tests.helpers import TinyRun, built, one_process, run_in_turn, train_on_this_rank
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss
 from titanlite.schema import Config
@@ -156,9 +155,9 @@ def assert_same_curve(
     assert [it["samples"] for it in records] == [it["samples"] for it in reference], found
     if loss < ROUNDED:  # else some tokens go to other experts
         assert [it.get("busiest_expert") for it in records] == [it.get("busiest_expert") for it in reference], found
-    files = [tiny.folder / "outputs" / it / "validation.jsonl" for it in (found, expected)]
-    if files[1].exists():
-        ends, wanted = ([json.loads(line)["loss"] for line in file.read_text().splitlines()] for file in files)
+    if (tiny.folder / "outputs" / expected / "validation.jsonl").exists():
+        runs = (tiny.records(name, file="validation.jsonl") for name in (found, expected))
+        ends, wanted = ([it["loss"] for it in records] for records in runs)
         assert ends == pytest.approx(wanted, rel=loss), found
 
 
@@ -188,19 +187,19 @@ def compare_rounded(
 
 def assert_same_health(tiny: TinyRun, found: str, expected: str) -> None:
     """Compare what two runs record of the health of layers."""
-    mine, theirs = (
-        [
-            json.loads(line)["layers"]
-            for line in (tiny.folder / "outputs" / it / "layers.jsonl").read_text().splitlines()
-        ]
-        for it in (found, expected)
-    )
+    mine, theirs = ([it["layers"] for it in tiny.records(name, file="layers.jsonl")] for name in (found, expected))
     assert len(mine) == len(theirs) > 0
     for ours, wanted in zip(mine, theirs, strict=True):
         assert ours.keys() == wanted.keys()
         for layer, kinds in wanted.items():
             for kind, values in kinds.items():
                 assert ours[layer][kind] == pytest.approx(values, rel=1e-3, abs=1e-6), (layer, kind)
+
+
+def on_one(function: Callable[..., Any], *configs: Config) -> list[Any]:
+    """Return what the function returns for each config, in a process group of this process alone."""
+    with one_process():
+        return [function(0, 1, config) for config in configs]
 
 
 def on_every_layout(function: Callable[..., Any], tiny: TinyRun, *options: str) -> dict[tuple[int, int], list[Any]]:
@@ -230,7 +229,10 @@ def each_on_every_layout(
             for number, options in enumerate(several)
             for layout in layouts
         ]
-        found = iter(run_in_turn(function, world_size, configs))
+        if world_size == 1:
+            found = iter([[it] for it in on_one(function, *configs)])
+        else:
+            found = iter(run_in_turn(function, world_size, configs))
         for of_options in results:
             of_options |= {layout: next(found) for layout in layouts}
     return results

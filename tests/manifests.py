@@ -2,9 +2,11 @@
 
 import time
 import zlib
+from collections.abc import Mapping
+from pathlib import Path
 
-from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
-from titanlite.storage.storage import open_storage
+from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name, read_manifest
+from titanlite.storage.storage import MANIFEST, open_storage
 
 CONTENTS = {"__0_0.distcp": b"x" * 3_000_000, ".metadata": b"67"}
 
@@ -37,3 +39,22 @@ def save(
     manifest = manifest_of(step, contents, saved_at=time.time() - age)
     if publish:
         storage.publish(folder_name(step), manifest.to_json())
+
+
+def forge(checkpoint: Path, changes: Mapping[str, bytes | None]) -> None:
+    """Change files of a checkpoint as an attacker would, with checksums and sizes that fit. None removes a file."""
+    manifest = read_manifest(open_storage(str(checkpoint.parent)), checkpoint.name)
+    for name, data in changes.items():
+        (checkpoint / name).unlink()
+        del manifest.files[name]
+        if data is not None:
+            (checkpoint / name).write_bytes(data)
+            manifest.files[name] = FileRecord(len(data), f"{zlib.crc32(data):08x}")
+    (checkpoint / MANIFEST).write_bytes(manifest.to_json())
+
+
+def flip(path: Path, at: int = -100) -> None:
+    """Change one bit of a file."""
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)

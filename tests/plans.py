@@ -15,7 +15,7 @@ from titanlite.tools.plan.trace import trace_step
 
 SMALL = (
     "--model.args.dim=64",
-    "--model.args.n_layers=2",
+    "--model.args.n_layers=1",
     "--model.args.n_heads=4",
     "--model.args.n_kv_heads=2",
     "--model.args.hidden_dim=160",
@@ -49,5 +49,5 @@ def planned(*overrides: str, world_size: int = 8, gpu: str = "H100", gpus_per_no
     return plan(read(*overrides, world_size=world_size), Layout(world_size, find_hardware(gpu), gpus_per_node))
 
 
-def shapes() -> list[torch.Size]:
-    return [parameter.shape for parameter in model_of(read()).build().parameters()]
+def shapes(*overrides: str) -> list[torch.Size]:
+    return [parameter.shape for parameter in model_of(read(*overrides)).build().parameters()]

@@ -88,15 +88,6 @@ class Job:
     def signal(self, pid: int, sign: signal.Signals) -> None:
         os.kill(pid, sign)
 
-    def catches_signals(self) -> bool:
-        """Return whether the process that was started is Python, and catches SIGTERM."""
-        folder = Path(f"/proc/{self.process.pid}")
-        caught = next(line for line in (folder / "status").read_text().splitlines() if line.startswith("SigCgt"))
-        is_python = (
-            b"titanlite" in (folder / "cmdline").read_bytes() and b"bash" not in (folder / "cmdline").read_bytes()
-        )
-        return is_python and bool(int(caught.split()[1], 16) >> (signal.SIGTERM - 1) & 1)
-
     def wait_until(self, condition: Callable[[], bool], seconds: float = 300) -> None:
         deadline = time.monotonic() + seconds
         while not condition():
@@ -117,15 +108,12 @@ class Job:
 
 
 @contextmanager
-def started(
-    folder: Path, *words: str, command: Sequence[str] | None = None, console: int | None = None, **environ: str
-) -> Iterator[Job]:
+def started(folder: Path, *words: str, command: Sequence[str] | None = None, **environ: str) -> Iterator[Job]:
     """Start a job in a session of its own, with its output in a file. No process is left when the context ends.
 
     Args:
         words: arguments of run_train.sh.
         command: a command to start instead.
-        console: file descriptor that gets the output instead.
     """
     mark = f"TITANLITE_TEST_JOB={os.getpid()}-{time.monotonic_ns()}"
     name, value = mark.split("=")
@@ -137,7 +125,7 @@ def started(
         with open(output, "wb") as file:
             process = subprocess.Popen(
                 [*(command or [str(SCRIPT)]), *words],
-                stdout=file if console is None else console,
+                stdout=file,
                 stderr=subprocess.STDOUT,
                 env=environment | {name: value},
                 cwd=folder,

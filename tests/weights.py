@@ -13,8 +13,7 @@ from titanlite.checkpoint.load import resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.config.load import load
-from titanlite.models.added import added_parameters
-from titanlite.models.base import Model
+from titanlite.models.base import Model, added_parameters
 from titanlite.models.registry import resolve_model
 from titanlite.parallelize import DTYPES, build_mesh
 from titanlite.parallelize.materialize import materialize, set_dtype

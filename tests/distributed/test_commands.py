@@ -8,7 +8,7 @@ import pytest
 
 from tests.helpers import TinyRun, mentions, run_train, titanlite
 from titanlite.runtime.console import shell_command
-from titanlite.tools import cli
+from titanlite.tools import cli, launch
 
 
 @pytest.mark.usefixtures("own_process_group")
@@ -62,12 +62,13 @@ def test_umlauts_in_paths_where_the_locale_is_ascii(tmp_path: Path, monkeypatch:
     assert cli.run(["generate", str(run), "--prompt", "ü", "--max-new-tokens", "1"]) == 0
 
 
-def test_run_train_reports_a_mistake_once(tiny: TinyRun) -> None:
-    result = run_train("--config", str(tiny.toml), "--training.stepss=3", cwd=tiny.folder, NPROC="2")
-    assert result.returncode == 2
-    [line] = result.stderr.splitlines()
-    assert line.startswith("error: training.stepss: ")
-    assert mentions(line, "training.steps", "command line")
+def test_a_mistake_is_reported_once_before_processes_start(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    """The launcher of run_train.sh runs in this process, which has imported torch."""
+    (tiny.folder / "broken.toml").write_text("[training")  # nothing else is checked: that would import torch
+    words = [f"--config={tiny.folder}/broken.toml"]
+    assert launch._launch("1", 2, "localhost:0", 0, words, tiny.folder) == 2
+    [line] = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: broken.toml ")
     without_place = run_train("--config", str(tiny.toml), cwd=tiny.folder, NNODES="2")
     assert without_place.returncode == 2
     assert "RDZV_ENDPOINT" in without_place.stderr

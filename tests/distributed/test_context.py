@@ -11,7 +11,6 @@ from tests.layouts import (
     ON_FURTHER_AXES,
     OWN_LOSS,
     CountOperators,
-    assert_same_health,
     built,
     compare_rounded,
     compare_with_one,
@@ -108,30 +107,8 @@ def test_collectives_of_a_step(tiny: TinyRun) -> None:
 
 
 @pytest.mark.nightly
-def test_a_teacher_and_the_health_of_layers(short_documents: TinyRun) -> None:
+def test_a_teacher(short_documents: TinyRun) -> None:
     tiny = short_documents
     run_ranks(trained, 1, tiny.config(*MASK, "--training.steps=4", "--job.name=teacher"))
-    teacher = f"--teacher.path={tiny.folder}/outputs/teacher"
-    options = [*MASK, teacher, "--distill.ratio=0.5", "--metrics.layers.freq=3", "--model.args.n_layers=2"]
-    run_ranks(trained, 1, tiny.config(*options, "--job.name=one"))
-    run_ranks(trained, 4, tiny.config(*options, *degrees(1, 2, 2), "--job.name=four", world_size=4))
-    assert tiny.losses("four") == pytest.approx(tiny.losses("one"), rel=1e-5)
-    assert_same_health(tiny, "four", "one")
-
-
-@pytest.mark.nightly
-def test_the_health_of_layers_that_ranks_split(tiny: TinyRun) -> None:
-    """Count outputs once that both ranks have."""
-    sizes = [
-        "--model.args.dim=48",
-        "--model.args.n_heads=2",
-        "--model.args.n_kv_heads=2",
-        "--model.args.vocab_size=260",
-    ]
-    options = [*sizes, "--metrics.layers.freq=3", "--training.steps=3"]
-    run_ranks(trained, 1, tiny.config(*options, "--job.name=one"))
-    two = tiny.config(
-        *options, *degrees(1, 1), "--parallelism.tensor_parallel_degree=2", "--job.name=two", world_size=2
-    )
-    run_ranks(trained, 2, two)
-    assert_same_health(tiny, "two", "one")
+    options = [*MASK, f"--teacher.path={tiny.folder}/outputs/teacher", "--distill.ratio=0.5", "--model.args.n_layers=2"]
+    compare_with_one(tiny, {"taught": options}, [(1, 2, 2)], steps=6)

@@ -4,22 +4,26 @@ import gc
 import json
 import re
 import shutil
+from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import built, degrees, trained, whole
+from tests.distillation import KINDS, Given, plain
+from tests.helpers import TinyRun, one_process, run_in_turn, run_ranks, train_on_this_rank
+from tests.layouts import built, degrees, one_step, trained, whole
+from titanlite.batch import IGNORE
 from titanlite.checkpoint.state import model_state, state_of
 from titanlite.metrics.recorder import step_line
+from titanlite.models.base import unique_parameters
 from titanlite.observer import StepObserver
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
+from titanlite.step import Gradients, accumulate, count_valid_tokens
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_model, open_source
@@ -41,7 +45,8 @@ TECHNIQUES = {
 
 def make_teacher(tiny: TinyRun, name: str, *options: str) -> str:
     """Train a teacher for a few steps, and return the option that names it."""
-    run_ranks(trained, 1, tiny.config("--training.steps=4", f"--job.name={name}", *options))
+    with one_process():
+        trained(0, 1, tiny.config("--training.steps=4", f"--job.name={name}", *options))
     return f"--teacher.path={tiny.folder}/outputs/{name}"
 
 
@@ -52,8 +57,8 @@ def with_teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, str
     return tiny, make_teacher(tiny, "teacher")
 
 
-def taught(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    """Train, and return whether the teacher's bits are those of its checkpoint, and what the checkpoint holds."""
+def taught(rank: int, world_size: int, config: Config) -> None:
+    """Train. The teacher keeps the bits of its checkpoint, is saved nowhere, and its forward pass counts."""
     run = train_on_this_rank(config, rank, world_size)
     teacher = run.targets.model
     assert teacher is not None
@@ -62,18 +67,14 @@ def taught(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     for module in teacher.modules():
         if isinstance(module, FSDPModule):
             module.reshard()  # to the shards that were read: what is kept for the next step is padded
-    return {
-        "unchanged": {
-            name: np.array_equal(whole(tensor).float().numpy(), theirs[name].float().numpy())
-            for name, tensor in model_state(teacher).items()
-        },
-        "gradients": [name for name, p in teacher.named_parameters() if p.grad is not None or p.requires_grad],
-        "saved": {name for part in state_of(run.model, run.optimizer).values() for name in part},
-        "student": {name for name, _ in run.model.named_parameters()},
-        "flops": run.metrics.flops_per_token(0, 1, False) - run.model.flops_per_token(config.training.seq_len),
-        "flops of teacher": stored.flops_per_token(config.training.seq_len),
-        "weights": {name: whole(p).float().numpy() for name, p in run.model.named_parameters()},
-    }
+    for name, tensor in model_state(teacher).items():
+        assert torch.equal(whole(tensor).float(), theirs[name].float()), name
+    assert not [name for name, p in teacher.named_parameters() if p.grad is not None or p.requires_grad]
+    saved = {name for part in state_of(run.model, run.optimizer).values() for name in part}
+    assert not [name for name in saved if "teacher" in name]
+    assert len([*run.model.named_parameters()]) == len([name for name in saved if not name.startswith("state.")])
+    added = run.metrics.flops_per_token(0, 1, False) - run.model.flops_per_token(config.training.seq_len)
+    assert added == pytest.approx(stored.flops_per_token(config.training.seq_len) / 3)
 
 
 @pytest.mark.nightly
@@ -86,18 +87,13 @@ def test_losses_are_equal_on_every_layout_and_with_every_technique(tiny: TinyRun
     names[1, 1] += ["offload", "tied", "AC"]
     names[1, 2] += [*options.keys() - {"plain"}]
     for world_size in (1, 2, 4):
-        cases = [(it, name) for it, some in names.items() if it[0] * it[1] == world_size for name in some]
         configs = [
             tiny.config(*options[name], *degrees(*it), f"--job.name={name}-{it[0]}-{it[1]}", world_size=world_size)
-            for it, name in cases
+            for it, some in names.items()
+            if it[0] * it[1] == world_size
+            for name in some
         ]
-        for (_, name), results in zip(cases, run_in_turn(taught, world_size, configs), strict=True):
-            for found in results:
-                assert all(found["unchanged"].values()), name
-                assert found["gradients"] == [], name
-                assert not [it for it in found["saved"] if "teacher" in it], name
-                assert found["flops"] == pytest.approx(found["flops of teacher"] / 3), "its forward pass counts"
-                assert len(found["student"]) == len([it for it in found["saved"] if not it.startswith("state.")])
+        run_in_turn(taught, world_size, configs)
     records = tiny.records("plain-1-1")
     for layout, some in names.items():
         for name in some:
@@ -113,11 +109,10 @@ def test_losses_are_equal_on_every_layout_and_with_every_technique(tiny: TinyRun
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(tiny: TinyRun) -> None:
-    few = "--training.steps=2"
-    trained(0, 1, tiny.config("--job.name=teacher", few))
+def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(with_teacher: tuple[TinyRun, str]) -> None:
+    tiny, teacher = with_teacher
+    few, other = "--training.steps=2", f"--teacher.path={tiny.folder}/outputs/other"
     trained(0, 1, tiny.config("--job.name=other", few, "--debug.seed=1"))
-    teacher, other = (f"--teacher.path={tiny.folder}/outputs/{name}" for name in ("teacher", "other"))
     options = [*NARROW, *DISTILL, "--checkpoint.interval=2", "--training.steps=4"]
     for more in (["--job.name=whole"], ["--job.name=parts", few], ["--job.name=parts"]):
         trained(0, 1, tiny.config(*options, teacher, *more))
@@ -132,47 +127,97 @@ def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(tiny: Tin
     assert len(manifest["settings"]["teacher"]) == 16
 
 
-def own_output(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    """Return the teacher's logits of a batch by this run, and those of the model of its checkpoint."""
-    run = built(rank, world_size, config)
-    batch = next(run.batches)
-    output = run.targets(batch, StepObserver())["teacher"]
-    with output.teacher.head_weight() as weight:
-        logits = output.hidden_BLD @ weight.t()
-    stored = load_model(open_source(str(config.teacher.path)))
-    with torch.no_grad():
-        expected = stored(batch["tokens"], **document_arguments(batch))
+@pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=pytest.mark.nightly) for kind in KINDS[1:])])
+@pytest.mark.usefixtures("single_process_group")
+def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(
+    with_teacher: tuple[TinyRun, str], kind: str
+) -> None:
+    """Micro-batches with different numbers of labels that count weigh by tokens."""
+    tiny, teacher_path = with_teacher
+    trained(0, 1, tiny.config(*NARROW, "--job.name=student", "--training.steps=2"))
+    paths = [f"{tiny.folder}/outputs/{name}" for name in ("student", "teacher")]
+    options = [*NARROW, *DISTILL, teacher_path, f"--distill.kind={kind}", "--training.local_batch_size=4"]
+    config = tiny.config(*options, f"--checkpoint.initial_load_path={paths[0]}", f"--job.name={kind}")
+    run = built(0, 1, config)
+    assert run.accumulation == 2
+    batches = list(islice(run.batches, 2))
     run.batches.close()
-    return {"found": logits.numpy(), "expected": expected.numpy()}
+    batches[0]["labels"][:3, 5:] = IGNORE
+    accumulate(
+        run.model, batches, group=run.group, loss_function=run.loss_function, targets=run.targets,
+        gradients=Gradients(), reduce_once=False, observer=StepObserver(),
+    )  # fmt: skip
+    student, teacher = (load_model(open_source(path)) for path in paths)
+    tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
+    with torch.no_grad():
+        theirs = teacher(tokens)
+    one = torch.eye(theirs.shape[-1])
+    loss, _ = plain(student(tokens), one, labels, Given(theirs, one), config.distill, 0.0)
+    names, parameters = zip(*unique_parameters(student), strict=True)
+    expected = torch.autograd.grad(loss / count_valid_tokens(batches, run.group), parameters)
+    found = dict(unique_parameters(run.model))
+    assert found.keys() == set(names)
+    for name, gradient in zip(names, expected, strict=True):
+        mine = found[name].grad
+        assert mine is not None
+        assert (whole(mine) - gradient).norm() < 1e-6 * gradient.norm(), name
 
 
+@pytest.mark.usefixtures("single_process_group")
+def test_neither_frozen_nor_the_teachers_bits_change(with_teacher: tuple[TinyRun, str]) -> None:
+    tiny, teacher_path = with_teacher
+    frozen = '--freeze.parameters=["tok_embeddings.*", "layers.0.*", "layers.1.attention.wq.weight"]'
+    options = [*NARROW, *DISTILL, teacher_path, frozen, "--lr_scheduler.warmup_steps=0"]
+    run = built(0, 1, tiny.config(*options, "--job.name=frozen", "--training.local_batch_size=4"))
+    before = {name: whole(p) for name, p in unique_parameters(run.model)}
+    for _ in range(2):
+        assert float(one_step(run).added_loss) != 0
+    run.batches.close()
+    still = {name for name, p in unique_parameters(run.model) if torch.equal(whole(p), before[name])}
+    first = {name for name in before if name.startswith("layers.0.")}
+    assert still == first | {"tok_embeddings.weight", "layers.1.attention.wq.weight"}
+    assert run.targets.model is not None
+    stored = model_state(load_model(open_source(f"{tiny.folder}/outputs/teacher")))
+    for name, tensor in model_state(run.targets.model).items():
+        assert np.array_equal(whole(tensor).float().numpy(), stored[name].float().numpy()), name
+
+
+@pytest.mark.usefixtures("single_process_group")
 def test_the_teacher_computes_what_its_model_does(with_teacher: tuple[TinyRun, str]) -> None:
     """Boundaries of documents reach the teacher, too."""
     tiny, teacher = with_teacher
-    options = [teacher, *NARROW, *DISTILL, "--data.document_mask=true"]
-    for found in run_ranks(own_output, 2, tiny.config(*options, world_size=2)):
-        np.testing.assert_allclose(found["found"], found["expected"], rtol=0, atol=1e-5)
+    config = tiny.config(teacher, *NARROW, *DISTILL, "--data.document_mask=true", "--job.name=computes")
+    run = built(0, 1, config)
+    batch = next(run.batches)
+    run.batches.close()
+    output = run.targets(batch, StepObserver())["teacher"]
+    with output.teacher.head_weight() as weight, torch.no_grad():
+        logits = output.hidden_BLD @ weight.t()
+        expected = load_model(open_source(str(config.teacher.path)))(batch["tokens"], **document_arguments(batch))
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
 
+@pytest.mark.usefixtures("single_process_group")
 def test_a_damaged_teacher_is_refused(with_teacher: tuple[TinyRun, str]) -> None:
     tiny, _ = with_teacher
     damaged = shutil.copytree(tiny.folder / "outputs/teacher", tiny.folder / "outputs/damaged")
     [file] = (damaged / "checkpoints/step-00000004").glob("*.distcp")
     file.write_bytes(bytes(byte ^ 1 for byte in file.read_bytes()))
-    with pytest.raises(Exception, match=r"UserError: teacher\.path: \S*distcp"):
-        run_ranks(trained, 1, tiny.config(f"--teacher.path={damaged}", "--job.name=refused", *NARROW, *DISTILL))
+    with pytest.raises(UserError, match=r"^teacher\.path: \S*distcp"):
+        trained(0, 1, tiny.config(f"--teacher.path={damaged}", "--job.name=refused", *NARROW, *DISTILL))
 
 
+@pytest.mark.usefixtures("single_process_group")
 def test_a_hugging_face_folder_is_a_teacher(with_teacher: tuple[TinyRun, str]) -> None:
     """Weights that another program wrote teach as the checkpoint that they were exported from."""
     tiny, teacher = with_teacher
     out = tiny.folder / "exported"
     assert cli.run(["checkpoint", "export", f"{tiny.folder}/outputs/teacher", "--out", str(out)]) == 0
     options = [*NARROW, *DISTILL, "--training.steps=2", "--checkpoint.enable=false"]
-    run_ranks(trained, 1, tiny.config(*options, teacher, "--job.name=ours"))
-    run_ranks(trained, 2, tiny.config(*options, f"--teacher.path={out}", "--job.name=theirs", world_size=2))
-    one, two = ([record["distill_loss"] for record in tiny.records(name)] for name in ("ours", "theirs"))
-    assert one == pytest.approx(two, rel=2e-5)
+    for name, path in (("ours", teacher), ("theirs", f"--teacher.path={out}")):
+        trained(0, 1, tiny.config(*options, path, f"--job.name={name}"))
+    ours, theirs = ([record["distill_loss"] for record in tiny.records(name)] for name in ("ours", "theirs"))
+    assert theirs == ours
     before = fingerprint(open_model(str(out), None, "teacher"))
     copied = shutil.copytree(out, tiny.folder / "copied")
     assert fingerprint(open_model(str(copied), None, "teacher")) == before, "the same weights elsewhere, written later"

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import built, degrees, whole
+from tests.layouts import built, degrees, on_one, whole
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.schema import Config
 from titanlite.train import Run, finish, train
@@ -77,7 +77,7 @@ def test_saved_on_one_axis_and_loaded_on_each_other(
     pairs = [(saver, place) for saver in savers for place in places]
     for saver, place in pairs:
         shutil.copytree(tiny.folder / "outputs" / f"saved-{saver}", tiny.folder / "outputs" / f"{saver}-on-{place}")
-    [[(initial, _)]] = run_in_turn(continued, 1, [config("whole", "one", 6)])
+    [(initial, _)] = on_one(continued, config("whole", "one", 6))
     for world_size in (1, 4):
         chosen = [(saver, place) for saver, place in pairs if places[place][0] == world_size]
         configs = [config(f"{saver}-on-{place}", place, 6) for saver, place in chosen]

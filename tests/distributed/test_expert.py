@@ -60,11 +60,11 @@ def times_weight(x_SD: Tensor, ends_E: Tensor, weights: Any) -> Tensor:
     return x_SD * weights[0].repeat_interleave(sizes, dim=0)
 
 
-def exchanged(counts: list[list[int]]) -> list[tuple[Any, Any]]:
-    """Return the results and the gradients of this rank's tokens.
+def check_exchange(counts: list[list[int]]) -> None:
+    """Compare the results and the gradients of this rank's tokens with those of a rank that has all four experts.
 
     Args:
-        counts: for each rank, its tokens for each of four experts.
+        counts: for each rank, its tokens for each expert.
     """
     group = dist.group.WORLD
     assert group is not None
@@ -89,60 +89,50 @@ def exchanged(counts: list[list[int]]) -> list[tuple[Any, Any]]:
             gradient = 2 * gradient.full_tensor()  # what FSDP averages over half of the ranks
         else:
             dist.all_reduce(gradient)
-        assert x_SD.grad is not None
-        found.append((out_SD.detach(), x_SD.grad, gradient))
-    return [tuple(it.flatten().tolist() for it in results) for results in found]
+        found.append((out_SD, x_SD.grad, gradient))
+    assert all(map(torch.equal, *found))
 
 
-def two_ranks(rank: int, world_size: int, built_only: Config, config: Config) -> dict[str, Any]:
-    """Everything about two ranks that one process group can show."""
+def two_ranks(rank: int, world_size: int, built_only: Config, config: Config) -> list[dict[str, Any]]:
+    """Return initial weights, and the moments after training."""
     run = built(rank, world_size, built_only)
     weight = run.model.get_parameter("layers.0.feed_forward.w1")
     assert isinstance(weight, DTensor)
-    found: dict[str, Any] = {
-        "part": [*weight.to_local().shape],
-        "initial": {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()},
-    }
+    assert weight.to_local().shape == (4, 32, 24), "four of eight experts"
+    initial = {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
     with CountOperators("_c10d_functional.all_to_all_single") as operators:
         one_step(run)
-    found["all-to-alls"] = operators.count
+    assert operators.count == 2 * (3 + 3 + 2), "counts, tokens and results; recomputed; gradients"
     # Rank 1 sends nothing. Expert 1 gets nothing. Rank 0 has experts without any token.
-    for name, counts in (("empty", [[1, 0, 2, 3], [0, 0, 0, 0]]), ("other", [[0, 0, 2, 1], [0, 0, 3, 0]])):
-        found[name] = exchanged(counts)
+    check_exchange([[1, 0, 2, 3], [0, 0, 0, 0]])
+    check_exchange([[0, 0, 2, 1], [0, 0, 3, 0]])
     run = train_on_this_rank(config, rank, world_size)
-    found["moments"] = {
+    moments = {
         f"{name}.{key}": whole(value).numpy()
         for name, parameter in run.model.named_parameters()
         for key, value in run.optimizer.state[parameter].items()
     }
-    return found
+    return [initial, moments]
 
 
-def one_process(rank: int, world_size: int, built_only: Config, config: Config, loaded: Config) -> list[dict[str, Any]]:
-    """Return initial weights, and the moments that two ranks saved."""
-    run = built(rank, world_size, built_only)
-    initial = {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
-    train_on_this_rank(config, rank, world_size)
-    return [initial, optimizer_moments(rank, world_size, loaded)]
-
-
+@pytest.mark.usefixtures("single_process_group")
 def test_two_ranks_with_different_experts_train_as_one(tiny: TinyRun) -> None:
+    """One process loads the moments that two ranks have saved."""
     options = [*MOE, "--training.steps=4", "--activation_checkpoint.mode=selective", "--data.document_mask"]
     two = [tiny.config(*options, *degrees(*TWO), f"--job.name={it}", world_size=2) for it in ("two-built", "two")]
-    one = [tiny.config(*options, f"--job.name={name}") for name in ("one-built", "one", "two")]
-    found = run_ranks(two_ranks, 2, *two)
-    [[initial, loaded]] = run_ranks(one_process, 1, *one)
+    built_only, config, loaded = (tiny.config(*options, f"--job.name={it}") for it in ("one-built", "one", "two"))
+    of_ranks = run_ranks(two_ranks, 2, *two)
+    run = built(0, 1, built_only)
+    run.batches.close()
+    initial = {name: whole(parameter).numpy() for name, parameter in run.model.named_parameters()}
+    train_on_this_rank(config, 0, 1)
     assert_same_curve(tiny, "two", "one", steps=4)
-    for rank in (0, 1):
-        assert found[rank]["part"] == [4, 32, 24], "four of eight experts"
-        assert found[rank]["all-to-alls"] == 2 * (3 + 3 + 2), "counts, tokens and results; recomputed; gradients"
-        for name, value in initial.items():
-            assert (found[rank]["initial"][name] == value).all(), name
-        assert found[rank]["moments"].keys() == loaded.keys()
-        for name, value in loaded.items():
-            assert (found[rank]["moments"][name] == value).all(), name
-        for name in ("empty", "other"):
-            assert found[rank][name][0] == found[rank][name][1], name
+    one = [initial, optimizer_moments(0, 1, loaded)]
+    for found in of_ranks:
+        for ours, theirs in zip(found, one, strict=True):
+            assert ours.keys() == theirs.keys()
+            for name, value in theirs.items():
+                assert (ours[name] == value).all(), name
 
 
 def compared(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[int, ...]) -> None:

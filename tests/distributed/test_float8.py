@@ -1,6 +1,5 @@
 """Scales of weights that are gathered in float8: one all-reduce a step, and the same training."""
 
-import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -63,7 +62,7 @@ def test_one_all_reduce_for_all_scales(tiny: TinyRun) -> None:
     losses = tiny.losses("apart")
     assert [loss is None for loss in losses] == [False, False, True, False, False, False]
     assert tiny.losses("halves") == losses
-    files = [tiny.folder / "outputs" / name / "validation.jsonl" for name in ("halves", "apart")]
-    both = [[json.loads(line) | {"time": 0.0} for line in file.read_text().splitlines()] for file in files]
+    runs = (tiny.records(name, file="validation.jsonl") for name in ("halves", "apart"))
+    both = [[record | {"time": 0.0} for record in records] for records in runs]
     assert len(both[0]) == 3
     assert both[0] == both[1]

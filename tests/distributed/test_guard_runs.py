@@ -1,6 +1,5 @@
 """A loss that is not finite, from one rank: what all ranks do, what is kept, and what is reported."""
 
-import json
 import math
 import re
 import threading
@@ -86,10 +85,6 @@ def fail_first_save(run: Run) -> None:
     saver.start = start
 
 
-def skipped(folder: Path, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "outputs" / name / "skipped.jsonl").read_text().splitlines()]
-
-
 def manifest(folder: Path, name: str, step: int) -> Manifest:
     path = folder / "outputs" / name / "checkpoints" / f"step-{step:08d}" / "manifest.json"
     return Manifest.from_json(path.read_bytes())
@@ -109,7 +104,7 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
     for rank in results["skip"]:
         assert rank["stopped"] is None
         assert [bool(changed) for changed in rank["changed"]] == [True, True, False, True, True, True]
-    [record] = skipped(tiny.folder, "skip")
+    [record] = tiny.records("skip", file="skipped.jsonl")
     assert (record["step"], record["samples"]) == (BAD_STEP, [BAD_SAMPLE])
     assert record["reason"] == NONFINITE
     assert [[loss is None for loss in losses] for losses in record["micro_losses"]] == [
@@ -128,7 +123,7 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
         assert message.startswith(f"step 3: {NONFINITE} (loss nan, grad_norm nan)")
         assert taken == 2
         assert [bool(changed) for changed in rank["changed"]] == [True, True, False, False], "until the host looks"
-    assert [record["step"] for record in skipped(tiny.folder, "stop")] == [3]
+    assert [record["step"] for record in tiny.records("stop", file="skipped.jsonl")] == [3]
     saved = manifest(tiny.folder, "stop", 2)
     assert (saved.samples, saved.guard) == (16, {})
 
@@ -136,7 +131,7 @@ def test_all_ranks_do_the_same(tiny: TinyRun) -> None:
         assert mentions(rank["stopped"][0], "2 steps", "guard.max_consecutive_skips")
         assert rank["stopped"][1] == 2
         assert [bool(changed) for changed in rank["changed"]] == [True, True, False, False, False, False]
-    assert [record["step"] for record in skipped(tiny.folder, "forever")] == [3, 4]
+    assert [record["step"] for record in tiny.records("forever", file="skipped.jsonl")] == [3, 4]
     assert (tiny.folder / "outputs" / "forever" / "checkpoints" / "step-00000002").is_dir()
 
 
@@ -168,7 +163,7 @@ def test_ranks_of_each_axis_do_the_same(
         assert rank["stopped"][0].startswith(f"step 3: {NONFINITE}")
         assert rank["stopped"][1] == 2
     for name in names:
-        [record] = skipped(tiny.folder, name)
+        [record] = tiny.records(name, file="skipped.jsonl")
         assert (record["step"], record["samples"]) == (BAD_STEP, samples)
 
 
@@ -178,8 +173,7 @@ def test_a_stop_waits_for_a_save_in_flight_and_repeats_one_that_fails(tiny: Tiny
     for name, [result] in zip(names, run_in_turn(poisoned, 1, configs), strict=True):
         assert result["stopped"][1] == 2
         assert manifest(tiny.folder, name, 2).samples == 16
-        saves = (tiny.folder / "outputs" / name / "checkpoints.jsonl").read_text().splitlines()
-        assert [json.loads(line)["step"] for line in saves] == [2]
+        assert [record["step"] for record in tiny.records(name, file="checkpoints.jsonl")] == [2]
     log = (tiny.folder / "outputs" / "failing" / "logs" / "rank-0.log").read_text()
     assert re.search(r"step 2\b.*disk full", log)
 
@@ -191,6 +185,8 @@ def test_a_stopped_run_resumes_from_the_last_step_taken(tiny: TinyRun) -> None:
     [whole_result], [stopped], [result] = run_in_turn(poisoned, 1, [tiny.config(*options) for options in runs])
     assert stopped["stopped"][1] == 2
     assert result["stopped"] is None
-    assert [record["step"] for record in skipped(tiny.folder, "halves")] == [3, 3], "evidence of both starts"
+    assert [record["step"] for record in tiny.records("halves", file="skipped.jsonl")] == [3, 3], (
+        "evidence of both starts"
+    )
     for name, value in whole_result["final"].items():
         assert (result["final"][name] == value).all(), name

@@ -11,9 +11,7 @@ import pytest
 
 from tests.helpers import TinyRun, mentions
 from tests.hosts import Network, network
-from tests.processes import SCRIPT, Job, started, unhurried
-from titanlite.checkpoint import manifest as manifests
-from titanlite.storage.storage import LocalStorage
+from tests.processes import SCRIPT, Job, newest, started, unhurried
 from titanlite.tools import cli
 
 HSDP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"
@@ -39,12 +37,8 @@ def ranks_of(network: Network, jobs: list[Job]) -> dict[str, list[int]]:
     return found
 
 
-def wait_for_step(job: Job, step: int) -> None:
-    job.wait_until(lambda: max(job.steps(), default=0) >= step, SECONDS)
-
-
 def wait_for_steps(job: Job, steps: int) -> None:
-    wait_for_step(job, max(job.steps(), default=0) + steps)
+    job.wait_for_step(max(job.steps(), default=0) + steps)
 
 
 def ends(jobs: list[Job], seconds: float) -> list[tuple[int, float]]:
@@ -56,12 +50,6 @@ def ends(jobs: list[Job], seconds: float) -> list[tuple[int, float]]:
         ended.append((code, time.monotonic() - began))
     assert [job.left() for job in jobs] == [{} for _ in jobs]
     return ended
-
-
-def newest(tiny: TinyRun) -> int:
-    """Return the newest step that is saved."""
-    storage = LocalStorage(f"{tiny.folder}/outputs/tiny/checkpoints", "")
-    return max(manifests.committed_steps(storage.list()), default=0)
 
 
 def error_lines(job: Job) -> list[str]:
@@ -97,7 +85,7 @@ def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyR
     options = f"--config={tiny.toml}", *SAVING, LONG, unhurried(tiny), "--comm.train_timeout_seconds=150"
     with hosts.job(tiny.folder, *options, NPROC="1") as jobs:
         first, second = jobs
-        wait_for_step(first, 4)
+        first.wait_for_step(4)
         assert ranks_of(hosts, jobs) == {"node0": [0], "node1": [1]}
         start = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["starts"][-1]
         assert start["mesh"] == {"replicate": 1, "shard": 2}
@@ -117,8 +105,8 @@ def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyR
         wait_for_steps(first, 4)
         hosts.tell("delay", 0)
         hosts.tell("loss", 0)
-        first.wait_until(lambda: newest(tiny) >= 10, SECONDS)
-        saved = newest(tiny)
+        first.wait_until(lambda: newest(tiny, killed=True) >= 10, SECONDS)
+        saved = newest(tiny, killed=True)
         hosts.hosts[1].kill()
         (code, seconds), _ = ends(jobs, 120)
         assert code == 1
@@ -126,9 +114,9 @@ def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyR
         assert "on node0 failed at step " in line
         assert "peer" in line, "the connection to the other host is what failed"
         assert not error_lines(second)
-        assert newest(tiny) >= saved
+        assert newest(tiny, killed=True) >= saved
     print(f"cut reported: {reported:.1f} s; host killed: {seconds:.1f} s")
-    last = newest(tiny) + 2
+    last = newest(tiny, killed=True) + 2
     assert cli.run(["train", f"--config={tiny.toml}", f"--training.steps={last}"]) == 0
     assert_as_one_process(tiny, last)
 
@@ -138,7 +126,7 @@ def test_a_link_that_stays_cut_ends_both_hosts(tiny: TinyRun, hosts: Network) ->
     with hosts.job(
         tiny.folder, f"--config={tiny.toml}", *HSDP, LONG, "--comm.train_timeout_seconds=8", NPROC="2"
     ) as jobs:
-        wait_for_step(jobs[0], 4)
+        jobs[0].wait_for_step(4)
         hosts.tell("cut")
         ended = ends(jobs, 100)
         assert [code for code, _ in ended] == [1, 1]
@@ -157,7 +145,7 @@ def test_a_rank_that_stays_stopped_ends_with_the_other_host(tiny: TinyRun, hosts
     """Nothing but SIGKILL ends such a process, and only its own launcher can send that."""
     options = f"--config={tiny.toml}", "--comm.train_timeout_seconds=8", LONG
     with hosts.job(tiny.folder, *options, NPROC="1") as jobs:
-        wait_for_step(jobs[0], 4)
+        jobs[0].wait_for_step(4)
         [rank] = [pid for pid in jobs[number].ranks() if hosts.hosts[number].has(pid)]
         jobs[number].signal(rank, signal.SIGSTOP)
         assert [code for code, _ in ends(jobs, 100)] == [1, 1]
@@ -171,7 +159,7 @@ def test_a_host_that_is_left_resumes_alone(tiny: TinyRun, hosts: Network) -> Non
         tiny.folder, f"--config={tiny.toml}", *degrees, *SAVING, f"--training.steps={STEPS}", **environ
     ) as jobs:
         first, _ = jobs
-        first.wait_until(lambda: newest(tiny) >= 10, SECONDS)
+        first.wait_until(lambda: newest(tiny, killed=True) >= 10, SECONDS)
         hosts.hosts[1].kill()
         began = time.monotonic()
         first.wait_until(lambda: "replicate 2 x shard 1" in first.text(), SECONDS)

@@ -1,5 +1,6 @@
 """Foreign weights on several ranks: the same bits on every layout, and each rank reads what its shards need."""
 
+import json
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, 
 from tests.helpers import TinyRun, mentions, run_in_turn
 from tests.layouts import built, degrees, whole
 from titanlite.checkpoint.state import model_state
+from titanlite.models.llama3 import Llama3
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Config
@@ -71,12 +73,16 @@ def test_every_layout_begins_with_the_same_bits(tiny: TinyRun, places: list[tupl
 
 
 def test_mistakes_end_every_rank_alike(tiny: TinyRun) -> None:
-    oracle = oracle_of("llama3", vocab_size=260)
-    oracle.save_pretrained(tiny.folder / "model")
-    options = [f"--checkpoint.initial_load_path={tiny.folder / 'model'}", *options_of(spec_of("llama3", oracle))]
-    config = tiny.config(*options, "--model.args.dim=48", *degrees(1, 2), world_size=2)
+    form = Llama3.formats.hugging_face
+    assert form
+    (tiny.folder / "model").mkdir()
+    described = form.to_config(Llama3.flavors["debug"])
+    (tiny.folder / "model" / "config.json").write_text(json.dumps(described))
+    config = tiny.config(f"--checkpoint.initial_load_path={tiny.folder}/model", *degrees(1, 2), world_size=2)
     for message in run_in_turn(refused, 2, [config])[0]:
-        assert mentions(message, f"checkpoint.initial_load_path: {tiny.folder}/model", "dim = 24")
+        assert mentions(
+            message, f"checkpoint.initial_load_path: {tiny.folder}/model", f"dim = {described['hidden_size']}"
+        )
 
 
 def refused(rank: int, world_size: int, config: Config) -> str:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import built, degrees, trained
+from tests.layouts import built, degrees, job, trained
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss
 from titanlite.models.base import unique_parameters
@@ -30,35 +30,27 @@ CASES = {
 }  # fmt: skip
 
 
-def configs_of(tiny: TinyRun, options: list[str], name: str, world_size: int) -> list[Config]:
-    """Return configs of the same run, without and with in_backward."""
-    return [
-        tiny.config(
-            *options, NO_CLIPPING, "--training.steps=4", f"--job.name={name}-{on}", *on_or_off, world_size=world_size
-        )
-        for on, on_or_off in (("off", []), ("on", [ON]))
-    ]
-
-
-def check_equal(tiny: TinyRun, name: str, off: list[dict[str, Any]], on: list[dict[str, Any]]) -> None:
-    """Compare weights of every rank, losses and gradient norms of every step."""
-    for expected, found in zip(off, on, strict=True):
-        assert found.keys() == expected.keys()
-        for parameter, value in expected.items():
-            assert (found[parameter] == value).all(), (name, parameter)
-    records = [tiny.records(f"{name}-{on}") for on in ("off", "on")]
-    assert len(records[0]) == 4
-    for metric in ("loss", "grad_norm", "lr"):
-        assert [record[metric] for record in records[1]] == [record[metric] for record in records[0]], (name, metric)
-
-
 @pytest.mark.slow
 def test_weights_are_those_of_updates_after_backward(tiny: TinyRun) -> None:
     """Four steps, with a warm-up, on FSDP and HSDP, with a tied head and with several optimizers."""
-    configs = [config for name, options in CASES.items() for config in configs_of(tiny, options, name, 2)]
-    results = run_in_turn(trained, 2, configs)
-    for number, name in enumerate(CASES):
-        check_equal(tiny, name, *results[2 * number : 2 * number + 2])
+    runs = {
+        job(name, number): [*options, *on_or_off]
+        for name, options in CASES.items()
+        for number, on_or_off in enumerate(([], [ON]))
+    }
+    common = [NO_CLIPPING, "--training.steps=4"]
+    configs = [tiny.config(*of, *common, f"--job.name={name}", world_size=2) for name, of in runs.items()]
+    weights = dict(zip(runs, run_in_turn(trained, 2, configs), strict=True))
+    for name in CASES:
+        off, on = job(name, 0), job(name, 1)
+        for expected, found in zip(weights[off], weights[on], strict=True):
+            assert found.keys() == expected.keys()
+            for parameter, value in expected.items():
+                assert (found[parameter] == value).all(), (name, parameter)
+        kept = ("step", "loss", "grad_norm", "lr")
+        records = [[{key: it[key] for key in kept} for it in tiny.records(run)] for run in (off, on)]
+        assert len(records[0]) == 4
+        assert records[1] == records[0], name
 
 
 def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn
-from tests.layouts import LAYOUTS, built, degrees, each_on_every_layout, one_step, trained, whole
+from tests.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_one, one_step, trained, whole
 from titanlite.batch import IGNORE
 from titanlite.loss import token_loss
 from titanlite.metrics.run_summary import types_of
@@ -81,7 +81,7 @@ def on_layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
     tiny = TinyRun(tmp_path_factory.mktemp("layouts"))
     options, sizes = request.param
     several = [[*options, f"--training.local_batch_size={size}"] for size in (8, *sizes)]
-    [[reference]] = run_in_turn(few_steps, 1, [tiny.config(*several[0], "--job.name=reference")])
+    [reference] = on_one(few_steps, tiny.config(*several[0], "--job.name=reference"))
     return [{(1, 1): [reference]}, *each_on_every_layout(few_steps, tiny, several[1:])]
 
 

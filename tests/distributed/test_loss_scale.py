@@ -80,45 +80,38 @@ def trained_from_too_large(rank: int, world_size: int, config: Config) -> dict[s
         return trained(rank, world_size, config)
 
 
-def skipped(tiny: TinyRun, name: str) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (tiny.folder / "outputs" / name / "skipped.jsonl").read_text().splitlines()]
-
-
 @pytest.mark.parametrize("layouts", [[(1, 1), (1, 2)], pytest.param(LAYOUTS, marks=pytest.mark.nightly)])
-def test_every_layout_skips_the_same_steps(tiny: TinyRun, layouts: list[tuple[int, int]]) -> None:
+def test_every_layout_skips_the_same_steps_and_a_resume_goes_on_with_the_scale(
+    tiny: TinyRun, layouts: list[tuple[int, int]]
+) -> None:
     """A skipped overflow is none of `guard.max_consecutive_skips`, and `grad_norm` is that of unscaled gradients."""
     options = [FLOAT16, "--training.steps=8", "--training.local_batch_size=1", "--guard.max_consecutive_skips=1"]
-    options += ["--checkpoint.enable=false"]
+    runs = [(layout, f"--job.name={job('on', *layout)}") for layout in layouts]
+    runs += [((1, 1), "--job.name=parts", "--training.steps=5"), ((1, 1), "--job.name=parts")]
     for world_size in {replicate * shard for replicate, shard in layouts}:
         configs = [
-            tiny.config(*options, *degrees(*layout), f"--job.name={job('on', *layout)}", world_size=world_size)
-            for layout in layouts
+            tiny.config(*options, *degrees(*layout), *more, world_size=world_size)
+            for layout, *more in runs
             if layout[0] * layout[1] == world_size
         ]
         run_in_turn(trained_from_too_large, world_size, configs)
+    one = tiny.records(job("on", 1, 1))
     for layout in layouts:
         name = job("on", *layout)
         records = tiny.records(name)
         assert [TOO_LARGE / record["loss_scale"] for record in records] == [1, 2, 4, 4, 4, 4, 2, 4], name
         assert [record["grad_norm"] is None for record in records] == [True, True, *[False] * 4, True, False], name
-        assert [(it["step"], it["reason"]) for it in skipped(tiny, name)] == [(step, REASON) for step in (1, 2, 7)]
-        losses = [record["loss"] for record in tiny.records(job("on", 1, 1))]
-        assert [record["loss"] for record in records] == pytest.approx(losses, rel=1e-5), name
+        evidence = tiny.records(name, file="skipped.jsonl")
+        assert [(it["step"], it["reason"]) for it in evidence] == [(step, REASON) for step in (1, 2, 7)]
+        assert [it["loss"] for it in records] == pytest.approx([it["loss"] for it in one], rel=1e-5), name
         assert records[2]["grad_norm"] == pytest.approx(1.5776, rel=1e-3), "in float32, the first step has 1.5786"
-
-
-def test_a_resumed_run_goes_on_with_the_scale(tiny: TinyRun) -> None:
-    """Saved between two changes of the scale: the rest has the same bits, and so has the scale."""
-    steps = {"whole": 8, "parts": 5}
-    configs = [tiny.config(FLOAT16, f"--training.steps={last}", f"--job.name={name}") for name, last in steps.items()]
-    run_in_turn(trained_from_too_large, 1, [*configs, tiny.config(FLOAT16, "--training.steps=8", "--job.name=parts")])
+    # Saved between two changes of the scale: the rest has the same bits, and so has the scale.
     file = tiny.folder / "outputs/parts/checkpoints/step-00000005/manifest.json"
     assert json.loads(file.read_text())["guard"] == {"loss_scale": {"value": TOO_LARGE / 4, "finite_steps": 3}}
     whole, parts = (
-        [(record["loss"], record["grad_norm"], record["loss_scale"]) for record in tiny.records(name)] for name in steps
+        [(it["loss"], it["grad_norm"], it["loss_scale"]) for it in records] for records in (one, tiny.records("parts"))
     )
     assert parts == whole
-    assert [TOO_LARGE / scale for *_, scale in parts] == [1, 2, 4, 4, 4, 4, 2, 4]
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks
-from tests.layouts import LAYOUTS, built, on_every_layout, one_step, trained, whole
+from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.layouts import LAYOUTS, built, on_every_layout, on_one, one_step, trained, whole
 from titanlite.schema import Config
 
 FAMILIES = {
@@ -45,8 +45,6 @@ def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
 
 def state_after_training(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Weights and persistent buffers."""
-    from tests.helpers import train_on_this_rank
-
     run = train_on_this_rank(config, rank, world_size)
     return {name: whole(tensor).numpy() for name, tensor in run.model.state_dict().items()}
 
@@ -57,7 +55,7 @@ def test_saved_and_loaded_on_another_layout(tiny: TinyRun, family: str) -> None:
     half = tiny.config(*options, "--training.steps=3", "--lr_scheduler.decay_ratio=0", world_size=2)
     run_ranks(trained, 2, half)
     configs = [tiny.config(*options, *more) for more in (["--job.name=straight"], [])]
-    [straight], [resumed] = run_in_turn(state_after_training, 1, configs)
+    straight, resumed = on_one(state_after_training, *configs)
     assert [record["step"] for record in tiny.records()] == [1, 2, 3, 4, 5, 6]
     assert tiny.losses() == pytest.approx(tiny.losses("straight"), rel=1e-5)
     for name, value in straight.items():

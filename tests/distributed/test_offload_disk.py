@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.layouts import whole
-from tests.whole_runs import parameters_of
+from tests.whole_runs import assert_equal, parameters_of, values_of
+from titanlite.optim import rounding
 from titanlite.schema import Config
 
 DISK = ["--offload.optimizer=disk"]
@@ -16,20 +16,8 @@ EVERYTHING = [*DISK, "--offload.parameters=disk", "--training.enable_cpu_offload
 
 
 def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    from titanlite.optim import rounding
-
     rounding.SMALL_SLICE = 512
-    run = train_on_this_rank(config, rank, world_size)
-    names = {parameter: name for name, parameter in run.model.named_parameters()}
-    return {names[p]: [whole(p).numpy(), *(whole(it).numpy() for it in run.optimizer.state[p].values())] for p in names}
-
-
-def assert_same_bits(expected_of_ranks: list[dict[str, Any]], found_of_ranks: list[dict[str, Any]]) -> None:
-    for expected, found in zip(expected_of_ranks, found_of_ranks, strict=True):
-        assert expected.keys() == found.keys()
-        for name, values in expected.items():
-            for one, other in zip(values, found[name], strict=True):
-                assert (one == other).all(), name
+    return values_of(train_on_this_rank(config, rank, world_size))
 
 
 @pytest.mark.slow
@@ -45,8 +33,9 @@ def test_shards_on_disk_train_as_in_memory(tiny: TinyRun) -> None:
     ]
     configs = [tiny.config(*options, world_size=2) for options in turns]
     memory, moments, everything, _, resumed = run_in_turn(trained, 2, configs)
-    for results in (moments, everything, resumed):
-        assert_same_bits(memory, results)
+    for expected, *others in zip(memory, moments, everything, resumed, strict=True):
+        for found in others:
+            assert_equal(found, expected)
     assert tiny.losses("moments") == tiny.losses("everything") == tiny.losses("memory") == tiny.losses("turns")
     assert [*(tiny.folder / "outputs" / "everything" / "offload").iterdir()] == []
 

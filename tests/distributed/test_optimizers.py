@@ -2,62 +2,25 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from tests.helpers import TinyRun, mentions, run_in_turn, run_ranks
-from tests.layouts import compare_with_one, degrees, job, optimizer_moments, trained, trained_on
+from tests.layouts import compare_with_one, degrees, job, trained, trained_on
 from titanlite.runtime.errors import UserError
-from titanlite.schema import Config
 
 MIX = (
     '--optimizer.groups=[{match = ["layers.*.w?.weight"], name = "Muon", args.ns_dtype = "float32"}, '
     '{match = ["tok*", "head.output*"]}, '
     '{match = ["*norm*"], name = "SGD", lr = 0.03, args = {momentum = 0.9}}]'
 )
-HALFWAY = "--checkpoint.load_step=3"
-
-
-def config_of(tiny: TinyRun, layout: tuple[int, int], *options: str) -> Config:
-    return tiny.config("--job.name=mix", MIX, *degrees(*layout), *options, world_size=layout[0] * layout[1])
-
-
-def on_four(rank: int, world_size: int, tiny: TinyRun) -> list[dict[str, Any]]:
-    return [
-        trained(rank, world_size, config_of(tiny, (1, 4), "--checkpoint.interval=3")),
-        trained(rank, world_size, config_of(tiny, (1, 4), HALFWAY)),
-        optimizer_moments(rank, world_size, config_of(tiny, (1, 4), HALFWAY)),
-        optimizer_moments(rank, world_size, config_of(tiny, (2, 2), HALFWAY)),
-    ]
-
-
-@pytest.mark.usefixtures("single_process_group")
-@pytest.mark.nightly
-def test_runs_are_equal_on_every_layout_and_after_a_resume(tiny: TinyRun) -> None:
-    unbroken, resumed, *moments = run_ranks(on_four, 4, tiny)[0]
-    for name, value in unbroken.items():
-        assert (resumed[name] == value).all(), name
-    expected = tiny.losses("mix")
-    assert len(expected) == 6
-    assert expected[-1] < expected[0] - 1
-    moments.append(optimizer_moments(0, 1, config_of(tiny, (1, 1), HALFWAY)))
-    for found in moments:
-        assert found.keys() == moments[0].keys()
-        assert {name.rpartition(".")[2] for name in found} == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
-        for name, value in found.items():
-            assert (value == moments[0][name]).all(), name
-    trained(0, 1, config_of(tiny, (1, 1), HALFWAY))
-    assert tiny.losses("mix") == pytest.approx(expected, rel=1e-5)
-    trained(0, 1, config_of(tiny, (1, 1), f"--job.dump_folder={tiny.folder}/alone"))
-    assert tiny.losses("mix", "alone") == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.usefixtures("single_process_group")
 def test_another_optimizer_does_not_resume(tiny: TinyRun) -> None:
-    trained(0, 1, config_of(tiny, (1, 1), "--training.steps=1", "--lr_scheduler.warmup_steps=1"))
+    trained(0, 1, tiny.config(MIX, "--training.steps=1", "--lr_scheduler.warmup_steps=1"))
     with pytest.raises(UserError, match="is of another optimizer") as error:
-        trained(0, 1, tiny.config("--job.name=mix"))
+        trained(0, 1, tiny.config())
     missing = "optimizer.state.layers.0.attention.wq.weight.exp_avg [42, 42]"
     assert mentions(str(error.value), missing, "[optimizer]", "job.name")
 
@@ -89,20 +52,27 @@ def test_a_parametrization_gives_the_same_losses_on_every_layout(tiny: TinyRun) 
     compare_with_one(tiny, {"AdamW": common, "Muon": muon}, [(2, 1), (1, 2), (1, 1, 1, 2)], steps=8)
 
 
+SOAP = f"{Path(__file__).parents[2]}/examples/soap.py:SOAP"
+CASES = {
+    "soap": [f"--optimizer.name={SOAP}", "--optimizer.args={frequency = 2, largest_side = 100}"],
+    "mix": [MIX],
+}
+
+
 @pytest.mark.slow
-def test_soap_of_the_examples_is_equal_on_every_layout_and_after_a_resume(tiny: TinyRun) -> None:
-    """Its state has matrices of other shapes than the parameters', sharded like them."""
-    soap = f"--optimizer.name={Path(__file__).parents[2]}/examples/soap.py:SOAP"
-    options = [soap, "--optimizer.args={frequency = 2, largest_side = 100}", "--training.local_batch_size=1"]
+@pytest.mark.parametrize("name", ["soap", pytest.param("mix", marks=pytest.mark.nightly)])
+def test_runs_are_equal_on_every_layout_and_after_a_resume(tiny: TinyRun, name: str) -> None:
+    """The state of SOAP has matrices of other shapes than the parameters', sharded like them."""
+    options = [*CASES[name], "--training.local_batch_size=1"]
     options += ["--debug.reproducible_layouts", "--checkpoint.interval=3"]
     layouts = [(1, 1), (1, 2), (2, 1)]
-    trained_on(tiny, {"soap": options}, *layouts)
-    expected, outputs = tiny.losses(job("soap", 1, 1)), tiny.folder / "outputs"
+    trained_on(tiny, {name: options}, *layouts)
+    expected, outputs = tiny.losses(job(name, 1, 1)), tiny.folder / "outputs"
     assert expected[-1] < expected[0] - 0.5
     for layout in layouts[1:]:
-        assert tiny.losses(job("soap", *layout)) == expected
+        assert tiny.losses(job(name, *layout)) == expected
     for layout in layouts:  # from what two shards have saved
-        shutil.copytree(outputs / job("soap", 1, 2), outputs / job("resumed", *layout))
+        shutil.copytree(outputs / job(name, 1, 2), outputs / job("resumed", *layout))
         shutil.rmtree(outputs / job("resumed", *layout) / "checkpoints" / "step-00000006")
     trained_on(tiny, {"resumed": options}, *layouts)
     for layout in layouts:

@@ -13,8 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, built, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import degrees, job
+from tests.unit.test_average import KINDS, checkpoint, stored
 from titanlite import step
 from titanlite.batch import Batch
 from titanlite.runtime.errors import ConfigError
@@ -63,6 +64,8 @@ CONTROLS = {
     "other-mask": {"accumulate": accumulate_changed(begin_a_document)},
 }
 """What one rank of several does differently, by the name of the run. All of them add in the other order."""
+CONTROL_OPTIONS = {name: ["--training.steps=1"] for name in CONTROLS}
+"""One step has another hash already."""
 
 
 def train(rank: int, world_size: int, config: Config) -> None:
@@ -74,33 +77,29 @@ def train(rank: int, world_size: int, config: Config) -> None:
 
 def hashes(tiny: TinyRun, name: str, steps: int = 4) -> list[str]:
     """The hash after each step."""
-    lines = (tiny.folder / "outputs" / name / "hashes.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [*range(1, steps + 1)]
-    return [json.loads(line)["hash"] for line in lines]
+    records = tiny.records(name, file="hashes.jsonl")
+    assert [record["step"] for record in records] == [*range(1, steps + 1)]
+    return [record["hash"] for record in records]
 
 
-def threads_of_run(rank: int, world_size: int, config: Config) -> int:
+@pytest.mark.usefixtures("single_process_group")
+def test_threads_do_not_depend_on_the_number_of_processes(tiny: TinyRun, request: pytest.FixtureRequest) -> None:
+    request.addfinalizer(lambda: torch.set_num_threads(1))
     torch.set_num_threads(2)
-    train_on_this_rank(config, rank, world_size)
-    return torch.get_num_threads()
+    built(0, 1, tiny.config(*SETTINGS)).batches.close()
+    assert torch.get_num_threads() == 1
 
 
-def test_threads_do_not_depend_on_the_number_of_processes(tiny: TinyRun) -> None:
-    config = tiny.config(*SETTINGS, "--training.steps=1", "--lr_scheduler.warmup_steps=1")
-    assert run_ranks(threads_of_run, 1, config) == [1]
-
-
-def run_on(tiny: TinyRun, layouts: Mapping[str, tuple[int, ...]], *options: str) -> None:
-    """A control is one step: that has another hash already."""
+def run_on(
+    tiny: TinyRun, layouts: Mapping[str, tuple[int, ...]], *options: str, own: Mapping[str, list[str]] = CONTROL_OPTIONS
+) -> None:
+    """Args:
+    own: further options of some runs, by name.
+    """
     for world_size in sorted({layout[0] * layout[1] for layout in layouts.values()}):
         configs = [
             tiny.config(
-                *SETTINGS,
-                *options,
-                *degrees(*layout),
-                f"--job.name={name}",
-                *(["--training.steps=1"] if name in CONTROLS else []),
-                world_size=world_size,
+                *SETTINGS, *options, *degrees(*layout), f"--job.name={name}", *own.get(name, []), world_size=world_size
             )
             for name, layout in layouts.items()
             if layout[0] * layout[1] == world_size
@@ -108,16 +107,25 @@ def run_on(tiny: TinyRun, layouts: Mapping[str, tuple[int, ...]], *options: str)
         run_in_turn(train, world_size, configs)
 
 
-def test_two_ranks_have_the_bits_of_one(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    run_on(tiny, {"one": (1, 1), "sharded": (1, 2), "replicas": (2, 1)})
-    one = hashes(tiny, "one")
-    assert len({*one}) == 4
-    assert hashes(tiny, "sharded") == hashes(tiny, "replicas") == one
-    values = [[(it["loss"], it["grad_norm"]) for it in tiny.records(name)] for name in ("one", "sharded", "replicas")]
-    assert values[0] == values[1] == values[2]
-    for name in ("one", "sharded"):
-        assert cli.run(["checkpoint", "hash", str(tiny.folder / "outputs" / name)]) == 0
-        assert capfd.readouterr().out.strip() == one[-1]
+def test_two_ranks_and_a_resume_on_them_have_the_bits_of_one(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    """The average of weights is part of the state: a moving one on shards, and that of a window on replicas."""
+    ema, window = KINDS.values()
+    own = {"one": ema, "moved": ema, "sharded": ema, "one-window": window, "replicas": window}
+    first = own | {"moved": [*ema, "--training.steps=2"]}
+    run_on(tiny, {"one": (1, 1), "one-window": (1, 1), "moved": (1, 1)}, own=first)
+    run_on(tiny, {"moved": (1, 2), "sharded": (1, 2), "replicas": (2, 1)}, own=own)
+    for name, others in (("one", ("moved", "sharded")), ("one-window", ("replicas",))):
+        one = hashes(tiny, name)
+        assert len({*one}) == 4
+        values = [(it["loss"], it["grad_norm"]) for it in tiny.records(name)]
+        for other in others:
+            assert hashes(tiny, other) == one, other
+            assert [(it["loss"], it["grad_norm"]) for it in tiny.records(other)] == values, other
+        for run in (name, others[-1]):
+            assert cli.run(["checkpoint", "hash", str(tiny.folder / "outputs" / run)]) == 0
+            assert capfd.readouterr().out.strip() == one[-1]
+        tensors = stored(checkpoint(tiny, name, 4))
+        assert any(it.startswith("average.") and tensor.any() for it, tensor in tensors)
 
 
 @pytest.mark.slow
@@ -149,25 +157,6 @@ def test_experts_on_several_ranks_have_the_bits_of_one_process(tiny: TinyRun) ->
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    "options",
-    [
-        [PAIRS],
-        ["--activation_checkpoint.mode=full"],
-        ["--optimizer.name=Muon", "--optimizer.args.ns_dtype=float32"],
-        ["--training.enable_cpu_offload"],
-        ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"],
-        ["--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"],
-        ["--freeze.parameters=['layers.0.feed_forward.w?', 'layers.1.feed_forward.router']"],
-    ],
-    ids=lambda options: options[0],
-)
-def test_techniques_with_experts_on_several_ranks_have_one_hash(tiny: TinyRun, options: list[str]) -> None:
-    run_on(tiny, {"one": (1, 1), "two": (1, 2, 1, 1, 2), "four": (1, 4, 1, 1, 4)}, *SPARSE, *options)
-    assert hashes(tiny, "one") == hashes(tiny, "two") == hashes(tiny, "four")
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("model", MODELS)
 def test_twenty_steps_on_every_layout_have_one_hash(tiny: TinyRun, model: str) -> None:
     """One to eight micro-batches for each process."""
@@ -191,24 +180,43 @@ def test_twenty_steps_on_every_layout_have_one_hash(tiny: TinyRun, model: str) -
     assert wide != narrow
 
 
+DENSE_TECHNIQUES = [
+    ["--data.document_mask", "--activation_checkpoint.mode=full"],
+    ["--optimizer.name=Muon"],
+    ["--lora.rank=4"],
+    ["--training.enable_cpu_offload"],
+    ["--compile.enable"],
+    ["--training.dtype=bfloat16"],
+    ["--optimizer.state_dtype=bfloat16"],
+    ["--teacher.path={runs}/teacher", "--distill.ratio=0.6"],
+    [*SPARSE, PAIRS],
+]
+TECHNIQUES_OF_EXPERTS = [
+    [PAIRS],
+    ["--activation_checkpoint.mode=full"],
+    ["--optimizer.name=Muon", "--optimizer.args.ns_dtype=float32"],
+    ["--training.enable_cpu_offload"],
+    ["--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16"],
+    ["--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"],
+    ["--freeze.parameters=['layers.0.feed_forward.w?', 'layers.1.feed_forward.router']"],
+]
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
-    "options",
+    ("layouts", "options"),
     [
-        ["--data.document_mask", "--activation_checkpoint.mode=full"],
-        ["--optimizer.name=Muon"],
-        ["--lora.rank=4"],
-        ["--training.enable_cpu_offload"],
-        ["--compile.enable"],
-        ["--training.dtype=bfloat16"],
-        ["--optimizer.state_dtype=bfloat16"],
-        [*SPARSE, PAIRS],
+        *(({"four": (2, 2)}, options) for options in DENSE_TECHNIQUES),
+        *(({"two": (1, 2, 1, 1, 2), "four": (1, 4, 1, 1, 4)}, [*SPARSE, *it]) for it in TECHNIQUES_OF_EXPERTS),
     ],
-    ids=lambda options: options[0],
+    ids=lambda value: " ".join(value),
 )
-def test_techniques_have_one_hash(tiny: TinyRun, options: list[str]) -> None:
-    run_on(tiny, {"one": (1, 1), "four": (2, 2)}, *options)
-    assert hashes(tiny, "one") == hashes(tiny, "four")
+def test_techniques_have_one_hash(tiny: TinyRun, layouts: dict[str, tuple[int, ...]], options: list[str]) -> None:
+    if "--distill.ratio=0.6" in options:
+        run_in_turn(train, 1, [tiny.config("--training.steps=2", "--job.name=teacher")])
+    runs = f"{tiny.folder}/outputs"
+    run_on(tiny, {"one": (1, 1), **layouts}, *(option.replace("{runs}", runs) for option in options))
+    assert [hashes(tiny, name) == hashes(tiny, "one") for name in layouts] == [True] * len(layouts)
 
 
 def exact(rank: int, world_size: int, values: list[float]) -> tuple[float, float]:
@@ -246,20 +254,9 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
         with pytest.raises(ConfigError) as error:
             tiny.config(*ON, *options, world_size=world_size)
         assert any(it.key == key and fix in str(it) for it in error.value.problems), (options, str(error.value))
-
-
-@pytest.mark.nightly
-def test_a_distilled_run_has_one_hash(tiny: TinyRun) -> None:
-    run_in_turn(train, 1, [tiny.config("--training.steps=2", "--job.name=teacher")])
-    teacher = f"--teacher.path={tiny.folder}/outputs/teacher"
-    run_on(tiny, {"one": (1, 1), "four": (2, 2)}, teacher, "--distill.ratio=0.6")
-    assert hashes(tiny, "one") == hashes(tiny, "four")
-
-
-def test_the_size_of_micro_batches_must_be_set(tiny: TinyRun) -> None:
     with pytest.raises(ConfigError) as error:
         tiny.config(ON[0], ON[2])
-    assert [it.key for it in error.value.problems] == ["training.local_batch_size"]
+    assert [it.key for it in error.value.problems] == ["training.local_batch_size"], "it must be set"
 
 
 @pytest.mark.nightly

@@ -1,21 +1,24 @@
 """Signals to real jobs: what they save, what they return, and that no process is left."""
 
 import json
+import multiprocessing
 import os
 import platform
 import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
+from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.helpers import TinyRun, built, mentions, run_ranks
+from tests.helpers import TinyRun, built, mentions, run_ranks, wait_until
 from tests.processes import newest, started, unhurried
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.schema import Config
+from titanlite.tools import cli
 from titanlite.train import finish, train
 
 TRAIN = [sys.executable, "-m", "titanlite", "train"]
@@ -44,33 +47,45 @@ def stop_one_rank(rank: int, world_size: int, config: Config) -> int:
     return stopped.taken
 
 
+def train_with_console(console: Connection, words: Sequence[str]) -> None:
+    """Train like `python -m titanlite`, with a pipe as the console."""
+    os.dup2(console.fileno(), 1)
+    os.dup2(console.fileno(), 2)
+    sys.argv = ["titanlite", "train", *words]
+    cli.main()
+
+
 def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun) -> None:
     """The pipe is full before the job prints its first line, and stays so after its end."""
-    reader, writer = os.pipe()
-    os.set_blocking(writer, False)
+    context = multiprocessing.get_context("forkserver")
+    reader, writer = context.Pipe(duplex=False)
+    os.set_blocking(writer.fileno(), False)
     with suppress(BlockingIOError):
-        while os.write(writer, b"x" * 1024):
+        while os.write(writer.fileno(), b"x" * 1024):
             pass
-    os.set_blocking(writer, True)
+    os.set_blocking(writer.fileno(), True)
     metrics = tiny.folder / "outputs" / "tiny" / "metrics.jsonl"
     small = "--training.global_batch_size=2", "--training.seq_len=8"  # lines in a hurry
-    options = *LONG, unhurried(tiny), *small, "--metrics.log_freq=1", "--metrics.loggers=[]"
-    with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN, console=writer) as job:
-        job.wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5)
+    words = f"--config={tiny.toml}", *LONG, unhurried(tiny), *small, "--metrics.log_freq=1", "--metrics.loggers=[]"
+    job = context.Process(target=train_with_console, args=(writer, words))
+    job.start()
+    try:
+        wait_until(lambda: metrics.exists() and len(tiny.records()) >= 5, 300)
         step = len(tiny.records())
-        job.wait_until(lambda: len(tiny.records()) > step + 30)
-        job.process.send_signal(signal.SIGTERM)
-        began = time.monotonic()
-        assert job.end() == 75
-        assert time.monotonic() - began < 30
+        wait_until(lambda: len(tiny.records()) > step + 15, 300)
+        assert job.pid is not None
+        os.kill(job.pid, signal.SIGTERM)
+        job.join(30)
+        assert job.exitcode == 75
+    finally:
+        job.kill()
     saved = newest(tiny)
     assert saved >= step
     assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
     log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log").read_text()
     assert f"stopped after step {saved} by SIGTERM; step {saved} is saved in" in log
     assert re.findall(r" step +(\d+)  loss", log) == [str(number) for number in range(1, saved + 1)]
-    os.close(reader)
-    os.close(writer)
+    reader.close()
 
 
 def test_one_rank_is_asked_and_all_stop_after_the_same_step(tiny: TinyRun) -> None:
@@ -89,25 +104,19 @@ def test_workers_of_the_loader_end_with_a_killed_trainer(tiny: TinyRun) -> None:
         assert job.left() == {}
 
 
-def is_saving(tiny: TinyRun) -> bool:
-    return any((tiny.folder / "outputs" / "tiny" / "checkpoints").glob(".staging-*"))
+def has(tiny: TinyRun, pattern: str) -> bool:
+    """Return whether there is such a file or folder of the run."""
+    return any((tiny.folder / "outputs" / "tiny").glob(pattern))
 
 
-def is_validating(tiny: TinyRun) -> bool:
-    """Return whether the next line after that of a step is due: all other work is short."""
-    return (tiny.folder / "outputs" / "tiny" / "validation.jsonl").exists()
-
-
-def is_exporting(tiny: TinyRun) -> bool:
-    return any((tiny.folder / "outputs" / "tiny" / "logs").glob("export-*"))
-
-
-PHASES: dict[str, tuple[str, Callable[[TinyRun], bool]]] = {
-    "save": ("--checkpoint.interval=1 --checkpoint.async_mode=disabled", is_saving),
-    "save in the background": ("--checkpoint.interval=1", is_saving),
-    "validation": ("--validation.enable=true --validation.freq=1 --validation.path={text}", is_validating),
-    "export": ("--training.steps=2 --checkpoint.last_save_in_hf=true", is_exporting),
+SAVING = "checkpoints/.staging-*"
+PHASES = {
+    "save": ("--checkpoint.interval=1 --checkpoint.async_mode=disabled", SAVING),
+    "save in the background": ("--checkpoint.interval=1", SAVING),
+    "validation": ("--validation.enable=true --validation.freq=1 --validation.path={text}", "validation.jsonl"),
+    "export": ("--training.steps=2 --checkpoint.last_save_in_hf=true", "logs/export-*"),
 }
+"""Options, and what is there once the phase has begun."""
 
 
 @pytest.mark.parametrize(
@@ -121,11 +130,11 @@ PHASES: dict[str, tuple[str, Callable[[TinyRun], bool]]] = {
 )
 def test_a_signal_in_each_phase(tiny: TinyRun, phase: str, sign: signal.Signals) -> None:
     """One complete checkpoint of the last step, exit code 75, and nothing half written."""
-    words, has_begun = PHASES[phase]
+    words, sign_of_phase = PHASES[phase]
     options = *LONG, unhurried(tiny), "--data.num_workers=1", *words.format(text=tiny.text).split()
     with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN) as job:
         job.wait_for_step(2)
-        job.wait_until(lambda: has_begun(tiny))
+        job.wait_until(lambda: has(tiny, sign_of_phase))
         step = max(job.steps())
         job.process.send_signal(sign)
         assert job.end() == 75, job.text()
@@ -144,11 +153,12 @@ def test_a_signal_in_each_phase(tiny: TinyRun, phase: str, sign: signal.Signals)
     assert start["end"] == {"code": 75, "reason": f"stopped after step {saved} by {sign.name}", "step": saved}
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     "signals",
     [
-        pytest.param((("torchrun", signal.SIGINT), ("rank 1", signal.SIGTERM)), marks=pytest.mark.nightly),
-        pytest.param((("torchrun", signal.SIGUSR1), ("torchrun", signal.SIGKILL)), marks=pytest.mark.nightly),
+        (("torchrun", signal.SIGINT), ("rank 1", signal.SIGTERM)),
+        (("torchrun", signal.SIGUSR1), ("torchrun", signal.SIGKILL)),
     ],
     ids=["to a rank", "to the launcher"],
 )
@@ -192,7 +202,7 @@ def test_a_second_signal_ends_a_job_that_hangs_in_a_save(tiny: TinyRun) -> None:
     with started(tiny.folder, f"--config={tiny.toml}", *LONG, *saving, NPROC="2") as job:
         job.wait_for_step(2)
         stopped = job.ranks()[1]
-        job.wait_until(lambda: is_saving(tiny))
+        job.wait_until(lambda: has(tiny, SAVING))
         job.signal(stopped, signal.SIGSTOP)
         job.signal(job.process.pid, signal.SIGTERM)
         time.sleep(SAME_SECONDS + 1)

@@ -21,9 +21,9 @@ with tempfile.TemporaryDirectory() as folder:
     mesh = torch.distributed.device_mesh.init_device_mesh("cuda", (4,))
     model = nn.Linear(64, 64, bias=False)
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
-    memory = DiskMemory(Path(folder), parameters=True, moments=True)
-    [moments] = memory.allocate_moments(model.parameters(), torch.float32).values()
-    tensors = [*memory.allocate_parameters(model.parameters()).values(), *moments]
+    memory = DiskMemory(Path(folder))
+    [moments] = memory.zeros("optimizer", model.parameters(), torch.float32, copies=2).values()
+    tensors = [*moments, *(it for [it] in memory.zeros("parameters", model.parameters()).values())]
     parts = [local_tensor(it) for it in tensors]
     mapped = [any(it.address <= part.data_ptr() < it.address + len(it.map) for it in memory._files) for part in parts]
     print(json.dumps([[str(part.device) for part in parts], mapped, [[*it.shape] for it in tensors]]))

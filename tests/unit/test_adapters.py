@@ -2,7 +2,7 @@
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -46,11 +46,22 @@ def save_adapted(folder: Path, family: str, text: str = LORA, **args: Any) -> tu
         return save_model(folder, model, toml), model.eval()
 
 
-def save_base(folder: Path, family: str, **args: Any) -> Path:
-    """Return a Hugging Face folder of the same model without adapters."""
-    checkpoint, _ = save_adapted(folder, family, "", **args)
-    assert export(checkpoint, "--out", folder / "hf") == 0
-    return folder / "hf"
+class Saved(NamedTuple):
+    """A checkpoint with adapters, the Hugging Face folder of the same model without them, and what it computes."""
+
+    checkpoint: Path
+    base: Path
+    model: Model
+    logits: Tensor
+
+
+@pytest.fixture(scope="module", params=AS_CASES)
+def saved(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Saved:
+    folder = tmp_path_factory.mktemp(request.param)
+    checkpoint, model = save_adapted(folder / "run", request.param)
+    plain, _ = save_adapted(folder / "base", request.param, "")
+    assert export(plain, "--out", folder / "hf") == 0
+    return Saved(checkpoint, folder / "hf", model, logits(model))
 
 
 @torch.no_grad()
@@ -64,26 +75,23 @@ def transformers_model(folder: Path) -> Any:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", AS_CASES)
 def test_merged_logits_are_those_of_the_adapters(
-    family: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    saved: Saved, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    checkpoint, model = save_adapted(tmp_path / "run", family)
-    wanted = logits(model)
-    base = logits(load_model(open_source(str(save_base(tmp_path / "base", family)))))
-    assert (base - wanted).abs().max() > 0.5
-    merged = load_model(open_source(str(checkpoint)))
+    base = logits(load_model(open_source(str(saved.base))))
+    assert (base - saved.logits).abs().max() > 0.5
+    merged = load_model(open_source(str(saved.checkpoint)))
     assert not [name for name, _ in merged.named_parameters() if "lora" in name]
-    assert (logits(merged) - wanted).abs().max() < LIMIT
+    assert (logits(merged) - saved.logits).abs().max() < LIMIT
 
-    tensors, name = state(model), "layers.1.attention.wo"
+    tensors, name = state(saved.model), "layers.1.attention.wo"
     expected = tensors[f"{name}.weight"] + SCALE * tensors[f"{name}.lora_b"] @ tensors[f"{name}.lora_a"]
-    torch.testing.assert_close(read_tensor(open_source(str(checkpoint)), f"{name}.weight"), expected)
+    torch.testing.assert_close(read_tensor(open_source(str(saved.checkpoint)), f"{name}.weight"), expected)
 
     out = tmp_path / "merged"
-    assert export(checkpoint, "--out", out, "--merge", "--check") == 0
+    assert export(saved.checkpoint, "--out", out, "--merge", "--check") == 0
     assert mentions(capsys.readouterr().out, "transformers", "128 tokens")
-    assert (logits(transformers_model(out)) - wanted).abs().max() < LIMIT
+    assert (logits(transformers_model(out)) - saved.logits).abs().max() < LIMIT
 
 
 @pytest.mark.long
@@ -104,50 +112,39 @@ def test_a_bfloat16_base_is_merged_without_a_rounding(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", AS_CASES)
-def test_peft_loads_the_export_and_computes_the_same(family: str, tmp_path: Path) -> None:
+def test_peft_loads_the_export_and_computes_the_same(saved: Saved, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft", reason="peft is not installed (pip install -e '.[dev]')")
-    checkpoint, model = save_adapted(tmp_path / "run", family)
-    base, out = save_base(tmp_path / "base", family), tmp_path / "adapters"
-    assert export(checkpoint, "--out", out) == 0
+    out = tmp_path / "adapters"
+    assert export(saved.checkpoint, "--out", out) == 0
     assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    loaded = peft.PeftModel.from_pretrained(transformers_model(base), out)
-    wanted = logits(model)
-    assert (logits(loaded.eval()) - wanted).abs().max() < LIMIT
-    assert (logits(loaded.merge_and_unload()) - wanted).abs().max() < LIMIT
+    loaded = peft.PeftModel.from_pretrained(transformers_model(saved.base), out)
+    assert (logits(loaded.eval()) - saved.logits).abs().max() < LIMIT
+    assert (logits(loaded.merge_and_unload()) - saved.logits).abs().max() < LIMIT
 
 
 @pytest.mark.long
-def test_the_export_names_layers_as_peft_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("saved", ["llama3"], indirect=True)
+def test_the_export_names_layers_as_peft_does_and_the_folder_that_the_run_began_with(
+    saved: Saved, tmp_path: Path
+) -> None:
     """target_modules has last parts of names where they match no other layer, and else whole names."""
-    config: dict[str, Any] = {}
-    for name, text, expected in (
-        ("all", LORA, ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]),
-        ("two", f'{LORA}targets = ["*.w[qv]"]\n', ["q_proj", "v_proj"]),
-        ("one", f'{LORA}targets = ["layers.1.attention.wq"]\n', ["model.layers.1.self_attn.q_proj"]),
+    began = f'[checkpoint]\ninitial_load_path = "{saved.base}"\n'
+    for name, text, expected, base in (
+        ("all", LORA, ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"], None),
+        ("two", f'{LORA}targets = ["*.w[qv]"]\n{began}', ["q_proj", "v_proj"], str(saved.base)),
+        ("one", f'{LORA}targets = ["layers.1.attention.wq"]\n', ["model.layers.1.self_attn.q_proj"], None),
     ):
         checkpoint, model = save_adapted(tmp_path / name, "llama3", text)
         out = tmp_path / f"{name}-out"
         assert export(checkpoint, "--out", out, "--dtype", "bfloat16") == 0
         config = json.loads((out / "adapter_config.json").read_text())
+        assert (config["peft_type"], config["r"], config["lora_alpha"]) == ("LORA", 3, 12)
         assert config["target_modules"] == expected
+        assert config["base_model_name_or_path"] == base
         tensors = load_file(out / "adapter_model.safetensors")
+        assert len(tensors) == {"all": 28, "two": 8, "one": 2}[name]
         found = tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_A.weight"]
         assert torch.equal(found, state(model)["layers.1.attention.wq.lora_a"].bfloat16())
-    assert (config["peft_type"], config["r"], config["lora_alpha"], config["base_model_name_or_path"]) == (
-        "LORA", 3, 12, None,
-    )  # fmt: skip
-    assert len(tensors) == 2
-
-
-@pytest.mark.long
-def test_the_export_names_the_folder_that_the_run_began_with(tmp_path: Path) -> None:
-    base = save_base(tmp_path / "base", "llama3")
-    checkpoint, _ = save_adapted(tmp_path / "run", "llama3", f'{LORA}[checkpoint]\ninitial_load_path = "{base}"\n')
-    out = tmp_path / "adapters"
-    assert export(checkpoint, "--out", out) == 0
-    assert sorted(path.name for path in out.iterdir()) == ["adapter_config.json", "adapter_model.safetensors"]
-    assert json.loads((out / "adapter_config.json").read_text())["base_model_name_or_path"] == str(base)
 
 
 @pytest.mark.long

@@ -13,17 +13,15 @@ from titanlite.tools import cli
 
 @pytest.mark.long
 def test_a_notebook_trains_as_the_command_does(tiny: TinyRun) -> None:
-    steps = {"training.steps": 3, "metrics.log_freq": 1}
+    steps = {"training.steps": 2}
     records = titanlite.run_training(titanlite.load_config(tiny.toml, {"job.name": "notebook"} | steps))
-    options = "--job.name=command", "--training.steps=3", "--metrics.log_freq=1"
+    options = "--job.name=command", "--training.steps=2"
     assert cli.run(["train", "--config", str(tiny.toml), *options]) == 0
-    assert records.steps == [1, 2, 3]
+    assert records.steps == [1, 2]
     assert records.column("loss") == tiny.losses("command")
     assert not dist.is_initialized()
-    further = titanlite.run_training(
-        titanlite.load_config(tiny.toml, {"job.name": "notebook", "training.steps": 5, "metrics.log_freq": 1})
-    )
-    assert further.steps == [1, 2, 3, 4, 5], "it resumes"
+    further = titanlite.run_training(titanlite.load_config(tiny.toml, {"job.name": "notebook", "training.steps": 3}))
+    assert further.steps == [1, 2, 3], "it resumes"
     assert further.run_id == records.run_id
 
 

@@ -37,7 +37,7 @@ def test_the_config_of_the_soak_is_accepted(benchmark: Import, tmp_path: Path, m
     soak.write_text(tmp_path / "text")
     options = Namespace(steps=2000, interval=10, timeout=10)
     soak.write_config(benchmark("soak_runs").Soak(tmp_path, options, [], None))
-    assert cli.run(["config", "check", str(tmp_path / "soak.toml")]) == 0
+    assert cli.run(["check", "--here", str(tmp_path / "soak.toml")]) == 0
 
 
 def configs(benchmark: Import) -> Iterator[tuple[str, list[str], int]]:

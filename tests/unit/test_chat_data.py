@@ -27,6 +27,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.schedule import BatchSizes
 from titanlite.schema import Data
 from titanlite.tools import cli
+from titanlite.tools.ingest import chat_template
 from titanlite.tools.ingest.chat_template import ChatTemplate, Refused
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.ingest.token_writer import TokenWriter
@@ -151,13 +152,21 @@ def of_transformers(
     return found
 
 
-@pytest.mark.parametrize("workers", [1, 2])
-def test_twenty_chats_are_those_of_transformers(tmp_path: Path, tokenizer: Path, workers: int) -> None:
-    code, out = prepare(write_chats(tmp_path / "chats.jsonl", CHATS), tokenizer, "--workers", workers)
+@pytest.fixture(scope="module")
+def prepared(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Return the tokens of the twenty chats, made by a process of its own."""
+    chats = write_chats(tmp_path_factory.mktemp("prepared") / "chats.jsonl", CHATS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("titanlite.tools.ingest.prepare.WORKER_BYTES", 1)
+        code, out = prepare(chats, tokenizer, "--workers", 2)
     assert code == 0
+    return out
+
+
+def test_twenty_chats_are_those_of_transformers(tokenizer: Path, prepared: Path) -> None:
     expected = of_transformers(tokenizer, CHATS)
     assert len(expected) == 20
-    assert documents(out) == expected
+    assert documents(prepared) == expected
     assert all(any(mask) and not all(mask) for _, mask in expected)
 
 
@@ -278,11 +287,13 @@ def test_templates_that_cannot_be_used(
     assert mentions(line, options[1].replace("{folder}", str(tmp_path)), *words)
 
 
-TOO_MUCH = {
+LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+DOUBLING = "{% set it = namespace(x='ab') %}{% for i in range(60) %}{% set it.x = it.x ~ it.x %}{% endfor %}"
+FAILING = {
     "{{ 1 / 0 }}": "ZeroDivisionError: division by zero",
     "{% for i in range(10**9) %}x{% endfor %}": "OverflowError: Range too big",
     "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}": "RecursionError: maximum recursion depth exceeded",
-    "{{ 'a' * 10**10 }}": "it takes more than 512 MiB for one chat",
+    DOUBLING: "it takes more than 512 MiB for one chat",
     "{{ bos_token.__class__.__base__ }}": "access to attribute",
     "{{ 1 + 'a' }}": "unsupported operand",
     "{{ raise_exception('two\nlines\x1b[31m') }}": "two lines [31m",
@@ -290,52 +301,55 @@ TOO_MUCH = {
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("body", TOO_MUCH)
-def test_a_template_that_fails_is_one_line(
-    tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str], body: str
+def test_a_chat_whose_template_fails_is_one_line_and_can_be_left_out(
+    tmp_path: Path, tokenizer: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     template = tmp_path / "bad.jinja"
-    template.write_text(f"{{% generation %}}{body}{{% endgeneration %}}")
-    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
+    failing = (f"{{% if messages[0].content == '{n}' %}}{body}{{% endif %}}" for n, body in enumerate(FAILING))
+    template.write_text("".join(failing) + CHATML)
+    bad = [[turn("user", str(number)), ASSISTANT] for number in range(len(FAILING))]
+    chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *bad, CHATS[2]])
+    lines = [f"{chats}:{number}: {template} fails: " for number in range(2, 2 + len(FAILING))]
     assert prepare(chats, tokenizer, "--chat-template", template)[0] == 2
-    [line] = capfd.readouterr().err.splitlines()
-    assert TOO_MUCH[body] in line
-    assert line.startswith("error: ")
-    assert f"{template} fails: " in line
-    assert line.isprintable()
-
-
-LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
-DOUBLING = "{% set it = namespace(x='ab') %}{% for i in range(60) %}{% set it.x = it.x ~ it.x %}{% endfor %}"
+    last = capfd.readouterr().err.splitlines()[-1]
+    assert last.startswith(f"error: {lines[0]}")
+    code, out = prepare(chats, tokenizer, "--chat-template", template, "--on-error", "skip")
+    assert code == 0
+    assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT], CHATS[2]])
+    for error, line, words in zip(TokenStore(out).index["first_errors"], lines, FAILING.values(), strict=True):
+        assert error.startswith(line)
+        assert words in error
+        assert error.isprintable()
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (LOOP, "0.2 s"),
-        (DOUBLING, "100 MiB"),
+        (LOOP, "0.1 s"),
+        (DOUBLING, "40 MiB"),
         ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "1,000,000"),
     ],
 )
-def test_a_template_without_end_is_ended(body: str, words: str) -> None:
+def test_a_template_without_end_is_ended(body: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chats before and after the one that ends the process are rendered."""
     text = f"{{{{ messages[0] }}}}{{% if messages[0] == 'bad' %}}{body}{{% endif %}}"
-    seconds = 0.2 if body == LOOP else 5.0
-    template = ChatTemplate(text, where="it", names={}, seconds=seconds, memory=100 * 2**20, longest=10**6)
-    for word in ("one", "bad", "two", "bad", "bad"):
+    seconds = 0.1 if body == LOOP else 5.0
+    template = ChatTemplate(text, where="it", names={}, seconds=seconds, memory=40 * 2**20, longest=10**6)
+    monkeypatch.setattr(chat_template, "IN_A_ROW", 2)
+    for word in ("one", "bad", "two", "bad"):
         if word == "bad":
             with pytest.raises(Refused, match=f"^it .*{words}"):
                 template.render([word])  # pyright: ignore
         else:
             assert template.render([word]) == (word, [])  # pyright: ignore
-    with pytest.raises(UserError, match="more than") as raised:  # 3 in a row: the rest would be like them
+    with pytest.raises(UserError, match="more than") as raised:  # in a row: the rest would be like them
         template.render(["bad"])  # pyright: ignore
     assert isinstance(raised.value, Refused) == (words == "1,000,000")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("text", [LOOP.replace("99999", "2") * 10**5, "{{ " + "(" * 5000, "{% if 1 %}" * 3000])
+@pytest.mark.parametrize("text", [LOOP.replace("99999", "2") * 10**5, "{{ " + "(" * 5000])
 def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
     with pytest.raises(UserError, match=r"^it [^\n]+$"):
         ChatTemplate(text, where="it", names={}, seconds=0.2)
@@ -353,21 +367,6 @@ def test_a_process_is_kept_for_all_chats_and_ends_with_the_template() -> None:
     assert running.poll() is not None
 
 
-@pytest.mark.long
-def test_a_chat_that_ends_the_process_can_be_left_out(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    template = tmp_path / "bad.jinja"
-    template.write_text(f"{{% if messages[0].content == 'bad' %}}{DOUBLING}{{% endif %}}{CHATML}")
-    chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], [turn("user", "bad"), ASSISTANT], CHATS[2]])
-    assert prepare(chats, tokenizer, "--chat-template", template)[0] == 2
-    last = capsys.readouterr().err.splitlines()[-1]
-    assert mentions(last, f"{chats}:2: {template}", "512 MiB")
-    code, out = prepare(chats, tokenizer, "--chat-template", template, "--on-error", "skip")
-    assert code == 0
-    assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT], CHATS[2]])
-
-
 def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", CHATS)
     words = ["data", "prepare", str(chats), "--tokenizer", "bytes", "--out", str(tmp_path / "out")]
@@ -375,18 +374,6 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert {"--chat-template", "--chat"} <= {*capsys.readouterr().err.split()}
     assert cli.run([*words, "--chat"]) == 2
     assert mentions(capsys.readouterr().err, "bytes", "--chat-template", "data.chat_template")
-
-
-def test_another_template_makes_other_tokens(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
-    assert prepare(chats, tokenizer)[0] == 0
-    assert prepare(chats, tokenizer)[0] == 0
-    (tmp_path / "other.jinja").write_text(CHATML.replace("assistant\\n", "assistant "))
-    code, out = prepare(chats, tokenizer, "--chat-template", tmp_path / "other.jinja")
-    assert code == 2
-    assert mentions(capsys.readouterr().err, out)
 
 
 def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenizer: Path) -> None:
@@ -424,16 +411,14 @@ def in_small_shards(store: TokenStore, folder: Path, *, shard_tokens: int) -> To
 
 
 @pytest.mark.parametrize("packing", [BestFit, Stream])
-def test_masks_across_shards_on_resume_and_on_more_ranks(tmp_path: Path, tokenizer: Path, packing: Any) -> None:
-    code, out = prepare(write_chats(tmp_path / "chats.jsonl", CHATS), tokenizer)
-    assert code == 0
-    one = TokenStore(out)
+def test_masks_across_shards_on_resume_and_on_more_ranks(tmp_path: Path, prepared: Path, packing: Any) -> None:
+    one = TokenStore(prepared)
     many = in_small_shards(one, tmp_path / "many", shard_tokens=97)
     edges = range(97, len(one), 97)
     assert len(many.index["shards"]) == len(edges) + 1
     starts = set(one.document_starts(0, len(one)).tolist())
     assert [edge for edge in edges if edge not in starts and one.read_mask(edge - 1, 2).all()], "cuts an answer"
-    assert documents(tmp_path / "many") == documents(out)
+    assert documents(tmp_path / "many") == documents(prepared)
 
     def labels(store: TokenStore, *, ranks: int, steps: range) -> list[list[int]]:
         more: dict[str, Any] = {"plan_folder": tmp_path / "plans"} if packing is BestFit else {"document_mask": True}

@@ -91,6 +91,8 @@ def test_saving_a_step_again_replaces_it(storage: Storage) -> None:
     save(storage, 1)
     storage.quarantine(folder_name(1), "damaged")
     assert steps(storage) == []
+    storage.sweep()
+    assert storage.list()[folder_name(1)]["__0_0.distcp"] == 5, "a quarantined checkpoint is not swept"
     manifest = save(storage, 1, {"__0_0.distcp": b"other"})
     assert manifests.read_manifest(storage, folder_name(1)) == manifest
     assert [name for name in storage.list()[folder_name(1)] if not name.startswith(".owner")] == [
@@ -117,13 +119,6 @@ def test_what_is_no_folder_in_the_place_of_a_checkpoint_is_put_aside(
     assert other.is_dir()
     [record] = caplog.records
     assert mentions(record.message, place, f"{folder_name(1)}.damaged-1")
-
-
-def test_a_quarantined_checkpoint_is_not_swept(storage: Storage) -> None:
-    save(storage, 1)
-    storage.quarantine(folder_name(1), "damaged")
-    storage.sweep()
-    assert storage.list()[folder_name(1)]["__0_0.distcp"] == 5
 
 
 @pytest.mark.long
@@ -153,6 +148,10 @@ def test_deletion_killed_half_way_leaves_nothing_that_counts(storage: Storage, m
     assert [*storage.list()] == ["step-00000002"]
 
 
+def without_checksum(text: bytes, **changes: Any) -> bytes:
+    return json.dumps({**json.loads(text), "crc32": None, **changes}).encode()
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -161,6 +160,9 @@ def test_deletion_killed_half_way_leaves_nothing_that_counts(storage: Storage, m
         (lambda text: text.replace(b'"size": 5', b'"size": 6'), "its own checksum is wrong"),
         (lambda text: b"", "Expecting value"),
         (lambda text: b"[]", "not a manifest"),
+        (lambda text: b"[" * 100_000, "recursion"),
+        (lambda text: without_checksum(text, settings=[1]), "settings"),
+        (lambda text: without_checksum(text, files={"a": 7}), "files"),
         (lambda text: manifest_of(2, {}).to_json(), "is the manifest of step 2"),
     ],
 )

@@ -47,7 +47,6 @@ def test_a_run_folder_records_how_it_was_made(
     ("options", "key", "words"),
     [
         (["--data.tokenizer=/no/such"], "data.tokenizer", ["/no/such", "bytes"]),
-        (["--model.args.n_layer=3"], "model.args.n_layer", ["n_layers?", "vocab_size, max_seq_len, dim"]),
         (["--checkpoint.initial_load_path=/no/such"], "checkpoint.initial_load_path", ["/no/such"]),
         (["--data.path=http://127.0.0.1:9/tokens"], "data.path", ["http://127.0.0.1:9/tokens"]),
         (["-training.steps=4"], "titanlite config check", ["-training.steps"]),
@@ -65,10 +64,11 @@ def test_bad_input_is_one_line(
 
 
 def test_check_prints_warnings(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    assert cli.run(["check", str(tiny.toml), "--training.steps=3", "--lr_scheduler.warmup_steps=4"]) == 0
+    command = ["check", "--here", str(tiny.toml), "--lr_scheduler.warmup_steps=4"]
+    assert cli.run([*command, "--training.steps=3"]) == 0
     [warning] = capfd.readouterr().err.splitlines()
     assert warning.startswith("warning: lr_scheduler.warmup_steps: ")
-    assert cli.run(["check", str(tiny.toml), "--training.epochs=3", "--lr_scheduler.warmup_steps=4"]) == 0
+    assert cli.run([*command, "--training.epochs=3"]) == 0
     assert capfd.readouterr().err == ""
 
 

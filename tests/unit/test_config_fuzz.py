@@ -58,7 +58,7 @@ VALUES: list[Any] = [
 ]  # fmt: skip
 
 run = settings(
-    max_examples=100 * int(os.environ.get("TITANLITE_FUZZ", "1")),
+    max_examples=60 * int(os.environ.get("TITANLITE_FUZZ", "1")),
     deadline=None,
     derandomize=True,
     database=None,

@@ -72,14 +72,6 @@ def documents_of(lengths: list[list[int]]) -> Documents:
 DOCUMENTS = documents_of([[3, 1, 12, 7, 1], [24], [11, 13]])
 
 
-def test_the_mask_of_a_part_is_a_part_of_the_mask() -> None:
-    whole = additive_mask(DOCUMENTS.ids_BS, torch.float32)
-    for rank in range(3):
-        part = SequencePart(rank, 3)
-        mine = whole[:, :, part.indices(24, torch.device("cpu"))]
-        assert torch.equal(additive_mask(DOCUMENTS.ids_BS, torch.float32, part), mine)
-
-
 def packed(q: Tensor, k: Tensor, v: Tensor, query_offsets: Tensor, key_offsets: Tensor) -> Tensor:
     """Formulas of a kernel for packed documents: q [Tq, N, H], k and v [Tk, N, H]. Last queries see last keys."""
     out = torch.full_like(q, torch.nan)

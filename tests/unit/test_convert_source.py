@@ -9,9 +9,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
+from tests.manifests import flip, forge
 from tests.weights import one_process, random_model, save_model, small_toml, state
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.manifest import MANIFEST
 from titanlite.config.load import load
 from titanlite.models.base import Model
 from titanlite.runtime.errors import UserError
@@ -66,23 +66,11 @@ def test_a_checkpoint_knows_its_model(saved: tuple[Path, Model], tmp_path: Path)
     assert older.identity != source.identity
 
 
-def without_config(checkpoint: Path, text: str | None = None) -> None:
-    """Make a checkpoint one of a version that kept no config, or with another one."""
-    manifest = manifests.read_manifest(LocalStorage(str(checkpoint.parent), ""), checkpoint.name)
-    (checkpoint / "config.toml").unlink()
-    del manifest.files["config.toml"]
-    if text is not None:
-        data = text.encode()
-        (checkpoint / "config.toml").write_bytes(data)
-        manifest.files["config.toml"] = manifests.FileRecord(len(data), manifests._crc32(data))
-    (checkpoint / MANIFEST).write_bytes(manifest.to_json())
-
-
 def test_older_checkpoints_take_the_config_of_the_run(saved: tuple[Path, Model], tmp_path: Path) -> None:
     folder = tmp_path / "copy"
     shutil.copytree(saved[0], folder)
     checkpoint = folder / "checkpoints" / "step-00000010"
-    without_config(checkpoint)
+    forge(checkpoint, {"config.toml": None})  # one of a version that kept no config
     with pytest.raises(UserError, match="--config"):
         open_source(str(checkpoint))
     named = open_source(str(checkpoint), config=folder / "small.toml")
@@ -101,24 +89,24 @@ def test_wrong_sources_are_one_line(saved: tuple[Path, Model], tmp_path: Path) -
     folder = tmp_path / "copy"
     shutil.copytree(saved[0], folder)
     checkpoint = folder / "checkpoints" / "step-00000010"
-    without_config(checkpoint, small_toml("qwen3_moe", tied_head=False, tokenizer="/gone/tokenizer.json"))
+    forge(
+        checkpoint, {"config.toml": small_toml("qwen3_moe", tied_head=False, tokenizer="/gone/tokenizer.json").encode()}
+    )
     lost = open_source(str(checkpoint))
     assert lost.tokenizer is None
     assert lost.spec == open_source(str(saved[0])).spec, "the shape is that of the manifest"
-    without_config(checkpoint, '[model]\nname = "llama3"\n')
+    forge(checkpoint, {"config.toml": b'[model]\nname = "llama3"\n'})
     with pytest.raises(UserError, match=r"step-00000010(.|\n)*head_dim(.|\n)*--config"):
         open_source(str(checkpoint))
-    without_config(checkpoint, "[model]\nnaem = 3\n[gone]\noption = 1\n")
+    forge(checkpoint, {"config.toml": b"[model]\nnaem = 3\n[gone]\noption = 1\n"})
     with pytest.raises(UserError, match=r"\nmodel.naem: .*\n(?!.*gone).*--config"):
         open_source(str(checkpoint))
     shard = checkpoint / "__0_0.distcp"
-    data = bytearray(shard.read_bytes())
-    data[len(data) // 2] ^= 1
-    shard.write_bytes(data)
-    without_config(checkpoint, small_toml("qwen3_moe", tied_head=True))
+    flip(shard, shard.stat().st_size // 2)
+    forge(checkpoint, {"config.toml": small_toml("qwen3_moe", tied_head=True).encode()})
     with pytest.raises(UserError, match="wrong checksum"):
         load_model(open_source(str(checkpoint)))
-    shard.write_bytes(data[:-1])
+    shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match="no good checkpoint"):
         open_source(str(checkpoint))
 

@@ -1,10 +1,8 @@
 """Data: shards of tokens, a permutation each epoch, and batches that depend on the config alone."""
 
 import json
-import multiprocessing
 import pickle
 import re
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +21,6 @@ from titanlite.runtime.errors import UserError
 from titanlite.schedule import BatchSizes
 from titanlite.schema import Data
 from titanlite.tools.ingest.token_writer import TokenWriter
-
-CPU = torch.device("cpu")
 
 
 def write_tokens(folder: Path, documents: list[list[int]], **options: Any) -> TokenStore:
@@ -87,35 +83,15 @@ def test_a_document_can_continue_in_the_next_shard_and_masks_begin_anywhere(tmp_
     assert store.read_mask(12, 1).tolist() == [False]
 
 
-def write_some(writer: TokenWriter, chunks: list[list[int]], *, die_at: int | None = None) -> None:
-    for number, chunk in enumerate(chunks):
-        if writer.position is None or number >= writer.position:
-            if number == die_at:
-                raise KeyboardInterrupt
-            writer.notes["chunks"] = writer.notes.get("chunks", 0) + 1
-            writer.add(np.array(chunk), position=number + 1)
-
-
-def test_a_killed_writer_resumes_after_its_last_finished_shard(tmp_path: Path) -> None:
-    chunks = [[i, i + 1, i + 2] for i in range(9)]
-    options: dict[str, Any] = {"vocab_size": 20, "tokenizer": "test", "shard_tokens": 6, "key": "k"}
-    with TokenWriter(tmp_path / "whole", **options) as writer:
-        write_some(writer, chunks)
-    with pytest.raises(KeyboardInterrupt), TokenWriter(tmp_path / "killed", **options) as writer:
-        write_some(writer, chunks, die_at=5)
-    assert not (tmp_path / "killed").exists()
-    with TokenWriter(tmp_path / "killed", **options) as writer:
-        assert (writer.position, writer.tokens) == (4, 12)
-        write_some(writer, chunks)
-    for file in sorted((tmp_path / "whole").iterdir()):
-        assert (tmp_path / "killed" / file.name).read_bytes() == file.read_bytes(), file.name
-    assert TokenStore(tmp_path / "killed").index["chunks"] == 9
-    with pytest.raises(KeyboardInterrupt), TokenWriter(tmp_path / "other", **options) as writer:
-        write_some(writer, chunks, die_at=5)
-    with TokenWriter(tmp_path / "other", **{**options, "key": "another"}) as writer:
-        assert (writer.position, writer.tokens) == (None, 0), "what was left is of other input"
-        write_some(writer, chunks[:1])
-    assert len(TokenStore(tmp_path / "other")) == 3
+def test_what_other_input_has_left_is_not_resumed(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"vocab_size": 20, "tokenizer": "test", "shard_tokens": 2}
+    killed = TokenWriter(tmp_path / "a", key="one", **options).__enter__()
+    killed.add(np.array([1, 2]), position=1)
+    killed.__exit__(KeyboardInterrupt, KeyboardInterrupt(), None)
+    with TokenWriter(tmp_path / "a", key="another", **options) as writer:
+        assert (writer.position, writer.tokens) == (None, 0)
+        writer.add(np.array([3]))
+    assert len(TokenStore(tmp_path / "a")) == 1
 
 
 # Order
@@ -124,7 +100,7 @@ def test_a_killed_writer_resumes_after_its_last_finished_shard(tmp_path: Path) -
 @pytest.mark.long
 def test_permutations_are_even() -> None:
     """Over many keys, each index goes everywhere equally often, and neighbours go their own ways."""
-    size, keys = 10, 5_000
+    size, keys = 10, 2_000
     landed = np.zeros((size, size))
     adjacent = 0
     for key in range(keys):
@@ -137,38 +113,6 @@ def test_permutations_are_even() -> None:
 
 
 # Batches
-
-
-@pytest.fixture
-def samples(tmp_path: Path) -> Samples:
-    store = write_tokens(tmp_path / "tokens", [list(range(900))])
-    return Samples([Source("numbers", Stream(store, seq_len=8, document_mask=False), "f")], seed=0)
-
-
-def test_labels_are_the_next_tokens(samples: Samples) -> None:
-    batch = samples.__getitems__([0, 1, 2, 3])
-    assert batch["tokens"].shape == batch["labels"].shape == (4, 8)
-    assert (batch["labels"] == batch["tokens"] + 1).all()
-    assert (batch["tokens"][:, 0] % 8 == 0).all()
-    every = samples.__getitems__(list(range(samples.orders[0].sequences)))
-    assert sorted(every["labels"].flatten().tolist()) == list(range(1, 897)), "each token is predicted once an epoch"
-
-
-@pytest.mark.long
-def test_workers_read_the_same_and_nothing_is_drawn_from_the_global_random_state(samples: Samples) -> None:
-    torch.manual_seed(0)
-    before = torch.get_rng_state()
-    batches = MicroBatches(start=40, sizes=BatchSizes((), 4), micro_batch_size=2, rank=1, ranks=2)
-    read = {}
-    for workers in (0, 2):
-        loader = build_loader(samples, batches, num_workers=workers, device=CPU)
-        read[workers] = [batch["tokens"][:, 0].tolist() for batch in islice(loader, 30)]
-        assert len(multiprocessing.active_children()) == workers
-        loader.close()
-        assert multiprocessing.active_children() == []
-    assert read[0] == read[2]
-    assert read[0][0] == samples.__getitems__([42, 43])["tokens"][:, 0].tolist()
-    assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("name", ["/etc/00000", "../other/00000", "..", "sub/00000", ".hidden", ""])
@@ -192,8 +136,7 @@ def test_too_little_data_is_an_error(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("workers", [0, 1])
-def test_ids_beyond_the_vocabulary_are_one_line(workers: int, tmp_path: Path) -> None:
+def test_ids_beyond_the_vocabulary_are_one_line(tmp_path: Path) -> None:
     write_tokens(tmp_path / "tokens", [[1] * 64], tokenizer="bytes", vocab_size=258)
     shard = np.memmap(next((tmp_path / "tokens").glob("*.tokens")), dtype="<u2", mode="r+")
     shard[9] = 300
@@ -201,8 +144,8 @@ def test_ids_beyond_the_vocabulary_are_one_line(workers: int, tmp_path: Path) ->
     source = Source("a", Stream(TokenStore(tmp_path / "tokens"), seq_len=8, document_mask=False), "f")
     samples = Samples([source], seed=0, shuffle=False)
     batches = MicroBatches(start=0, sizes=BatchSizes((), 2), micro_batch_size=2, rank=0, ranks=1)
-    loader = build_loader(samples, batches, num_workers=workers, device=torch.device("cpu"))
-    with pytest.raises(UserError) as error:
+    loader = build_loader(samples, batches, num_workers=1, device=torch.device("cpu"))
+    with pytest.raises(UserError) as error:  # without the traceback of the worker
         next(loader)
     assert mentions(str(error.value), "data.path", tmp_path / "tokens", 300, 9, 258)
     assert len(str(error.value).splitlines()) == 1

@@ -107,10 +107,10 @@ def test_the_compiled_divergence_is_the_same(kind: Any, backend: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("kind", "vocabulary"), [*((kind, 32_000) for kind in KINDS), ("js", 256_000)])
+@pytest.mark.parametrize(("kind", "vocabulary"), [*((kind, 4_000) for kind in KINDS), ("js", 32_000)])
 def test_logits_take_the_same_memory_whatever_the_vocabulary(kind: Any, vocabulary: int) -> None:
     """No operator makes more than a chunk of one model's logits: half of what the loss without a teacher holds."""
-    kernels = CpuKernels(chunk_bytes=4 * 1_024_000)
+    kernels = CpuKernels(chunk_bytes=4 * 128_000)
     hidden, weight = torch.randn(1, 64, 8, requires_grad=True), torch.randn(vocabulary, 8, requires_grad=True)
     teacher = Given(torch.randn(1, 64, 12), torch.randn(vocabulary, 12))
     labels = torch.randint(0, vocabulary, (1, 64))
@@ -118,8 +118,8 @@ def test_logits_take_the_same_memory_whatever_the_vocabulary(kind: Any, vocabula
         distill = Distill(ratio=0.5, kind=kind)
         found = distilled_loss(hidden, weight, labels_BL=labels, kernels=kernels, teacher=teacher, distill=distill)
         found.total.backward()
-    assert seen.numel == 512_000
-    chunks = 64 * vocabulary // 512_000
+    assert seen.numel == 64_000
+    chunks = 64 * vocabulary // 64_000
     assert seen.matmuls == 4 * chunks, "logits of both models, and two gradients"
 
 

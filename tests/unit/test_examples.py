@@ -19,6 +19,7 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 def test_a_sweep_and_a_sweep_that_is_repeated(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    tiny.toml.write_text(tiny.toml.read_text().replace("steps = 6", "steps = 2"))
     monkeypatch.setattr(sys, "argv", ["sweep.py", str(tiny.toml), "1e-3", "1e-2"])
     tables = []
     for _ in range(2):

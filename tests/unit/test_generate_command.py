@@ -29,7 +29,7 @@ PROMPT = "Die Größe von 日本"
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("run")
     toml = folder / "small.toml"
-    toml.write_text(small_toml("llama3", max_seq_len=96))
+    toml.write_text(small_toml("llama3", max_seq_len=64))
     with one_process():
         save_model(folder, random_model(toml), toml)
     return folder
@@ -71,10 +71,10 @@ def test_prompts_of_a_file_and_the_end_of_the_models_positions(
     code, out, err = generate(capfd, run_folder, "--prompt-file", text, "--max-new-tokens", 4)
     one, two = (by_hand(run_folder, prompt, 4).decode(errors="replace") for prompt in ("one", "two"))
     assert (code, out, err) == (0, f"{one}\n---\n{two}\n", "")
-    whole = by_hand(run_folder, "one", 92)
+    whole = by_hand(run_folder, "one", 60)
     code, out, err = generate(capfd, run_folder, "--prompt", "one", "--max-new-tokens", 200)
     assert (code, out) == (0, whole.decode(errors="replace") + "\n")
-    assert mentions(err, "max_seq_len", 96) if len(whole) == 92 else err == ""
+    assert mentions(err, "max_seq_len", 64) if len(whole) == 60 else err == ""
 
 
 @pytest.mark.long
@@ -92,7 +92,7 @@ def test_drawn_text_repeats_with_the_seed(run_folder: Path, capfd: pytest.Captur
         ["--prompt", "a", "--prompt-file", "-"],
         ["--prompt", " "],
         ["--prompt", "a\udcff"],
-        ["--prompt", "x" * 95],
+        ["--prompt", "x" * 63],
         ["--prompt-file", "/no/such"],
         ["--prompt", "a", "--temperature", "nan"],
         ["--prompt", "a", "--seed", "3"],

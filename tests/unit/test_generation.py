@@ -16,12 +16,15 @@ from tests import models, qwen_models
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.models.base import Model
 from titanlite.models.decoder import Decoder
-from titanlite.ops.attention import attend
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.kernels import DEFAULT_KERNELS, set_kernels
+from titanlite.ops.kernels import set_kernels
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.tools.convert.generation import Generator, Sampler, stream_text, token_probabilities
-from titanlite.tools.convert.key_value_cache import LayerCache, attend_to_all
+from titanlite.tools.convert.generation import (
+    Generator,
+    Sampler,
+    stream_text,
+    token_probabilities,
+)
 
 FAMILIES: dict[str, tuple[Any, Any]] = {
     "llama3": (lambda: models.built(replace(models.SMALL, rope_scaling_factor=8.0)), models.oracle),
@@ -29,12 +32,12 @@ FAMILIES: dict[str, tuple[Any, Any]] = {
     "qwen3_moe": (lambda: qwen_models.built(qwen_models.MOE), qwen_models.oracle),
 }
 PROMPT = (5, 17, 80, 3, 3, 9)
-PROMPTS = [tuple(random.Random(i).choices(range(101), k=1 + 3 * (i // 2))) for i in range(8)]
+PROMPTS = [tuple(random.Random(i).choices(range(101), k=1 + 3 * (i // 2))) for i in range(4)]
 """Some share their length, and none another's beginning."""
 
 
-def generator(model: Model, *, use_cache: bool | None = None, max_seq_len: int = 64) -> Generator:
-    return Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=max_seq_len, use_cache=use_cache)
+def generator(model: Model, *, max_seq_len: int = 64) -> Generator:
+    return Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=max_seq_len)
 
 
 def greedy(source: Generator, prompt: Sequence[int] = PROMPT, tokens: int = 40, **options: Any) -> list[int]:
@@ -42,9 +45,9 @@ def greedy(source: Generator, prompt: Sequence[int] = PROMPT, tokens: int = 40, 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
-    """Tokens are the same without a cache, and with one that held another sequence."""
+    """Tokens are the same with a cache that held another sequence."""
     build, oracle = FAMILIES[family]
     model: Decoder = build()
     set_kernels(model, CpuKernels())
@@ -60,9 +63,6 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     for prompt, tokens in expected.items():
         assert greedy(cached, prompt, 20) == tokens
         assert greedy(cached, (*prompt, *tokens[:12]), 8) == tokens[12:]
-    slow = generator(build(), use_cache=False)
-    set_kernels(slow.model, CpuKernels())
-    assert {prompt: greedy(slow, prompt, 20) for prompt in PROMPTS[:4]} == dict(list(expected.items())[:4])
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -84,21 +84,6 @@ def test_only_new_tokens_are_computed() -> None:
     greedy(found, tokens=3)
     greedy(found, [*PROMPT[:4], 7, 8, 9, 10], tokens=2)
     assert computed == [6, 1, 1, 8, 1]
-
-
-def test_a_cache_attends_like_a_mask() -> None:
-    draw = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(2, heads, 20, 16, generator=draw) for heads in (6, 2, 2))
-    for dtype, tolerance in ((torch.float32, 1e-5), (torch.bfloat16, 2e-2)):
-        expected = attend(q.to(dtype), k.to(dtype), v.to(dtype), None)
-        for kernels in (DEFAULT_KERNELS, CpuKernels(hardware_bfloat16=False)):
-            cache, parts, start = LayerCache(), [], 0
-            for length in (12, *[1] * 8):
-                new = [x[:, :, start : start + length].to(dtype) for x in (q, k, v)]
-                parts.append(cache.attend(kernels, new[0], new[1], new[2], None))
-                start += length
-            assert torch.allclose(torch.cat(parts, dim=2), expected, atol=tolerance)
-    assert torch.allclose(attend_to_all(q[:, :, -1:], k, v), attend(q, k, v, None)[:, :, -1:], atol=1e-6)
 
 
 class OwnDecoder(models.Llama3):
@@ -160,7 +145,7 @@ def test_draws_have_the_probabilities_and_repeat_with_the_seed() -> None:
     logits = torch.tensor([1.0, -2.0, 0.5, 3.0, 0.0])
     expected = np.array(by_hand(logits.tolist(), 1.5, 0.95))
     sampler = Sampler(temperature=1.5, top_p=0.95, seed=7)
-    draws = [sampler.draw(logits) for _ in range(8000)]
+    draws = [sampler.draw(logits) for _ in range(3000)]
     shares = np.bincount(draws, minlength=5) / len(draws)
     assert expected[1] == 0
     assert shares[1] == 0

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.helpers import mentions
 from titanlite.mesh import build_mesh, world_group
-from titanlite.metrics.memory import Memory
+from titanlite.metrics.recorder import Memory
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
@@ -239,7 +239,7 @@ def test_ranks_with_whole_parameters_reduce_once_a_step(shards: int, options: di
 def test_a_step_works_after_a_backward_pass_that_raised() -> None:
     """The gradients are those of a step that never failed."""
     training = Training(global_batch_size=2, local_batch_size=2, seq_len=16)
-    model = build_on_meta(Llama3, replace(Llama3.flavors["debug"], n_layers=2))
+    model = build_on_meta(Llama3, replace(Llama3.flavors["debug"], n_layers=2, dim=48, hidden_dim=64, vocab_size=64))
     mesh = build_mesh(Parallelism(), world_size=1, device_type="cpu")
     shard(model, mesh=mesh, kernels=CpuKernels(), parallelism=Parallelism(), training=training)
     materialize(model, device=torch.device("cpu"), dtype=torch.float32, seed=0)

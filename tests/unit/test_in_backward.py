@@ -12,13 +12,11 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
 from tests.helpers import TinyRun
-from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.schema import Guard, Optimizer
-from titanlite.step import StepResult
+from titanlite.schema import Optimizer
 from titanlite.techniques.in_backward import check_offloaded_update
 from titanlite.techniques.in_backward.updates import InBackward
 
@@ -144,22 +142,3 @@ def test_nonfinite_losses_and_gradients_are_not_used(name: str) -> None:
     assert moved(math.inf) == [False, False, False]
     poison = True
     assert moved(1.0) == [True, True, False]
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_the_guard_knows_whether_the_state_is_whole() -> None:
-    """A stop for the loss leaves a state that can be saved, one for a gradient does not. No later step is taken."""
-    for bad, in_part in (((NAN, NAN), False), ((3.0, NAN), True)):
-        guard = StepGuard(Guard(), device=torch.device("cpu"), step=0, state={})
-        skips = []
-        for step, values in enumerate([(3.0, 1.0), bad, (3.0, 1.0)], start=1):
-            loss, norm = map(torch.tensor, values)
-            skips.append(bool(guard.should_skip(loss)))
-            skip_reason = guard.decide(loss, norm)
-            guard.remember(step, StepResult(loss, torch.zeros(()), norm, skip_reason, loss[None], norm))
-        assert skips == [False, not in_part, True]
-        with pytest.raises(StoppedByGuard, match=f"step 2: {REASONS[SkipReason.NONFINITE]}") as stopped:
-            guard.check(world())
-        assert stopped.value.taken == 1
-        assert stopped.value.in_part is in_part
-        assert ("checkpoint" in str(stopped.value)) is in_part

@@ -107,7 +107,7 @@ def test_values_are_pinned() -> None:
         assert hashlib.sha256(found).hexdigest()[:16] == expected
 
 
-LLAMA = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
+LLAMA = Llama3Args(dim=24, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
 MOE = Qwen3MoeArgs(
     dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=10, vocab_size=31, max_seq_len=16, n_experts=6,
     n_active_experts=2,

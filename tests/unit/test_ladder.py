@@ -42,11 +42,11 @@ def test_the_fit_recovers_a_planted_law() -> None:
     assert straight.predict(1e6)[1:] == (None, None), "three runs have no spare one"
 
 
-@pytest.mark.parametrize(("sizes", "seeds"), [(4, 1), (6, 1), (4, 2)])
-def test_intervals_cover_what_a_further_run_has(sizes: int, seeds: int) -> None:
+@pytest.mark.parametrize("sizes", [4, 6])
+def test_intervals_cover_what_a_further_run_has(sizes: int) -> None:
     """In 19 of 20 ladders the next size's loss is in the interval; more of them is no fault, fewer is one."""
     draws, inside, widths = np.random.default_rng(0), 0, []
-    own = SIZES[:sizes] * seeds
+    own = SIZES[:sizes]
     for _ in range(100):
         law = Law(own, [law_of(size) * (1 + 0.003 * draws.standard_normal()) for size in own])
         _, low, high = law.predict(SIZES[sizes])
@@ -117,8 +117,8 @@ def test_sizes_and_what_stays_in_proportion(tmp_path: Path) -> None:
         rung.toml.parent.mkdir(exist_ok=True)
         rung.toml.write_text(rung.text)
         assert load(rung.toml) == rung.config, "the file that it writes is the config that it plans"
-    assert rungs_of(path, standard=True)[0].config.optimizer.parametrization == "standard"
-    own = rungs_of(path, "--optimizer.parametrization=mup", "--optimizer.base_width=32")[0].config.optimizer
+    assert rungs_of(path, sizes=3, standard=True)[0].config.optimizer.parametrization == "standard"
+    own = rungs_of(path, "--optimizer.parametrization=mup", "--optimizer.base_width=32", sizes=3)[0].config.optimizer
     assert (own.parametrization, own.base_width, own.base_depth) == ("mup", 32, None)
     seeds = rungs_of(path, seeds=2, sizes=3, factor=1.5)
     assert [(it.name, it.config.debug.seed) for it in seeds[:3]] == [("rung-0", 0), ("rung-0-seed-1", 1), ("rung-1", 0)]
@@ -203,12 +203,11 @@ def test_commands_and_slurm_jobs_run_as_written(
     tiny: TinyRun, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     folder = tiny.folder / "outputs" / "tiny-ladder"
-    assert cli.run(words_of(tiny, "--print", "--train-target")) == 0
+    assert cli.run(words_of(tiny, "--print", "--train-target", "--processes", "4")) == 0
     commands = capsys.readouterr().out.splitlines()
     configs = [str(folder / f"{name}.toml") for name in ("rung-0", "rung-1", "rung-2", "target")]
     assert [line.split()[-1] for line in commands] == configs
-    assert cli.run(words_of(tiny, "--print", "--processes", "4")) == 0
-    assert mentions(capsys.readouterr().out.splitlines()[0], "titanlite.tools.launch 1 4", configs[0])
+    assert mentions(commands[0], "titanlite.tools.launch 1 4", configs[0])
     text = tiny.toml.read_text()
     tiny.toml.write_text(text + "[optimizer.args]\namsgrad = true\n")
     assert cli.run(words_of(tiny, "--print", "--optimizer.args={fused=true}")) == 2, "a file that inherits removes none"
@@ -246,14 +245,12 @@ class Own(Model):
     ("words", "expected"),
     [
         (["--sizes", "2"], ["--sizes", 3]),
-        (["--factor", "1"], ["--factor"]),
-        (["--sizes", "9", "--tokens-per-parameter", "1"], ["parameters", "--sizes", "--factor"]),
+        (["--sizes", "7", "--tokens-per-parameter", "1"], ["parameters", "--sizes", "--factor"]),
         (["--tokens-per-parameter", "0.001"], ["rung-0", "--tokens-per-parameter"]),
         (["--fit"], ["rung-0", "rung-1", "rung-2"]),
         (["--training.epochs=2"], ["training.epochs"]),
         (["--checkpoint.initial_load_path=weights"], ["checkpoint.initial_load_path"]),
         (["--model.args.tied_head"], ["optimizer.parametrization", "tied_head", "--standard"]),
-        (["--optimizer.name=SGD"], ["SGD", "--standard"]),
         (["--model.file=own.py"], ["Args", "dim"]),
         (["--training.stepss=2"], ["training.steps"]),
     ],

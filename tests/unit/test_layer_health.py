@@ -1,8 +1,6 @@
 """Health of layers against plain sums over whole tensors, on one rank and on shards."""
 
-import json
 import math
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,10 +17,6 @@ OPTIONS = [
     "--training.max_norm=0",
     "--checkpoint.enable=false",
 ]
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "layers.jsonl").read_text().splitlines()]
 
 
 def check(found: dict[str, float], values: torch.Tensor) -> None:
@@ -63,8 +57,8 @@ def test_values_are_those_of_the_whole_tensors(tiny: TinyRun, monkeypatch: pytes
 
     monkeypatch.setattr(training, "train_step", kept_step)
     config = tiny.config(*OPTIONS, "--activation_checkpoint.mode=full", "--training.local_batch_size=4")
-    run = train_on_this_rank(config, 0, 1)
-    found = records(run.folder.path)
+    train_on_this_rank(config, 0, 1)
+    found = tiny.records(file="layers.jsonl")
     assert [record["step"] for record in found] == [2, 4]
     layers = found[-1]["layers"]
     assert list(layers) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "head"]
@@ -97,7 +91,7 @@ def test_other_steps_have_no_hooks_and_a_value_that_is_not_finite_is_counted(tin
     for name in ("forward", "backward", "update", "metrics"):
         health.phase(Phase(name))
     assert [len(layer._forward_hooks) for layer in run.model.layers] == hooks
-    parameters = records(run.folder.path)[-1]["layers"]["layers.0"]["parameters"]
+    parameters = tiny.records(file="layers.jsonl")[-1]["layers"]["layers.0"]["parameters"]
     assert (parameters["nonfinite"], parameters["zeros"]) == (pytest.approx(2 / size), pytest.approx(1 / size))
     assert math.isfinite(parameters["norm"])
     assert set(KINDS) == {"parameters", "gradients", "updates", "activations"}

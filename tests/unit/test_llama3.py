@@ -30,7 +30,6 @@ SHAPES = {
     "all heads": replace(SMALL, n_kv_heads=4, norm_eps=1e-3),
     "tied head": replace(SMALL, tied_head=True),
     "scaled rope": replace(SMALL, rope_scaling_factor=8.0, rope_theta=500000.0, dim=256),
-    "scaled rope of 3.2": replace(SMALL, rope_scaling_factor=32.0, rope_theta=500000.0, dim=512, tied_head=True),
 }
 
 
@@ -64,7 +63,7 @@ def test_twenty_steps_lose_as_much_as_with_transformers() -> None:
     group = torch.distributed.group.WORLD
     assert group is not None
     generator = torch.Generator().manual_seed(2)
-    batches = torch.randint(0, args.vocab_size // 4, (20, 4, 65), generator=generator)
+    batches = torch.randint(0, args.vocab_size // 4, (20, 2, 33), generator=generator)
     found, expected = [], []
     for step, tokens in enumerate(batches, 1):
         lr = learning_rate(step, peak=3e-3, end=20, config=LRScheduler(warmup_steps=5))

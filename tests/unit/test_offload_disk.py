@@ -63,6 +63,7 @@ def mapped(folder: Path) -> list[str]:
     ],
 )
 def test_the_same_bits_from_files_without_a_name(tiny: TinyRun, types: list[str]) -> None:
+    types = [*types, "--training.steps=3"]
     expected = values_of(train_on_this_rank(tiny.config("--job.name=memory", *types), 0, 1))
     for options, files in ((MOMENTS, 1), (EVERYTHING[1:], 1), (EVERYTHING, 2)):
         name = f"disk-{len(options)}"
@@ -173,11 +174,12 @@ def test_nothing_is_left_by_a_process_that_is_killed(tiny: TinyRun) -> None:
 def test_runs_resume_in_memory_and_on_disk_as_one(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     names: list[str] = []
     monkeypatch.setattr("titanlite.checkpoint.staging.Staging.begin", lambda self, tensors: names.extend(tensors))
-    expected = trained(tiny.config("--job.name=whole", "--checkpoint.async_mode=disabled"))
-    turns: list[list[str]] = [["--checkpoint.async_mode=disabled"], EVERYTHING, MOMENTS]
-    for steps, options in zip((2, 4, 5), turns, strict=True):
+    in_memory = ["--checkpoint.async_mode=disabled", "--training.steps=5"]
+    expected = trained(tiny.config("--job.name=whole", *in_memory))
+    turns: list[list[str]] = [in_memory, EVERYTHING, MOMENTS]
+    for steps, options in enumerate(turns, start=2):
         trained(tiny.config(*options, f"--training.steps={steps}", "--checkpoint.interval=1"))
-    assert_equal(trained(tiny.config("--checkpoint.async_mode=disabled")), expected)
+    assert_equal(trained(tiny.config(*in_memory)), expected)
     assert tiny.losses() == tiny.losses("whole")
     assert (tiny.folder / "outputs" / "tiny" / "checkpoints" / folder_name(3)).is_dir()
     assert names == [], "a copy of the state in memory"

@@ -49,8 +49,8 @@ def _eager() -> Any:
 
 @pytest.mark.parametrize("class_name", CLASSES)
 def test_bytes_are_counted(class_name: str) -> None:
-    model = nn.Linear(512, 256)
-    expected = 2 * CLASSES[class_name][1] * (512 * 256 + 256)
+    model = nn.Linear(128, 64)
+    expected = 2 * CLASSES[class_name][1] * (128 * 64 + 64)
     config = Optimizer(name=named(class_name))
     assert check_optimizer(config, model, dtype="float32") == []
     assert state_bytes(config, model, dtype="float32") == int(expected)
@@ -60,7 +60,7 @@ def test_bytes_are_counted(class_name: str) -> None:
     optimizer.step()
     kept = [piece for value in (optimizer.state[model.weight][key] for key in ("exp_avg", "exp_avg_sq"))
             for piece in inner_tensors(value).values()]  # fmt: skip
-    assert sum(piece.nbytes for piece in kept) == 2 * CLASSES[class_name][1] * 512 * 256
+    assert sum(piece.nbytes for piece in kept) == 2 * CLASSES[class_name][1] * 128 * 64
 
 
 @pytest.mark.parametrize("class_name", CLASSES)
@@ -87,7 +87,7 @@ def first_moment(parameter: Tensor, gradient: Tensor, class_name: str) -> dict[s
 
 
 @pytest.mark.parametrize("class_name", CLASSES)
-@pytest.mark.parametrize("shape", [(256, 64), (4, 64, 256), (260, 256)], ids=str)
+@pytest.mark.parametrize("shape", [(256, 64), (4, 16, 256), (68, 256)], ids=str)
 def test_codes_and_scales_of_a_part_are_that_part_of_the_wholes(class_name: str, shape: tuple[int, ...]) -> None:
     """Blocks are shorter and longer than rows, and two axes of the mesh shard the same dimension."""
     ones, gradient = torch.ones(shape), torch.randn(shape, generator=torch.Generator().manual_seed(0))
@@ -105,8 +105,9 @@ def test_codes_and_scales_of_a_part_are_that_part_of_the_wholes(class_name: str,
 @pytest.mark.long
 def test_the_plan_counts_inner_tensors() -> None:
     """Matrices have codes, scales and a table; norms, and 64 x 32 of keys and values, have float32 moments."""
-    found = profiled(f"--optimizer.name={named('AdamW8bit')}")
-    sizes = [shape.numel() for shape in shapes()]
+    one_block = "--model.args.n_layers=1"
+    found = profiled(f"--optimizer.name={named('AdamW8bit')}", one_block)
+    sizes = [shape.numel() for shape in shapes(one_block)]
     assert {size >= MIN_ELEMENTS for size in sizes} == {True, False}
     moments = sum(size + 4 * size // 256 + 4 * 256 if size >= MIN_ELEMENTS else 4 * size for size in sizes)
     steps = 4 * len(sizes)

@@ -71,13 +71,13 @@ def test_compiling_of_an_earlier_run_in_the_process_is_not_counted(monkeypatch: 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_the_fields_of_a_runs_records_are_documented(tiny: TinyRun) -> None:
-    validation = "--validation.enable=true", "--validation.freq=2", f"--validation.path={tiny.text}"
-    run = train_on_this_rank(tiny.config("--training.steps=4", "--checkpoint.interval=2", *validation), 0, 1)
+    validation = "--validation.enable=true", "--validation.freq=1", f"--validation.path={tiny.text}"
+    run = train_on_this_rank(tiny.config("--training.steps=2", "--checkpoint.interval=1", *validation), 0, 1)
     pages = [(Path("docs") / name).read_text() for name in ("running.md", "checkpoints.md")]
     documented = {name for page in pages for name in re.findall(r"`(\w+)`", page)}
-    for name, steps in (("metrics", [1, 2, 3, 4]), ("validation", [2, 4]), ("checkpoints", [2, 4])):
+    for name in ("metrics", "validation", "checkpoints"):
         records = [json.loads(line) for line in run.folder.records(name).read_text().splitlines()]
-        assert [record["step"] for record in records] == steps
+        assert [record["step"] for record in records] == [1, 2]
         assert {field for record in records for field in record} - documented == set(), name
     last = json.loads(run.folder.records("metrics").read_text().splitlines()[-1])
     assert tuple(last["phase_seconds"]) == CATEGORIES

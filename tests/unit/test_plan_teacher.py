@@ -18,9 +18,9 @@ from titanlite.tools.plan.estimate import Layout, Plan, plan, planned_targets, t
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import Layouts
 
-RANKS, BLOCKS = 4, 4
+RANKS = 4
 TEACHER: dict[str, Any] = {
-    "dim": 96, "n_layers": BLOCKS, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 200, "vocab_size": 512,
+    "dim": 96, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 200, "vocab_size": 512,
 }  # fmt: skip
 
 

@@ -11,8 +11,7 @@ from titanlite.runtime.hardware import HARDWARE, Hardware
 from titanlite.schema import Config
 from titanlite.techniques.technique import Technique
 from titanlite.tools.plan import time as module
-from titanlite.tools.plan.schedule import step_time
-from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time
+from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time, step_time
 
 GPU = Hardware(
     name="round",

@@ -173,14 +173,15 @@ class Reduced:
 
 @pytest.mark.usefixtures("single_process_group")
 def test_param_groups_of_fsdp() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     fully_shard(model[0])
     fully_shard(model)
-    groups = [fsdp_param_group(module) for module in (model, model[0])]  # pyright: ignore[reportArgumentType]
-    assert [[it.sharded_param for it in group.fsdp_params] for group in groups] == [
+    groups = [fsdp_param_group(module) for module in (model, model[0])]
+    assert [sharded_parameters(module) for module in (model, model[0])] == [
         [*model[1].parameters()],
         [*model[0].parameters()],
     ]
+    assert sharded_parameters(small_model()) == [], "all of its parameters are in other units"
     assert groups[0]._all_reduce_state is None
     release_all_reduce_input(groups[0])
     groups[0]._all_reduce_state = Reduced()
@@ -227,14 +228,6 @@ def test_non_persistent_buffers() -> None:
     module.register_buffer("made_anew", torch.zeros(1), persistent=False)
     assert non_persistent_buffers(module) == {"made_anew"}
     assert [*module.state_dict()] == ["kept"]
-
-
-def test_torchaos_float8_weights_are_wrapped_tensors() -> None:
-    fsdp_utils = pytest.importorskip("torchao.float8.fsdp_utils")
-    plain = torch.ones(2, 2)
-    config = pytest.importorskip("torchao.float8.float8_training_tensor").LinearMMConfig()
-    wrapped = fsdp_utils.WeightWithDynamicFloat8CastTensor(plain, config, torch.float8_e4m3fn)
-    assert wrapped_tensors(wrapped)["_tensor"] is plain
 
 
 def checkpoint(folder: Path) -> Any:
@@ -414,16 +407,6 @@ def test_replace_tensors_keeps_parameters_and_names() -> None:
     assert isinstance(module.weight, nn.Parameter)
 
 
-def test_attention_operators_are_those_of_every_backend() -> None:
-    names = {operator.name() for operator in ATTENTION_OPERATORS}
-    assert names == {
-        "aten::_scaled_dot_product_flash_attention",
-        "aten::_scaled_dot_product_efficient_attention",
-        "aten::_scaled_dot_product_cudnn_attention",
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-    }
-
-
 def test_chosen_attention() -> None:
     q, k = torch.ones(1, 4, 8, 16), torch.ones(1, 2, 8, 16)
     assert chosen_attention(q, k, k, None) == SDPBackend.FLASH_ATTENTION.value
@@ -455,14 +438,6 @@ def small_model() -> nn.Module:
         fully_shard(layer)
     fully_shard(model)
     return model
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_sharded_parameters() -> None:
-    model: Any = small_model()
-    [parameter] = sharded_parameters(model[0])
-    assert parameter is model[0].weight
-    assert sharded_parameters(model) == []
 
 
 @pytest.mark.usefixtures("single_process_group")

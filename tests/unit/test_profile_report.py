@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -172,28 +173,21 @@ DAMAGED = {
 
 
 @pytest.mark.parametrize("content", DAMAGED.values(), ids=DAMAGED)
-def test_a_damaged_trace(content: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_damaged_trace(content: bytes, tmp_path: Path, refused: Callable[..., str]) -> None:
     path = tmp_path / "profile/step-00000007/rank-0.json.gz"
     path.parent.mkdir(parents=True)
     path.write_bytes(content)
-    assert profile(tmp_path) == 2
-    [line] = capsys.readouterr().err.splitlines()
-    assert line.startswith(f"error: {path} ")
+    assert refused("profile", tmp_path).startswith(f"error: {path} ")
 
 
-def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def error(*arguments: object) -> str:
-        assert profile(*arguments) == 2
-        [line] = capsys.readouterr().err.splitlines()
-        return line.removeprefix("error: ")
-
+def test_mistakes(tmp_path: Path, refused: Callable[..., str]) -> None:
     run = tmp_path / "run"
-    assert mentions(error(run), run)
+    assert mentions(refused("profile", run), run)
     (run / "profile/step-00000002").mkdir(parents=True)
-    assert mentions(error(run), run)
+    assert mentions(refused("profile", run), run)
     for step in (5, 10):
         for rank in (0, 1):
             write(run / f"profile/step-{step:08}/rank-{rank}.json.gz", [event("aten::mm", "cpu_op", 0, 1)])
     newest = run / "profile/step-00000010"
-    assert mentions(error(run), f"{newest}/rank-0.json.gz", "steps")
-    assert mentions(error(newest / "rank-1.json.gz"), f"{newest}/rank-1.json.gz", "steps")
+    assert mentions(refused("profile", run), f"{newest}/rank-0.json.gz", "steps")
+    assert mentions(refused("profile", newest / "rank-1.json.gz"), f"{newest}/rank-1.json.gz", "steps")

@@ -50,7 +50,7 @@ def test_logits_and_gradients_equal_those_of_transformers(args: Qwen3Args) -> No
     assert_gradients_equal(model, oracle(model), renamed)
 
 
-@pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 9, 0], [9, 0, 0, 0]])
+@pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 9, 0]])
 def test_a_matmul_for_each_group(sizes: list[int]) -> None:
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(9, 6, generator=draw, dtype=torch.float64).requires_grad_()
@@ -86,7 +86,7 @@ def test_the_bias_picks_experts_and_does_not_weight_them() -> None:
 def test_experts_become_equally_busy() -> None:
     """Two of eight experts get every token at first; train with and without the rule."""
     draw = torch.Generator().manual_seed(0)
-    tokens = torch.randint(0, 101, (60, 4, 33), generator=draw)
+    tokens = torch.randint(0, 101, (40, 2, 33), generator=draw)
     busiest = {}
     for rate in (0.0, 0.3):
         model = built(replace(MOE, balance_rate=rate))
@@ -100,7 +100,7 @@ def test_experts_become_equally_busy() -> None:
         end_step = model.end_step
 
         def watch(taken: Tensor, model: Qwen3Moe = model, loads: list[float] = loads, then: Any = end_step) -> Any:
-            assert all(load.sum() == 4 * 32 * 2 for load in model.counters())
+            assert all(load.sum() == 2 * 32 * 2 for load in model.counters())
             loads.append(max(float(load.max() / load.mean()) for load in model.counters()))
             return then(taken)
 

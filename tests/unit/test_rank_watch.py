@@ -62,7 +62,6 @@ def test_a_rank_that_lags_is_named_once_with_what_it_does(watched: Watched) -> N
     ("ranks", "who"),
     [
         ((4, 5, 6, 7), "ranks 4-7 of host b lag,"),
-        ((4, 5), "ranks 4-5 of host b lag,"),
         ((0,), "rank 0 of host a lags,"),
     ],
 )
@@ -75,7 +74,7 @@ def test_ranks_of_a_host_are_named_together(watched: Watched, ranks: tuple[int, 
 def test_noise_names_nobody(usual: float, caplog: pytest.LogCaptureFixture) -> None:
     """Times differ by some percent, and some rank has a far longer step twice in a row."""
     draw, watch = random.Random(0), RankWatch(HOSTS)
-    for step in range(500):
+    for step in range(160):
         times = [usual * draw.uniform(0.93, 1.07) for _ in HOSTS]
         times[step // 2 % 8] *= 3
         norm = 10 ** draw.uniform(-2, 2)  # of the whole gradient

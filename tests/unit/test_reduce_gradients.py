@@ -8,7 +8,8 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.workload import traffic_of, workload_of
 
 LAST = "--parallelism.fsdp_reduce_gradients=last"
-FOUR = ("--training.global_batch_size=16", "--training.local_batch_size=1")
+ONE_BLOCK = "--model.args.n_layers=1"
+FOUR = ("--training.global_batch_size=16", "--training.local_batch_size=1", ONE_BLOCK)
 """Four micro-batches on four ranks."""
 
 
@@ -31,7 +32,7 @@ def test_the_plan_reduces_once_and_keeps_whole_gradients() -> None:
         assert (unit.all_reduce, once.reduce) == ((), ())
         assert once.all_reduce == unit.reduce
         assert len(unit.reduce) == 1
-    whole = 4 * sum(shape.numel() for shape in shapes())
+    whole = 4 * sum(shape.numel() for shape in shapes(ONE_BLOCK))
     without, found = (profiled(*FOUR, *options, world_size=4, gpu=True) for options in ((), (LAST,)))
     assert without.most("gradients") == found.most("gradients") == whole // 4
     assert without.most("reduce-scatter") < whole

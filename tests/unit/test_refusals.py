@@ -18,6 +18,10 @@ EXACT = f"--debug.reproducible_layouts {TRAIN}local_batch_size=1 {TRAIN}global_b
 TEACHER = "--teacher.path=. --distill.ratio=1"
 MOE = '--model=\'{name="qwen3_moe", flavor="debug", args={dim=32, n_layers=2, vocab_size=259}}\''
 THREE_BLOCKS = "--model.args.n_layers=3"
+STAGES = "[{until_tokens=%d, global_batch_size=%d}, {until_tokens=128, global_batch_size=4}]"
+RAMP = f"{TRAIN}local_batch_size=1 {TRAIN}batch_ramp='{STAGES}'"
+LENGTHS = f"{TRAIN}seq_len=16 {TRAIN}seq_len_ramp='[{{until_tokens=64, seq_len=%d}}, {{until_tokens=%d, seq_len=8}}]'"
+STAGE = "--data.stages='[{until_tokens=64, weights={%s}}]'"
 OTHER_GROUPS = '[{match=["tok_embeddings.*"]}, {match=["layers.*", "head.*"]}]'
 
 REFUSED: dict[str, dict[int, list[str]]] = {
@@ -26,10 +30,12 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             f"{IN_BACKWARD} {it}"
             for it in (
                 f"{TRAIN}max_norm=1", "--guard.nonfinite=skip", "--guard.spike_sigma=6", f"{OPTIM}name=Muon",
-                f"{OPTIM}groups='[{{match=[\"*\"], name=\"Muon\"}}]'", f"{TRAIN}local_batch_size=2",
+                f"{OPTIM}groups='[{{match=[\"*\"], name=\"Muon\"}}]'", f"{TRAIN}local_batch_size=2", RAMP % (64, 2),
             )
         ],
     },
+    "job.name": {1: [f"--job.name={'x' * 5000}"]},
+    "data.tokenizer": {1: ["--data.tokenizer=python-2k"]},
     "training.mixed_precision_param": {
         1: [f"{TRAIN}mixed_precision_param=float16 {it}" for it in (IN_BACKWARD, FLOAT8)],
     },
@@ -71,6 +77,17 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "parallelism.fsdp_min_unit_params": {2: [f"{MESH}fsdp_min_unit_params=20000 {MESH}expert_parallel_degree=2"]},
     "parallelism.data_parallel_replicate_degree": {4: [f"{MESH}data_parallel_replicate_degree=3"]},
     "training.global_batch_size": {1: [f"{EXACT} {TRAIN}global_batch_size=6"], 4: [f"{TRAIN}global_batch_size=6"]},
+    "training.batch_ramp.0.global_batch_size": {
+        2: [RAMP % (64, 3), f"{RAMP % (64, 2)} {TRAIN}local_batch_size=2", f"{EXACT} {RAMP % (64, 6)}"],
+    },
+    "training.batch_ramp.1.until_tokens": {2: [RAMP % (128, 4)]},
+    "training.seq_len_ramp.0.seq_len": {1: [LENGTHS % (5, 128)]},
+    "training.seq_len_ramp.1.until_tokens": {1: [LENGTHS % (4, 64)]},
+    "training.tokens": {1: [f"{TRAIN}tokens=1000 {TRAIN}epochs=1"]},
+    "lr_scheduler.decay_tokens": {1: ["--lr_scheduler.decay_tokens=64"]},
+    "lr_scheduler.decay_steps": {1: ["--lr_scheduler.warmup_tokens=64 --lr_scheduler.decay_steps=2"]},
+    "data.stages.0.weights.txt": {1: [STAGE % "txt=1.0"]},
+    "data.stages.0.weights": {1: [STAGE % ""]},
     "training.local_batch_size": {
         1: [
             f"{EXACT} {TRAIN}local_batch_size=3",

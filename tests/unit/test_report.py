@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -80,17 +81,16 @@ def test_the_first_step_at_which_the_hashes_of_two_runs_differ_is_marked(tmp_pat
     assert [(mark["x"], mark["color"]) for mark in loss["marks"] if "hash" in mark["text"]] == [(4, 1)]
 
 
-def test_records_of_another_form_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_records_of_another_form_are_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
     folder = write_run(tmp_path / "run")
     for name, text in (("metrics.jsonl", '{"schema": 2, "step": 7, "loss": "low"}\n'), ("run.json", '{"starts": [1]}')):
         before = (folder / name).read_text()
         (folder / name).write_text(before * name.endswith("jsonl") + text)
-        assert cli.run(["report", str(folder)]) == 2
-        assert len(capfd.readouterr().err.splitlines()) == 1
+        refused("report", folder)
         (folder / name).write_text(before)
 
 
-@pytest.mark.parametrize("name", ["REPORT", "$report", "<!--<script>", "ä\udcff", "$title PLOTLY"])
+@pytest.mark.parametrize("name", ["$report", "<!--<script>", "ä\udcff"])
 def test_a_page_about_a_run_of_any_name(name: str, tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / name))
     text = page([run])
@@ -111,7 +111,7 @@ def test_files_that_never_end_are_not_read(tmp_path: Path) -> None:
         read_run(folder)
 
 
-def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_one_line(tmp_path: Path, refused: Callable[..., str]) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "empty").mkdir()
     (tmp_path / "new").mkdir()
@@ -119,9 +119,7 @@ def test_mistakes_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]
     (tmp_path / "old").mkdir()
     (tmp_path / "old" / "metrics.jsonl").write_text('{"step": 1, "loss": 3.0}\n')
     for runs in (["gone"], ["empty"], ["."], ["new"], ["old"], ["run", "run"], ["run", "--out", "no/page.html"]):
-        words = [str(tmp_path / word) if word[0] != "-" else word for word in runs]
-        assert cli.run(["report", *words]) == 2
-        assert len(capfd.readouterr().err.splitlines()) == 1
+        refused("report", *(tmp_path / word if word[0] != "-" else word for word in runs))
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Global sample index -> sequence: exact shares, permutations, nothing that depends on ranks, workers or resumes."""
 
 import json
+import multiprocessing
 from collections import Counter
 from itertools import islice
 from typing import Any
@@ -50,6 +51,7 @@ def read(samples: Samples, start: int, stop: int) -> list[int]:
     return samples.__getitems__(list(range(start, stop)))["tokens"][:, 0].tolist()
 
 
+FEW = settings(max_examples=25, deadline=None, derandomize=True, database=None)
 weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
 
 
@@ -57,7 +59,7 @@ weights = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=6)
 
 
 @pytest.mark.long
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@FEW
 @given(weights=weights)
 def test_shares_are_exact_at_every_prefix(weights: list[float]) -> None:
     mixture = Mixture(weights)
@@ -73,7 +75,7 @@ def test_shares_are_exact_at_every_prefix(weights: list[float]) -> None:
     assert np.abs(np.array(mixture.counts(10**12)) / 10**12 - exact).max() < 2e-5, "far away as near"
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@FEW
 @given(weights=weights, sample=st.integers(0, 10**15))
 def test_places_in_the_mixture_can_be_found_back(weights: list[float], sample: int) -> None:
     mixture = Mixture(weights)
@@ -85,7 +87,7 @@ def test_places_in_the_mixture_can_be_found_back(weights: list[float], sample: i
 # Samples
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, database=None)
+@FEW
 @given(
     sources=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.25, 1, 3])), min_size=1, max_size=4),
     seed=st.integers(0, 5),
@@ -116,7 +118,7 @@ def test_without_shuffling_sequences_come_in_their_order() -> None:
     assert read(mixed((5, 1.0), shuffle=False), 0, 12) == [0, 1, 2, 3, 4, 0, 1, 2, 3, 4, 0, 1]
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, database=None)
+@FEW
 @given(data=st.data(), ranks=st.sampled_from([1, 2, 3, 4, 6, 12]), start=st.integers(0, 40))
 def test_the_stream_does_not_depend_on_ranks_or_micro_batches(data: Any, ranks: int, start: int) -> None:
     micro = data.draw(st.sampled_from([m for m in (1, 2, 3, 4, 6, 12) if (12 // ranks) % m == 0]))
@@ -124,9 +126,10 @@ def test_the_stream_does_not_depend_on_ranks_or_micro_batches(data: Any, ranks: 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("ranks", "workers"), [(1, 3), (2, 1)])
-def test_the_stream_does_not_depend_on_workers(ranks: int, workers: int) -> None:
-    check_stream(ranks, 2, 36, workers)
+def test_the_stream_does_not_depend_on_workers() -> None:
+    before = torch.get_rng_state()
+    check_stream(2, 2, 36, workers=2)
+    assert torch.equal(torch.get_rng_state(), before), "nothing is drawn from the global random state"
 
 
 def check_stream(ranks: int, micro: int, start: int, workers: int) -> None:
@@ -138,7 +141,9 @@ def check_stream(ranks: int, micro: int, start: int, workers: int) -> None:
         for step in steps:
             for batch in islice(loader, 12 // ranks // micro):
                 step += batch["tokens"][:, 0].tolist()
+        assert len(multiprocessing.active_children()) == workers
         loader.close()
+        assert not multiprocessing.active_children()
     assert [token for step in steps for token in step] == read(samples, start, start + 36)
 
 
@@ -161,7 +166,7 @@ def test_sources_are_called_by_the_last_part_of_their_path() -> None:
 # Limits
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, database=None)
+@FEW
 @given(
     sources=st.lists(st.tuples(st.integers(1, 40), st.sampled_from([0.1, 0.25, 1, 3])), min_size=1, max_size=4),
     epochs=st.integers(1, 3),
@@ -192,12 +197,6 @@ def saved(samples: Samples, count: int) -> dict[str, Any]:
     return json.loads(json.dumps(samples.state(count)))
 
 
-def test_unchanged_data_resumes_where_it_was() -> None:
-    samples = mixed((37, 0.6), (11, 0.4))
-    again = mixed((37, 0.6), (11, 0.4)).resume(saved(samples, 100), 100, "error")
-    assert read(again, 100, 200) == read(samples, 100, 200)
-
-
 def test_a_changed_mixture_resumes_in_each_source_that_is_still_the_same() -> None:
     first = mixed((40, 0.5), (40, 0.5))
     second = mixed((40, 0.2), (40, 0.7), (40, 0.1)).resume(saved(first, 60), 60, "continue")
@@ -215,7 +214,7 @@ def test_a_changed_mixture_resumes_in_each_source_that_is_still_the_same() -> No
 
 
 def test_the_smallest_change_of_a_weight_is_a_change() -> None:
-    assert mixed((9, 0.1234567), (9, 1.0)).settings != mixed((9, 0.1234568), (9, 1.0)).settings
+    assert mixed((9, 0.1234567), (9, 1.0)).settings() != mixed((9, 0.1234568), (9, 1.0)).settings()
 
 
 def test_a_changed_mixture_can_start_over() -> None:
@@ -261,7 +260,7 @@ def test_weights_of_stages_are_exact_and_each_source_goes_on_where_it_was() -> N
         assert samples.consumed(seen) == [owners[:seen].count(i) for i in range(3)]
 
 
-@pytest.mark.parametrize("epochs", [1, 2, 5, 9])
+@pytest.mark.parametrize("epochs", [1, 2, 9])
 def test_the_limit_counts_stages(epochs: int) -> None:
     samples = mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=STAGES)
     limit = samples.limit(epochs)
@@ -269,10 +268,10 @@ def test_the_limit_counts_stages(epochs: int) -> None:
     assert samples.locate(limit)[1] == epochs
 
 
-@pytest.mark.parametrize("at", [0, 30, 50, 51, 129, 130, 200])
+@pytest.mark.parametrize("at", [0, 50, 51, 130, 200])
 def test_samples_resume_in_any_stage_and_later_stages_may_change(at: int) -> None:
     first = mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=STAGES)
-    state = first.state(at)
+    state = saved(first, at)
     again = mixed((37, 1.0), (11, 0.0), (20, 3.0), stages=STAGES).resume(state, at, "error")
     assert read(again, at, 300) == read(first, at, 300)
     for changed in (

@@ -2,6 +2,7 @@
 
 import shutil
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -41,11 +42,10 @@ def test_files_come_first(folder: Path) -> None:
     assert find_config("") == Path()
 
 
-@pytest.mark.parametrize("command", ["check", "config show", "train", "config check"])
-def test_commands_take_bare_names(command: str, folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", ["check", "config show", "train"])
+def test_commands_take_bare_names(command: str, folder: Path, refused: Callable[..., str]) -> None:
     for config in (["debug"], ["--config", "debug.toml"], []):
-        assert cli.run([*command.split(), *config, "--training.stepss=3"]) == 2
-        [line] = capfd.readouterr().err.splitlines()
+        line = refused(*command.split(), *config, "--training.stepss=3")
         assert line.startswith("error: training.stepss: ")
         assert mentions(line, "training.steps", "command line")
 
@@ -78,16 +78,13 @@ def test_init_keeps_a_list_that_was_emptied(folder: Path) -> None:
     assert load("mine.toml").checkpoint.initial_load == []
 
 
-def test_init_overwrites_nothing(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_init_overwrites_nothing(folder: Path, refused: Callable[..., str]) -> None:
     (folder / "mine.toml").write_text("precious")
     for name in ("mine", "mine.toml"):
-        assert cli.run(["init", name]) == 2
-        assert mentions(capfd.readouterr().err, "mine.toml")
+        assert mentions(refused("init", name), "mine.toml")
     assert (folder / "mine.toml").read_text() == "precious"
-    assert cli.run(["init", "no/folder"]) == 2
-    assert mentions(capfd.readouterr().err, "no/folder.toml")
-    assert cli.run(["init", "new", "--from", "debgu"]) == 2
-    assert mentions(capfd.readouterr().err, "debgu", "debug")
+    assert mentions(refused("init", "no/folder"), "no/folder.toml")
+    assert mentions(refused("init", "new", "--from", "debgu"), "debgu", "debug")
     assert not (folder / "new.toml").exists()
 
 

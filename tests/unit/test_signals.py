@@ -11,7 +11,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, built, mentions
+from tests.helpers import TinyRun, built, mentions, wait_until
+from tests.processes import unhurried
 from titanlite.runtime.signals import SAME_SECONDS, STOP_SIGNALS, StoppedBySignal, StopRequests
 from titanlite.tools import cli
 from titanlite.train import finish, train
@@ -65,10 +66,7 @@ def test_signals_of_this_process_arrive() -> None:
     with requests.listening(Ended(), never):
         requests.begin_training()
         os.kill(os.getpid(), signal.SIGUSR1)
-        deadline = time.monotonic() + 10
-        while not requests.requested():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(requests.requested)
     assert requests.reason == "SIGUSR1"
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
@@ -144,22 +142,23 @@ def start(tiny: TinyRun, requests: StopRequests | None, *options: str) -> tuple[
 
 @pytest.mark.usefixtures("single_process_group")
 def test_a_requested_stop_saves_that_step_and_resumes_exactly(tiny: TinyRun) -> None:
-    stopped, saved = start(tiny, AfterCalls(2))
+    steps = "--training.steps=4"
+    stopped, saved = start(tiny, AfterCalls(1), steps)
     assert isinstance(stopped, StoppedBySignal)
-    assert (stopped.taken, saved, stopped.exit_code) == (3, [3], 75)
-    assert start(tiny, None) == (None, [3, 6])
-    assert start(tiny, None, "--job.name=whole") == (None, [6])
+    assert (stopped.taken, saved, stopped.exit_code) == (2, [2], 75)
+    assert start(tiny, None, steps) == (None, [2, 4])
+    assert start(tiny, None, steps, "--job.name=whole") == (None, [4])
     assert tiny.losses() == tiny.losses("whole")
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("calls", [1, 5])
-def test_a_stop_beside_other_saves(tiny: TinyRun, calls: int) -> None:
+@pytest.mark.parametrize("steps", [6, 2])
+def test_a_stop_beside_other_saves(tiny: TinyRun, steps: int) -> None:
     """Requested while a save runs in the background, and in the last step, which is the end anyway."""
-    stopped, saved = start(tiny, AfterCalls(calls), "--checkpoint.interval=1")
-    assert saved == ([1, 2] if calls == 1 else [1, 2, 3, 4, 5, 6])
-    assert (stopped is None) == (calls == 5)
+    stopped, saved = start(tiny, AfterCalls(1), "--checkpoint.interval=1", f"--training.steps={steps}")
+    assert saved == [1, 2]
+    assert (stopped is None) == (steps == 2)
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -171,7 +170,8 @@ def test_without_checkpoints_a_stop_saves_nothing(tiny: TinyRun) -> None:
 def test_planned_ends_of_a_run(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    command = ["train", f"--config={tiny.toml}", "--training.steps=1000000", "--checkpoint.interval=1000000"]
+    endless = "--training.steps=1000000", "--checkpoint.interval=1000000", unhurried(tiny)
+    command = ["train", f"--config={tiny.toml}", *endless]
     assert cli.run([*command, "--training.max_duration=1s"]) == 75
     assert re.search(rf"training\.max_duration.* step {len(tiny.losses())}\b", capfd.readouterr().out)
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.helpers import TinyRun, mentions, one_process, train_on_this_rank
 from tests.layouts import built
+from tests.manifests import flip
 from titanlite.checks.preflight import preflight
 from titanlite.data.samples import Samples
 from titanlite.ops.attention import document_arguments
@@ -264,15 +265,13 @@ def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path:
         source.add(5, source.sequences.read(6))
     moved = shutil.copytree(cached.folder, tmp_path / "cache")
     file = moved / cached.of_source.name / "0000001.topk"
-    data = bytearray(file.read_bytes())
-    data[100] ^= 1
-    file.write_bytes(bytes(data))
+    flip(file, 100)
     damaged = cached.samples(f"--teacher.cache={moved}").sources[0]
     for name, values in damaged.read(17).added.items():
         np.testing.assert_array_equal(values, source.read(17).added[name])
     with pytest.raises(UserError, match=r"^teacher\.cache: \S+/0000001\.topk .*checksum"):
         damaged.read(16)
-    file.write_bytes(bytes(data[:-1]))
+    file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"\d+ of \d+ files"):
         cached.samples(f"--teacher.cache={moved}", name="shorter")
 

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, train_on_this_rank
-from titanlite.observer import CurrentPhase, Phase
+from titanlite.observer import Phase
 from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
 from titanlite.schema import Comm
 
@@ -52,24 +52,11 @@ def test_a_short_run_keeps_the_timeout_of_the_start() -> None:
     assert calls == [100]
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
-def test_training_sets_the_timeouts_of_its_groups_but_not_that_of_checkpoints(tiny: TinyRun) -> None:
-    options = [f"--comm.{name}={value}" for name, value in COMM.model_dump().items()]
-    run = train_on_this_rank(tiny.config("--training.steps=4", "--checkpoint.enable=false", *options), 0, 1)
-    checkpoints = run.checkpoints._group
-    assert checkpoints.group_desc == CHECKPOINT_GROUP
-    assert timeout_of(run.world) == timeout_of(checkpoints) == timedelta(seconds=1000)  # at the end
-    PhaseTimeouts(COMM).phase(Phase.MODEL)
-    assert timeout_of(run.world) == timedelta(seconds=100)
-    assert timeout_of(checkpoints) == timedelta(seconds=1000)
-
-
-class Phases(CurrentPhase):
+class Phases(PhaseTimeouts):
     """Remembers every step and phase."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(COMM)
         self.heard: list[str] = []
 
     def begin_step(self, step: int) -> None:
@@ -83,10 +70,17 @@ class Phases(CurrentPhase):
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-def test_a_whole_start_reports_its_phases(tiny: TinyRun) -> None:
+def test_a_whole_start_reports_its_phases_and_sets_all_timeouts_but_that_of_checkpoints(tiny: TinyRun) -> None:
     phases = Phases()
-    config = tiny.config("--training.steps=1", "--validation.enable", f"--validation.path={tiny.text}")
-    train_on_this_rank(config, 0, 1, observer=phases)
+    options = [f"--comm.{name}={value}" for name, value in COMM.model_dump().items()]
+    config = tiny.config("--training.steps=1", "--validation.enable", f"--validation.path={tiny.text}", *options)
+    run = train_on_this_rank(config, 0, 1, observer=phases)
     steps = [f"step 1, {name}" for name in ("data", "forward", "backward", "update", "metrics")]
     ends = [f"step 1, {name}" for name in ("validation", "checkpoint", "end")]
     assert phases.heard == ["data preparation", "model", "sharding", "optimizer", "checkpoint load", *steps, *ends]
+    checkpoints = run.checkpoints._group
+    assert checkpoints.group_desc == CHECKPOINT_GROUP
+    assert timeout_of(run.world) == timeout_of(checkpoints) == timedelta(seconds=1000)  # at the end
+    phases.phase(Phase.MODEL)
+    assert timeout_of(run.world) == timedelta(seconds=100)
+    assert timeout_of(checkpoints) == timedelta(seconds=1000)

@@ -126,24 +126,14 @@ def test_round_trips(kind: str, kinds: dict[str, Tokenizer]) -> None:
     assert len(tokenizer.encode("")) == 0
     with pytest.raises(UnicodeEncodeError):
         tokenizer.encode("half: \ud83d")
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_begin_and_end_have_ids_and_names(kind: str, kinds: dict[str, Tokenizer]) -> None:
-    tokenizer = kinds[kind]
     assert tokenizer.bos_id is not None
     assert tokenizer.eos_id is not None
-    assert tokenizer.token_bytes()[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
+    assert lengths[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
     names = LLAMA3_SPECIAL_TOKENS[:2] if kind in BYTE_LEVEL else ("<s>", "</s>")
     assert tokenizer.decode(np.array([tokenizer.bos_id, tokenizer.eos_id])) == "".join(names)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_name_loads_the_same_again(kind: str, kinds: dict[str, Tokenizer]) -> None:
-    again = load_tokenizer(kinds[kind].name)
-    assert again.fingerprint == kinds[kind].fingerprint
-    assert again.encode(HARD_TEXTS[3]).tolist() == kinds[kind].encode(HARD_TEXTS[3]).tolist()
+    again = load_tokenizer(tokenizer.name)
+    assert again.fingerprint == tokenizer.fingerprint
+    assert again.encode(HARD_TEXTS[3]).tolist() == tokenizer.encode(HARD_TEXTS[3]).tolist()
 
 
 def test_fingerprints_tell_tokenizers_apart(kinds: dict[str, Tokenizer]) -> None:
@@ -243,7 +233,7 @@ def test_ids_of_pieces_are_those_of_the_whole(short_pieces: int) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("unit", ["x", " ", "\n", "👩‍👩‍👧‍👦"])
+@pytest.mark.parametrize("unit", [" ", "👩‍👩‍👧‍👦"])
 def test_very_long_lines(unit: str, kinds: dict[str, Tokenizer]) -> None:
     """A million spaces are more than tiktoken can split; two pieces of anything show that it never gets them."""
     text = unit * (PIECE_BYTES * 5 // 4 // len(unit.encode())) + "y"

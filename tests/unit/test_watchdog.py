@@ -1,6 +1,5 @@
 """The watchdog: what is suspicious, who did not arrive and why, and what is reported."""
 
-import math
 import os
 import platform
 import re
@@ -16,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from tests.helpers import mentions
+from tests.helpers import mentions, wait_until
 from titanlite.observer import Phase
 from titanlite.ops.cpu_collectives import InFlight
 from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
@@ -30,9 +29,8 @@ ASLEEP = Waiting("code", "is in its own code (mine.py:3, loss)")
 NO_DATA = Waiting("data", "waits for a data worker (process 12, which is stopped)")
 
 
-def suspicious(phase: str = "forward", *, timeout: float = 300, starting: bool = False, busy: bool = False,
-               usual: float = 0.5) -> float:  # fmt: skip
-    return suspicious_after(timeout, Phase(phase), is_starting=starting, is_busy=busy, usual=usual)
+def suspicious(phase: str = "forward", *, timeout: float = 300, busy: bool = False, usual: float = 0.5) -> float:
+    return suspicious_after(timeout, Phase(phase), is_starting=False, is_busy=busy, usual=usual)
 
 
 @pytest.mark.parametrize(
@@ -44,12 +42,8 @@ def suspicious(phase: str = "forward", *, timeout: float = 300, starting: bool =
         (suspicious(usual=200), 400),  # but never a usual time between two signs of life
         (suspicious(busy=True), 20),  # a loop without end
         (suspicious(timeout=6), 2),
-        (suspicious("forward", timeout=1800, starting=True), 20),
-        (suspicious("forward", timeout=1800, starting=True, busy=True), 900),  # it compiles
         (suspicious("validation", timeout=1800), 20),
-        (suspicious("validation", timeout=1800, busy=True), 900),
         (suspicious("checkpoint", timeout=3600, busy=True), 1800),
-        (suspicious("data preparation", timeout=1800, busy=True), math.inf),  # text: hours
         (suspicious("data preparation", timeout=1800), 20),
     ],
 )
@@ -57,9 +51,8 @@ def test_what_is_suspicious(seconds: float, expected: float) -> None:
     assert seconds == pytest.approx(expected)
 
 
-def beat(rank: int, started: int, *, kind: str = "collective", host: str = "host-a", text: str = "") -> Beat:
-    text = text or ("is in a collective" if kind == "collective" else "is in its own code (mine.py:3, loss)")
-    return Beat(rank, host, 4700 + rank, 8, 12, "backward", 24.0, 20.0, started, kind, text)
+def beat(rank: int, started: int, *, kind: str = "collective") -> Beat:
+    return Beat(rank, "host-a", 4700 + rank, 8, 12, "backward", 24.0, 20.0, started, kind)
 
 
 def beats(*each: Beat) -> dict[int, Beat]:
@@ -88,13 +81,6 @@ def test_the_culprit_has_started_fewer_collectives_and_is_in_none(
 ) -> None:
     each = [beat(rank, started, kind=kind or "collective") for rank, (started, kind) in enumerate(of_ranks)]
     assert find_culprits(beats(*each), silent, on_gpu=on_gpu) == found
-
-
-def test_a_culprit_that_works_has_its_time() -> None:
-    both = beats(beat(0, 7), replace(beat(1, 6, kind="code"), limit=900.0))
-    assert not may_report(both, [1], [], replace(both[0], quiet=24.0))
-    assert may_report(both, [1], [], replace(both[0], quiet=900.0))
-    assert may_report(both, [0], [], replace(both[0], quiet=20.0))
 
 
 def test_a_rank_without_a_reason_is_silent_or_has_its_time() -> None:
@@ -180,9 +166,7 @@ def job(tmp_path: Path) -> Iterator[TwoRanks]:
 
 def hang(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
     """Return the lines of the watchdogs, which other threads write."""
-    deadline = time.monotonic() + 20
-    while len(caplog.messages) < count and time.monotonic() < deadline:
-        time.sleep(0.01)
+    wait_until(lambda: len(caplog.messages) >= count)
     return caplog.messages
 
 
@@ -214,54 +198,45 @@ def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, caplog: pytest.Lo
 
 
 def wait_for_text(path: Path, text: str) -> None:
-    deadline = time.monotonic() + 20
-    while not path.exists() or text not in path.read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and text in path.read_text())
 
 
-def test_a_rank_that_stops_is_named(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
-    job.ranks[1].stopped = True
-    job.ranks[0].collectives += 1
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_rank_that_stops_is_named_by_the_other(job: TwoRanks, caplog: pytest.LogCaptureFixture, number: int) -> None:
+    stopped, other = job.ranks[number], job.ranks[1 - number]
+    stopped.stopped = True
+    other.collectives += 1
     job.run(40)
     [line] = hang(caplog, 1)
-    # This process has both ranks, and it runs.
-    assert "rank 1 on " in line
+    assert f"rank {number} on " in line
     assert "heartbeat" in line
+    assert f"; rank {1 - number} waits for it" in line
     job.now += 300  # the stopped rank runs again, long after its last look
-    job.ranks[1].stopped = False
+    stopped.stopped = False
     job.run(2)
-    assert job.ranks[1].watchdog.report == ""
+    assert stopped.watchdog.report == ""
 
 
-def test_another_rank_reports_where_the_first_is_stopped(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
-    job.ranks[0].stopped = True
-    job.ranks[1].collectives += 1
-    job.run(30)
-    [line] = hang(caplog, 1)
-    assert "rank 0 on " in line
-    assert "; rank 1 waits for it" in line
-
-
-@pytest.mark.parametrize("steps", [0, 1, 2])
+@pytest.mark.parametrize("steps", [0, 2])
 def test_a_hang_in_the_first_steps_is_named_within_30_seconds(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, steps: int
 ) -> None:
-    """Though they have `comm.init_timeout_seconds`, and a rank that compiles is left alone."""
+    """Though they have `comm.init_timeout_seconds`, and a rank that compiles is left alone, also if another waits."""
     job = TwoRanks(tmp_path, steps)
     for rank in job.ranks:
         rank.phase.phase(Phase.FORWARD if steps else Phase.MODEL)
         rank.collectives += 1
         rank.waits, rank.busy = ASLEEP, True
-    job.run(600)
-    assert caplog.messages == []
+    job.run(100)
     job.ranks[0].phase.phase(Phase.BACKWARD)
     job.ranks[0].waits, job.ranks[0].collectives = IN_COLLECTIVE, job.ranks[0].collectives + 1
+    job.run(100)
+    assert caplog.messages == []
     job.ranks[1].busy = False
     job.run(30)
     [line] = hang(caplog, 1)
     assert mentions(line, "rank 1", platform.node(), f"process {os.getpid()}", "mine.py:3, loss")
-    assert re.search(r"mine\.py:3, loss\).*\b6\d\d s\b", line)
+    assert re.search(r"mine\.py:3, loss\).*\b2\d\d s\b", line)
     assert [rank.ended for rank in job.ranks] == [[], []], "a line, and no end"
     job.close()
 
@@ -272,13 +247,13 @@ def test_stacks_are_written_while_python_may_not_run(tmp_path: Path) -> None:
     for rank in job.ranks:
         rank.watchdog.look()
     wait_for_text(tmp_path / "rank-1.log", "the main thread is 0x")
-    wait_for_text(tmp_path / "rank-1.log", "in wait_for_text")
+    wait_for_text(tmp_path / "rank-1.log", "in wait_until")
     job.close()
 
 
 @pytest.mark.long
 def test_training_is_quiet(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
-    for step in range(8, 40):  # each step takes 10 s
+    for step in range(8, 18):  # each step takes 10 s
         for rank in job.ranks:
             rank.phase.begin_step(step)
             rank.collectives += 10
@@ -287,10 +262,10 @@ def test_training_is_quiet(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> N
         for rank in job.ranks:
             rank.phase.phase(phase)
             rank.busy = True
-        job.run(600)
+        job.run(100)
     for rank in job.ranks:
         rank.phase.phase(Phase.DATA_PREPARATION)
-    job.run(5000)
+    job.run(1000)  # longer than half of the timeout
     assert caplog.messages == []
 
 
@@ -305,7 +280,7 @@ def test_a_machine_that_sleeps_is_no_hang(job: TwoRanks, caplog: pytest.LogCaptu
 def test_a_debugger_is_quiet_and_is_not_ended(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     job.ranks[0].collectives += 1
     job.ranks[1].waits = Waiting("debugger", "is in a debugger")
-    job.run(500)
+    job.run(360)
     assert caplog.messages == []
     assert [rank.ended for rank in job.ranks] == [[], []]
 
@@ -329,7 +304,7 @@ def test_a_wait_that_no_collective_ends_is_ended_after_the_timeout(job: TwoRanks
 def test_a_process_that_works_is_not_ended(job: TwoRanks) -> None:
     for rank in job.ranks:
         rank.waits, rank.busy = ASLEEP, True
-    job.run(1000)
+    job.run(360)
     assert [rank.ended for rank in job.ranks] == [[], []]
 
 
@@ -363,18 +338,15 @@ def test_the_file_that_a_thread_waits_for_is_named(tmp_path: Path) -> None:
             began.set()
             file.read()
 
-    def wait_for_file() -> None:
-        deadline = time.monotonic() + 20
-        while blocked_file(os.getpid(), thread.native_id or 0) != str(pipe):
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+    def waits_for_file() -> bool:
+        return blocked_file(os.getpid(), thread.native_id or 0) == str(pipe)
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    wait_for_file()
+    wait_until(waits_for_file)
     with open(pipe, "wb"):
         assert began.wait(20)
-        wait_for_file()
+        wait_until(waits_for_file)
     thread.join()
     assert blocked_file(os.getpid(), threading.main_thread().native_id or 0) == ""
     sleeper = threading.Thread(target=time.sleep, args=[1], daemon=True)
@@ -387,11 +359,7 @@ def test_the_file_that_a_thread_waits_for_is_named(tmp_path: Path) -> None:
 def test_processes_their_states_and_their_work() -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
-        deadline = time.monotonic() + 30
-        while not descendants(os.getpid())[sleeper.pid]:  # its memory is replaced just now
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        assert descendants(os.getpid())[sleeper.pid] == "sleep 60 "
+        wait_until(lambda: descendants(os.getpid())[sleeper.pid] == "sleep 60 ")  # its memory is replaced just now
         sleeper.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
         assert state_of(sleeper.pid) == "T"

@@ -3,8 +3,7 @@
 import json
 
 from titanlite.checkpoint.state import model_state, selected, to_globs
-from titanlite.models.added import added_parameters
-from titanlite.models.base import Model
+from titanlite.models.base import Model, added_parameters
 from titanlite.models.quantized import scales_of
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Checkpoint

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -34,7 +35,7 @@ from titanlite.models.registry import ModelSpec
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
+from titanlite.runtime.ranks import error_of_ranks, on_each, on_rank_0
 from titanlite.schema import Checkpoint, Config
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.techniques import used
@@ -199,8 +200,9 @@ class Loader:
             DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
             UserError: the checkpoint is of another model, or not safe to load.
         """
-        where = self.storage.url_of(folder_name(manifest.step))
-        reader = self._open(self.storage, folder_name(manifest.step), manifest)
+        folder = folder_name(manifest.step)
+        where = self.storage.url_of(folder)
+        reader = on_each(self.group, lambda: ShardReader(self.storage, folder, manifest))
         to_quantize(flat(state), reader.metadata, where)
         found = difference(flat(state), reader.metadata, ["*"])
         if AVERAGE in state and found != found.without(missing=[AVERAGE], unexpected=[AVERAGE]):
@@ -293,16 +295,15 @@ class Loader:
     def _open_initial(self, path: str) -> tuple[str, ShardReader | ForeignWeights]:
         """Open the weights at a path on every rank, and return them with their place."""
         if (open_weights := self.open_weights) is not None:
-            opened: list[ForeignWeights | None] = []
             try:
-                on_all(self.group, lambda: opened.append(open_weights(path)))
+                weights = on_each(self.group, lambda: open_weights(path))
             except UserError as error:
                 raise UserError(f"checkpoint.initial_load_path: {error}") from None
-            if (weights := opened[0]) is not None:
+            if weights is not None:
                 return weights.where, weights
         url, folder, manifest = on_rank_0(self.group, lambda: find_checkpoint(path, "checkpoint.initial_load_path: "))
         storage = open_storage(url)
-        return storage.url_of(folder), self._open(storage, folder, manifest)
+        return storage.url_of(folder), on_each(self.group, lambda: ShardReader(storage, folder, manifest))
 
     def _find(self) -> Manifest | None:
         listing = self.storage.list()
@@ -313,8 +314,7 @@ class Loader:
         for step in reversed(steps):
             folder = folder_name(step)
             try:
-                manifest = manifests.read_manifest(self.storage, folder, size=listing[folder][MANIFEST])
-                manifests.check_sizes(self.storage, folder, manifest, listing[folder])
+                manifest = manifests.read_complete(self.storage, folder, listing[folder])
             except DamagedCheckpoint as damage:
                 self._quarantine(step, damage)
                 aside.append(folder)
@@ -363,11 +363,6 @@ class Loader:
             raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
         logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
         self.storage.quarantine(folder_name(step), DAMAGED)
-
-    def _open(self, storage: Storage, folder: str, manifest: Manifest) -> ShardReader:
-        opened: list[ShardReader] = []
-        on_all(self.group, lambda: opened.append(ShardReader(storage, folder, manifest)))
-        return opened[0]
 
 
 def _read(
@@ -421,8 +416,11 @@ def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:
         run: folder of the run.
     """
     storage = open_storage(config.folder or str(run / "checkpoints"))
-    newest = manifests.read_newest(storage, manifests.committed_steps(storage.list()))
-    return (newest.step, newest.run_id) if newest else (0, None)
+    for step in reversed(manifests.committed_steps(storage.list())):
+        with suppress(DamagedCheckpoint):
+            newest = manifests.read_manifest(storage, folder_name(step))
+            return newest.step, newest.run_id
+    return 0, None
 
 
 def _nested(state: State) -> dict[str, Any]:
@@ -450,10 +448,7 @@ def find_checkpoint(path: str, key: str = "") -> tuple[str, str, Manifest]:
     listing = storage.list()
     for candidate in candidates:
         try:
-            manifest = manifests.read_manifest(storage, candidate)
-            manifests.check_sizes(storage, candidate, manifest, listing.get(candidate, {}))
+            return storage.url, candidate, manifests.read_complete(storage, candidate, listing.get(candidate, {}))
         except DamagedCheckpoint as damage:
             logger.warning(f"{key}damaged checkpoint: {damage}")
-            continue
-        return storage.url, candidate, manifest
     raise UserError(f"{key}no good checkpoint in {path}")

@@ -5,6 +5,8 @@ import json
 import logging
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
@@ -17,15 +19,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.in_flight import SaveInFlight
 from titanlite.checkpoint.load import ForeignWeights, Loader
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
 from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
-from titanlite.models.added import added_parameters
+from titanlite.models.base import added_parameters
 from titanlite.run.timeouts import CHECKPOINT_GROUP
-from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
 from titanlite.runtime.weight_average import WeightAverage
 from titanlite.schema import Checkpoint
@@ -109,7 +110,8 @@ class CheckpointManager:
         )
         self._group = group
         self._clock = StepClock(device)
-        self._in_flight = SaveInFlight(self._clock, self._committed)
+        self._in_flight: tuple[int, Future[Saved]] | None = None
+        """Step of the save that has begun and not ended, and its result."""
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []
         self.newest = 0
         """Step that was loaded, or committed last."""
@@ -164,7 +166,16 @@ class CheckpointManager:
             RunError: on every rank at the same step, if a save failed on any.
         """
         self._clock.step()
-        self._in_flight.check()
+        if self._in_flight is not None:
+            step, save = self._in_flight
+            flags = torch.tensor([not save.done(), save.done() and save.exception() is not None], dtype=torch.int32)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # on the CPU, and of 8 bytes
+            is_running, has_failed = map(bool, flags.tolist())
+            if has_failed:
+                self._end_save(timeout=30 if is_running else None)
+                raise RunError(f"the checkpoint of step {step} could not be saved: another rank failed")
+            if not is_running:
+                self._end_save()
         return self._records()
 
     def not_training(self) -> AbstractContextManager[None]:
@@ -177,7 +188,7 @@ class CheckpointManager:
 
     def is_saving(self) -> bool:
         """Return whether a save has begun and not ended."""
-        return self._in_flight.any()
+        return self._in_flight is not None
 
     def save(self, progress: Progress, *, last: bool) -> None:
         """Start a save, and return; with async_mode = "disabled" and at the end of the run, wait for it.
@@ -185,7 +196,7 @@ class CheckpointManager:
         Raises:
             RunError: on every rank, if the previous save has failed, or this one where it is waited for.
         """
-        self._in_flight.end()
+        self._end_save()
         self._clock.begin_save()
         started = time.perf_counter()
         names = self.mesh.mesh_dim_names or ()
@@ -213,9 +224,9 @@ class CheckpointManager:
         state = self.state()
         background = self.is_background and not last
         save = self._saver.start(state, folder_name(progress.step), manifest, background=background)
-        self._in_flight.begin(progress.step, save)
+        self._in_flight = progress.step, save
         if not background:
-            self._in_flight.end()
+            self._end_save()
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save an earlier step that the state is of, and wait; do nothing if that step or a later one is saved.
@@ -225,7 +236,7 @@ class CheckpointManager:
         Raises:
             RunError: the save failed.
         """
-        self._in_flight.end(must_succeed=False)
+        self._end_save(must_succeed=False)
         if self.config.enable and progress.step > self.newest:
             self.save(progress, last=True)
 
@@ -234,11 +245,32 @@ class CheckpointManager:
         self._saver.close()
         return self._records(wait=True)
 
-    def _committed(self, step: int, saved: Saved, overhead: SaveOverhead) -> None:
-        self.newest = step
-        self._ended.append((step, saved, overhead))
-        if dist.get_rank() == 0:
-            self._saver.later(lambda: self._retain(step))
+    def _end_save(self, *, timeout: float | None = None, must_succeed: bool = True) -> None:
+        """Wait for the save in flight, if there is one.
+
+        Args:
+            timeout: seconds to wait after a failure of another rank, which may leave this rank's thread hanging.
+            must_succeed: raise if it failed. Otherwise a warning reports it.
+
+        Raises:
+            RunError: it failed, and must_succeed is set.
+        """
+        if self._in_flight is None:
+            return
+        (step, save), self._in_flight = self._in_flight, None
+        wait_for([save], timeout)
+        overhead = self._clock.end_save()
+        error = save.exception() if save.done() else RunError("another rank failed")
+        if error is None:
+            self.newest = step
+            self._ended.append((step, save.result(), overhead))
+            if dist.get_rank() == 0:
+                self._saver.later(lambda: self._retain(step))
+            return
+        text = f"the checkpoint of step {step} could not be saved: {error}"
+        if must_succeed:
+            raise RunError(text) from error
+        logger.warning(f"{text}. Continuing without it")
 
     def _retain(self, step: int) -> None:
         """Delete checkpoints by the retention rule, if the newest is that of this step, and complete."""
@@ -249,7 +281,7 @@ class CheckpointManager:
             if steps[-1] != step:
                 logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
                 return
-            manifests.check_sizes(self.storage, newest, manifests.read_manifest(self.storage, newest), listing[newest])
+            manifests.read_complete(self.storage, newest, listing[newest])
             old = manifests.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
             for unwanted in old:
                 self.storage.delete(folder_name(unwanted))

@@ -8,7 +8,6 @@ import json
 import re
 import zlib
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -148,14 +147,6 @@ def read_manifest(storage: Storage, folder: str, *, size: int | None = None) -> 
     return manifest
 
 
-def read_newest(storage: Storage, steps: list[int]) -> Manifest | None:
-    """Return the manifest of the newest of some checkpoints, without those whose manifest is damaged."""
-    for step in reversed(steps):
-        with suppress(DamagedCheckpoint):
-            return read_manifest(storage, folder_name(step))
-    return None
-
-
 def check_sizes(storage: Storage, folder: str, manifest: Manifest, sizes: dict[str, int]) -> None:
     """Check that every file is there, with its size.
 
@@ -169,6 +160,22 @@ def check_sizes(storage: Storage, folder: str, manifest: Manifest, sizes: dict[s
             raise DamagedCheckpoint(
                 f"{storage.url_of(f'{folder}/{name}')} has {sizes[name]} bytes, its manifest states {record.size}"
             )
+
+
+def read_complete(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
+    """Read the manifest of a checkpoint, and check that every file is there with its size.
+
+    Args:
+        sizes: bytes of each file, as the storage lists them.
+
+    Raises:
+        DamagedCheckpoint, RunError, UserError: see `read_manifest` and `check_sizes`.
+    """
+    if MANIFEST not in sizes:
+        raise DamagedCheckpoint(f"{storage.url_of(folder)}/{MANIFEST} is missing")
+    manifest = read_manifest(storage, folder, size=sizes[MANIFEST])
+    check_sizes(storage, folder, manifest, sizes)
+    return manifest
 
 
 def read_checked(storage: Storage, folder: str, name: str, manifest: Manifest) -> bytes:
@@ -200,8 +207,7 @@ def verify(
     Raises:
         DamagedCheckpoint: naming the first file that has changed since it was written.
     """
-    manifest = read_manifest(storage, folder)
-    check_sizes(storage, folder, manifest, sizes)
+    manifest = read_complete(storage, folder, sizes)
     for name, record in manifest.files.items():
         crc32 = 0
         for start in range(0, record.size, CHUNK):

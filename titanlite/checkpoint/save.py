@@ -14,23 +14,26 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import ShardWriter, WrittenFile, checksums_json
 from titanlite.checkpoint.manifest import FileRecord, Manifest
-from titanlite.checkpoint.save_plan import CachingPlanner
 from titanlite.checkpoint.staging import Staging
 from titanlite.checkpoint.state import State, flat
 from titanlite.runtime.errors import DamagedCheckpoint, RunError
+from titanlite.runtime.private_torch.checkpoint import forget_cached_plans, has_cached_plan, set_plan_cache_key
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.ranks import error_of_ranks, on_all, on_rank_0
+from titanlite.runtime.ranks import error_of_ranks, on_all, on_each, on_rank_0
 from titanlite.storage.storage import Storage
 
 T = TypeVar("T")
@@ -119,7 +122,7 @@ class Saver:
 
     def _save(self, state: State, folder: str, make_manifest: MakeManifest, *, background: bool) -> Saved:
         started = time.perf_counter()
-        tensors = self._copy_on_all() if background else flat(state)
+        tensors = on_each(self.group, self.staging.copy) if background else flat(state)
         staged = time.perf_counter()
         with self._discarding_on_error(folder):
             target = on_rank_0(self.group, lambda: self.storage.begin(folder))
@@ -153,12 +156,6 @@ class Saver:
 
             return on_all(self.group, lambda: (times, writer.written), commit)
 
-    def _copy_on_all(self) -> dict[str, Tensor]:
-        """Return this rank's copy; raises on every rank if it fails on any."""
-        staged: list[dict[str, Tensor]] = []
-        on_all(self.group, lambda: staged.append(self.staging.copy()))
-        return staged[0]
-
     @contextlib.contextmanager
     def _discarding_on_error(self, folder: str) -> Iterator[None]:
         """Delete what a failed save has written, so that a full disk has room for the next save."""
@@ -179,3 +176,57 @@ def _done(act: Callable[[], T]) -> Future[T]:
     except Exception as error:
         done.set_exception(error)
     return done
+
+
+# Plans that are made once: names, shapes and places are the same at each save.
+
+
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+class CachingPlanner(DefaultSavePlanner):
+    """Planner that plans again only when a name, shape or dtype has changed.
+
+    DCP's own cache still makes a new plan at each save, to compare. This planner compares shapes instead.
+
+    Args:
+        key: entry in DCP's cache of plans.
+    """
+
+    def __init__(self, key: str) -> None:
+        super().__init__(enable_plan_caching=True)
+        self.key = key
+        set_plan_cache_key(self, key)
+        self._shapes: Shapes = {}
+        self._is_unchanged = False
+        self._planned: set[str] | None = None
+        """Names that this rank writes, once they are planned."""
+
+    def written_here(self, tensors: dict[str, Tensor]) -> set[str]:
+        """Return the names that this rank writes; all of them before they are planned."""
+        return self._planned if self._planned is not None and _shapes(tensors) == self._shapes else {*tensors}
+
+    def set_up_planner(
+        self, state_dict: Any, storage_meta: StorageMeta | None = None, is_coordinator: bool = False
+    ) -> None:
+        shapes = _shapes(flat(state_dict))
+        self._is_unchanged = shapes == self._shapes and has_cached_plan(self.key)
+        self._shapes = shapes
+        if not self._is_unchanged:
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+
+    def create_local_plan(self) -> SavePlan:
+        return SavePlan([], usable=False) if self._is_unchanged else super().create_local_plan()
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        plan = super().finish_plan(new_plan)
+        self._planned = {item.index.fqn for item in plan.items}
+        return plan
+
+    def forget(self) -> None:
+        """Delete the cached plans."""
+        forget_cached_plans(self.key)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> Shapes:
+    return {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
@@ -76,21 +75,19 @@ def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
 def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Give an optimizer that has not made a step the state that it has after one, to load into.
 
-    PyTorch makes a step of no effect for it, which Adam counts: only for an optimizer that is then loaded.
+    It makes a step of no effect, which Adam counts: only for an optimizer that is then loaded.
     """
-    if not optimizer.state:
-        get_optimizer_state_dict(model, optimizer)
-    elif any(p.requires_grad and p not in optimizer.state for p in model.parameters()):
-        # PyTorch takes what some optimizers have from the beginning for the whole.
-        rates = [group["lr"] for group in optimizer.param_groups]
-        for group in optimizer.param_groups:
-            group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
-            for parameter in group["params"]:
-                parameter.grad = torch.zeros_like(parameter)
-        optimizer.step()
-        optimizer.zero_grad()
-        for group, rate in zip(optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+    if all(parameter in optimizer.state for parameter in model.parameters() if parameter.requires_grad):
+        return
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group in optimizer.param_groups:
+        group["lr"] = torch.zeros_like(group["lr"]) if isinstance(group["lr"], Tensor) else 0.0
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def flat(state: State) -> dict[str, Tensor]:

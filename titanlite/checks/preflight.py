@@ -4,7 +4,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
@@ -18,7 +18,7 @@ from titanlite.loss import Targets, check_loss
 from titanlite.metrics.loggers import check_logger
 from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs
-from titanlite.models.frozen import FrozenModel, OpenModel
+from titanlite.models.frozen import OpenModel
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.registry import compiles_updates
@@ -28,7 +28,7 @@ from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
 from titanlite.techniques import asked_for, places, used
-from titanlite.techniques.technique import reads_of
+from titanlite.techniques.technique import Technique, reads_of
 
 if TYPE_CHECKING:
     from titanlite.tasks import Task
@@ -95,7 +95,7 @@ def examine(
     Returns:
         the resolved config, or None if the model or the tokenizer is unknown, and all further problems.
     """
-    report = _Report(bad_keys)
+    report = _Report(config, bad_keys)
     training = config.training
     report.attempt("job.dump_folder", ["job.dump_folder"], lambda: _check_writable(config.job.dump_folder))
     if config.checkpoint.enable:
@@ -105,7 +105,9 @@ def examine(
     spec = report.attempt("model", keys, lambda: select_model(config.model, tokenizer))
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
         report.attempt(key, [key], partial(check_path, path, find_text))
-    _check_machine(report, config, device)
+    if config.compile.enable:
+        report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
+    report.ask(lambda it: it.check_machine, config, device)
     if loss := training.loss:
         names = [name for technique in used(config) for name in technique.loss_arguments]
         report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, names))
@@ -121,7 +123,9 @@ def examine(
     if spec is None or model is None:
         return None, report.problems
     args = spec.args
-    _check_techniques_and_attention(report, spec, model, config, ranks, device)
+    report.ask(lambda it: it.check_model, config, spec, model, ranks.world_size)
+    attention = ["training", "data.document_mask"]
+    report.attempt("training.attention_backend", attention, lambda: check_attention(model, config, device))
     if checked:
         moments = partial(check_quantized_moments, model, config, ranks.world_size)
         report.attempt("optimizer.name", ["optimizer", "parallelism"], moments)
@@ -134,7 +138,10 @@ def examine(
     reads = ["data", "validation", "training.seq_len"]
     tasks = report.attempt("validation.tasks", reads, lambda: _open_tasks(config, tokenizer, open_tasks))
     if checked and judge_memory:
-        _check_sizes(report, model, targets.frozen, config, ranks, device)
+        fits = partial(check_model_memory, model, config, ranks, device, frozen=targets.frozen)
+        report.attempt("model.flavor", ["training", "parallelism", "offload", "teacher"], fits)
+        if "disk" in places(config).values() and are_right(["training", "parallelism"], bad_keys):
+            report.ask(lambda it: it.check_disk, config, bytes_on_disk(model, config, ranks))
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
     return (ResolvedConfig(spec, tokenizer, targets, tasks or ()) if tokenizer else None), report.problems
 
@@ -157,30 +164,16 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
         return None
     if config.model.file:
         report.attempt("model.file", [], lambda: check_own_model(model))
-    for technique in asked_for(config):
-        choose = technique.choose_trained
-        report.attempt(technique.option, reads_of(choose), partial(choose, model, config))
+    report.ask(lambda it: it.choose_trained, model, config)
     return model
-
-
-def _check_sizes(
-    report: "_Report", model: Model, frozen: FrozenModel | None, config: Config, ranks: Ranks, device: torch.device
-) -> None:
-    sizes = ["training", "parallelism", "offload", "teacher"]
-    report.attempt("model.flavor", sizes, lambda: check_model_memory(model, config, ranks, device, frozen=frozen))
-    for technique in asked_for(config) if "disk" in places(config).values() else ():
-        check = technique.check_disk
-        report.attempt(
-            technique.option, reads_of(check), lambda check=check: check(config, bytes_on_disk(model, config, ranks))
-        )
 
 
 class _Report:
     """Collector of the problems of independent checks."""
 
-    def __init__(self, bad_keys: Collection[str]) -> None:
+    def __init__(self, config: Config, bad_keys: Collection[str]) -> None:
         self.problems: list[Problem] = []
-        self._bad_keys = bad_keys
+        self._techniques, self._bad_keys = asked_for(config), bad_keys
 
     def attempt(self, key: str, reads: Sequence[str], check: Callable[[], T]) -> T | None:
         """Run a check, and return its result; None if it has problems or was skipped.
@@ -199,24 +192,11 @@ class _Report:
             self.problems.append(Problem(key, str(error).removeprefix(f"{key}: ")))
         return None
 
-
-def _check_machine(report: _Report, config: Config, device: torch.device) -> None:
-    """Check what does not depend on the model: packages, compilers and versions that techniques need."""
-    if config.compile.enable:
-        report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
-    for technique in asked_for(config):
-        check = technique.check_machine
-        report.attempt(technique.option, reads_of(check), partial(check, config, device))
-
-
-def _check_techniques_and_attention(
-    report: _Report, spec: ModelSpec, model: Model, config: Config, ranks: Ranks, device: torch.device
-) -> None:
-    for technique in asked_for(config):
-        check = technique.check_model
-        report.attempt(technique.option, reads_of(check), partial(check, config, spec, model, ranks.world_size))
-    key = "training.attention_backend"
-    report.attempt(key, ["training", "data.document_mask"], lambda: check_attention(model, config, device))
+    def ask(self, check_of: Callable[[Technique], Callable[..., object]], *arguments: Any) -> None:
+        """Run a check of every technique that the config asks for."""
+        for technique in self._techniques:
+            check = check_of(technique)
+            self.attempt(technique.option, reads_of(check), partial(check, *arguments))
 
 
 def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | list[str]]]:

@@ -92,12 +92,10 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
     try:
         sharded = parallelism.degrees(world_size).sharded
     except ValueError as error:
-        key = f"data_parallel_{'replicate' if parallelism.data_parallel_shard_degree == -1 else 'shard'}"
-        inside = 1
-        for axis in ("tensor", "context"):  # an axis that does not fit even without replicas and shards
-            inside *= getattr(parallelism, f"{axis}_parallel_degree")
-            if world_size % inside:
-                key = f"{axis}_parallel"
+        product, key = 1, ""
+        for key in ("tensor_parallel", "context_parallel", "data_parallel_replicate", "data_parallel_shard"):
+            product *= getattr(parallelism, f"{key}_degree")  # the last one may be -1
+            if world_size % product:
                 break
         hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""
         yield f"parallelism.{key}_degree", f"{error}{hint}"
@@ -107,32 +105,22 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         yield "parallelism.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
 
 
-def _data_parallel_degree(config: Config, world_size: int) -> int:
-    try:
-        return config.parallelism.degrees(world_size).data_parallel
-    except ValueError:  # reported by `_layout`
-        return world_size
-
-
 def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     training = config.training
     try:
-        training.batch_split(_data_parallel_degree(config, world_size))
-    except ValueError as error:
-        uneven_share = training.global_batch_size % _data_parallel_degree(config, world_size) == 0
-        yield f"training.{'local' if uneven_share else 'global'}_batch_size", str(error)
+        ranks = config.parallelism.degrees(world_size).data_parallel
+    except ValueError:  # reported by `_layout`
         return
-    yield from _ramp(training, _data_parallel_degree(config, world_size))
-
-
-def _ramp(training: Training, ranks: int) -> Iterator[Conflict]:
-    together = training.batch_split(ranks)[0] * ranks
+    try:
+        together = training.batch_split(ranks)[0] * ranks
+    except ValueError as error:
+        yield f"training.{'global' if training.global_batch_size % ranks else 'local'}_batch_size", str(error)
+        return
     yield from _ends("training.batch_ramp", training.batch_ramp)
     for number, stage in enumerate(training.batch_ramp):
-        key = f"training.batch_ramp.{number}"
         if stage.global_batch_size % together:
             yield (
-                f"{key}.global_batch_size",
+                f"training.batch_ramp.{number}.global_batch_size",
                 f"{stage.global_batch_size} is not a multiple of the {together} sequences in one forward pass of all "
                 "processes: set training.local_batch_size, by default a process's share of a step after the ramp",
             )

@@ -214,6 +214,17 @@ def _wants_text(error: ErrorDetails) -> bool:
     return error["type"] in ("string_type", "list_type", "literal_error")
 
 
+WORDS = {
+    "bool_type": "true or false",
+    "model_type": "a section",
+    "dict_type": "a section",
+    "too_short": "not empty",
+    "string_too_short": "text that is not empty",
+    "string_pattern_mismatch": "a name without / or \\ that does not begin with a dot",
+}
+"""What an option should be, by Pydantic's types of errors, where Pydantic's own words are not those of TOML."""
+
+
 def _explain(dotted: str, details: list[ErrorDetails]) -> tuple[str, str | None]:
     """Return the problem in words, and for an unknown key the key that was probably meant."""
     first = details[0]
@@ -226,38 +237,10 @@ def _explain(dotted: str, details: list[ErrorDetails]) -> tuple[str, str | None]
         return f"{first['loc'][-1]} is missing", None
     if first["type"] in ("value_error", "assertion_error"):
         return str(first.get("ctx", {}).get("error", first["msg"])), None
-    expected = " or ".join(dict.fromkeys(_expectation(error) for error in details))
+    words = [WORDS.get(error["type"], error["msg"].removeprefix("Input should be ")) for error in details]
     got = _as_toml(first["input"])
     got = got if len(got) <= 100 else f"{got[:97]}..."
-    return f"expected {expected}, got {got}{_nearest_value(first['input'], details)}", None
-
-
-def _expectation(error: ErrorDetails) -> str:
-    context = error.get("ctx", {})
-    match error["type"]:
-        case "literal_error":
-            return context["expected"]
-        case "greater_than":
-            return f"a number above {context['gt']:g}"
-        case "finite_number":
-            return "a finite number"
-        case "greater_than_equal":
-            return f"a number of at least {context['ge']}"
-        case "less_than_equal":
-            return f"a number of at most {context['le']}"
-        case "string_too_short":
-            return "text that is not empty"
-        case "string_pattern_mismatch":  # of job.name
-            return "a name without / or \\ that does not begin with a dot"
-        case "too_short":
-            return "a list that is not empty"
-        case "model_type" | "model_attributes_type" | "dict_type":
-            return "a section"
-        case "list_type":
-            return "a list"
-        case other:
-            names = {"int": "an integer", "float": "a number", "bool": "true or false", "string": "text"}
-            return names.get(other.removesuffix("_type"), error["msg"].removeprefix("Input should be "))
+    return f"should be {' or '.join(dict.fromkeys(words))}, got {got}{_nearest_value(first['input'], details)}", None
 
 
 def _nearest_value(value: Any, details: list[ErrorDetails]) -> str:

@@ -24,12 +24,7 @@ def find_config(name: str, folder: Path = Path()) -> Path:
         folder: where relative names begin.
     """
     path = folder / name
-    if path.is_file():
-        return path
-    if path.suffix != ".toml":
-        candidates = [path.with_name(f"{path.name}.toml")] if path.name else []
-    else:
-        candidates = []
+    candidates = [path, Path(f"{path}.toml")]
     if Path(name).name == name:
         candidates.append(shipped_folder() / f"{name.removesuffix('.toml')}.toml")
     return next((candidate for candidate in candidates if candidate.is_file()), path)

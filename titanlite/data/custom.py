@@ -1,6 +1,7 @@
 """Sequences made by a user's class: data.path = "python://package.module:Name" or "python://file.py:Name"."""
 
 import hashlib
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,7 +51,7 @@ class CustomSequences:
 
     def __reduce__(self) -> Any:
         """Pickle the arguments only: a worker process makes the user's object again."""
-        return _rebuild, (self.path, self.seq_len, self.vocab_size)
+        return partial(type(self), seq_len=self.seq_len, vocab_size=self.vocab_size), (self.path,)
 
     def __len__(self) -> int:
         return self._length
@@ -86,7 +87,3 @@ class CustomSequences:
             )
         stretch = stretch.astype(np.int64)
         return TokenSequence(stretch[:-1], stretch[1:], np.zeros(1, dtype=np.int64))
-
-
-def _rebuild(path: str, seq_len: int, vocab_size: int) -> CustomSequences:
-    return CustomSequences(path, seq_len=seq_len, vocab_size=vocab_size)

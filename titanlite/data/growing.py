@@ -6,6 +6,7 @@ Which tokens there will be depends on the text alone, so a run reads the same on
 import json
 import logging
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ class GrowingStore(TokenStore):
         self.wait_for(1)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _opened, (self.place, self.key, self.may_mask)
+        return partial(type(self), key=self.key, may_mask=self.may_mask), (self.place,)
 
     @property
     def fingerprint(self) -> str:
@@ -109,7 +110,3 @@ class GrowingStore(TokenStore):
         except UserError:  # the folder has its place now
             self._refresh()
             return super()._open_file(shard, kind)
-
-
-def _opened(folder: Path, key: str, may_mask: bool) -> GrowingStore:
-    return GrowingStore(folder, key=key, may_mask=may_mask)

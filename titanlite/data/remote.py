@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
-from titanlite.data.tokens import FORMAT, INDEX, check_shard_file
+from titanlite.data.tokens import FORMAT, INDEX, ShardFile, stated_files
 from titanlite.runtime.console import install_hint, progress_bar
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import lock_work
@@ -34,7 +34,6 @@ PATIENCE = 30.0
 """Seconds without anything new after which a file is given up."""
 BLOCK_BYTES = 2**24
 THREADS = 8
-TOKEN_BYTES = {"<u2": 2, "<u4": 4}
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -103,39 +102,22 @@ def retrying(act: Callable[[], T], where: str, stop: Event | None = None) -> T:
         raise RunError(str(error)) from error
 
 
-class _File(NamedTuple):
-    """A file that an index states."""
-
-    name: str
-    size: int
-    sha256: str
-
-
-def _stated_files(index: bytes, where: str) -> list[_File]:
+def _stated_files(index: bytes, where: str) -> list[ShardFile]:
     try:
         stated = json.loads(index)
         if stated["format"] != FORMAT:
             raise UserError(f"data.path: {where} has format {stated['format']}, this version reads {FORMAT}")
-        sizes = {"tokens": TOKEN_BYTES[stated["dtype"]], "documents": 8, "mask": 1}
-        files: dict[str, _File] = {}
-        for shard in stated["shards"]:
-            for suffix, checksum in shard["sha256"].items():
-                name = check_shard_file(shard["name"], suffix, where)
-                count = shard["documents" if suffix == "documents" else "tokens"]
-                if name in files or count < 0:
-                    raise UserError(f"data.path: {where} names a file {name!r} twice, or with {count} items")
-                files[name] = _File(name, count * sizes[suffix], checksum)
+        return stated_files(stated, where)
+    except UserError:
+        raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, UserError):
-            raise
         raise UserError(f"data.path: {where} is not the index of prepared tokens: {error!r}") from None
-    return list(files.values())
 
 
 # Copying
 
 
-def _copy(place: ObjectStorage, index: bytes, files: list[_File], folder: Path) -> None:
+def _copy(place: ObjectStorage, index: bytes, files: list[ShardFile], folder: Path) -> None:
     staging = folder.with_name(f".{folder.name}.partial-{platform.node()}")
     staging.mkdir(exist_ok=True)
     missing = [file for file in files if not (staging / file.name).is_file()]
@@ -172,7 +154,7 @@ class _Copy:
     """Called with the number of bytes that arrived; negative for bytes that are copied again."""
     stop: Event = field(default_factory=Event)
 
-    def file(self, file: _File) -> None:
+    def file(self, file: ShardFile) -> None:
         """Copy a file. It gets its name in the staging folder once it is complete and its checksum is right."""
         where, path, remote = self.place.url_of(file.name), self.staging / file.name, f"{self.place.root}/{file.name}"
         size = retrying(lambda: self.place.fs.info(remote)["size"], where, self.stop)
@@ -182,7 +164,7 @@ class _Copy:
             return
         raise UserError(f"data.path: {where} is damaged: it does not have the SHA-256 that {INDEX} states")
 
-    def _fetch(self, file: _File, path: Path) -> bool:
+    def _fetch(self, file: ShardFile, path: Path) -> bool:
         where, remote, part = self.place.url_of(file.name), f"{self.place.root}/{file.name}", Path(f"{path}.part")
         digest, done = hashlib.sha256(), 0
         with open(part, "wb") as out:

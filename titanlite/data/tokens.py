@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -91,25 +91,49 @@ GROWING = "growing.json"
 """Index of what is written so far, in the folder beside. The last shard may grow, and has no checksums yet."""
 MOST_OPEN_FILES = 1024
 """Most files of a store that are open at once, where the limit of the process allows so many."""
+TOKEN_BYTES = {"<u2": 2, "<u4": 4}
+"""Bytes of a token by the `dtype` of an index."""
 REMEDY = "Restore it, or delete the folder and prepare the text again"
 BLOCK = 1024
 """Starts of documents to read at once."""
 
 
-def check_shard_file(name: object, suffix: object, index: object) -> str:
-    """Return the name of a shard's file, which becomes a path, after checking the parts that an index states.
+class ShardFile(NamedTuple):
+    """A file that an index states."""
+
+    name: str
+    size: int
+    """Bytes."""
+    sha256: str
+
+
+def stated_files(index: Any, where: object) -> list[ShardFile]:
+    """Return every file that an index states. Their names become paths.
 
     Args:
-        index: path or URL of the index, for the error message.
+        where: path or URL of the index, for errors.
 
     Raises:
-        UserError: the name is not plain (a path, "..", hidden), or the suffix is unknown.
+        UserError: a name is not plain (a path, "..", hidden), or has an unknown suffix.
+        KeyError, TypeError, ValueError, AttributeError: the index is not of its form.
     """
-    file = f"{name}.{suffix}"
+    sizes = {"tokens": TOKEN_BYTES[index["dtype"]], "documents": 8, "mask": 1}
+    files: list[ShardFile] = []
+    for shard in index["shards"]:
+        for kind, checksum in shard["sha256"].items():
+            count = shard["documents" if kind == "documents" else "tokens"]
+            files.append(ShardFile(_plain_name(shard["name"], kind, where), count * sizes[kind], checksum))
+    if any(file.size < 0 for file in files) or len({file.name for file in files}) < len(files):
+        raise ValueError("a negative number of tokens, or a file that is named twice")
+    return files
+
+
+def _plain_name(name: object, kind: object, where: object) -> str:
+    file = f"{name}.{kind}"
     with suppress(ValueError):
-        if not file.startswith(".") and suffix in ("tokens", "documents", "mask"):
+        if not file.startswith(".") and kind in ("tokens", "documents", "mask"):
             return checked_name(file)
-    raise UserError(f"data.path: {index} names a file {file!r}, which is no plain name of a shard's file")
+    raise UserError(f"data.path: {where} names a file {file!r}, which is no plain name of a shard's file")
 
 
 class TokenStore:
@@ -150,12 +174,7 @@ class TokenStore:
         """Read what the index states, all of which it must have."""
         self._dtypes = {"tokens": np.dtype(self.index["dtype"]), "documents": np.dtype("<u8"), "mask": np.dtype("u1")}
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])
-        for shard in self.index["shards"]:
-            for suffix in shard["sha256"]:
-                check_shard_file(shard["name"], suffix, self.folder / INDEX)
-        if any(size < 0 for _, size, _ in self.files()):
-            raise ValueError("a negative number of tokens")
-        _ = self.fingerprint, self.tokenizer_name, self.index["bos"], self.index["eos"]
+        _ = [*self.files()], self.fingerprint, self.tokenizer_name, self.index["bos"], self.index["eos"]
 
     def __reduce__(self) -> tuple[type[Self], tuple[Any, ...]]:
         return type(self), (self.folder,)  # a worker process opens the files anew
@@ -187,10 +206,8 @@ class TokenStore:
 
     def files(self) -> Iterator[tuple[Path, int, str]]:
         """(path, bytes, SHA-256) of every file but the index."""
-        for shard in self.index["shards"]:
-            for kind, checksum in shard["sha256"].items():
-                count = shard["documents" if kind == "documents" else "tokens"]
-                yield self.folder / f"{shard['name']}.{kind}", count * self._dtypes[kind].itemsize, checksum
+        for file in stated_files(self.index, self.folder / INDEX):
+            yield self.folder / file.name, file.size, file.sha256
 
     def read(self, start: int, count: int) -> np.ndarray:
         """Tokens [start, start + count) of the stream, int64."""

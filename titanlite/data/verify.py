@@ -35,7 +35,8 @@ BYTES_PER_SECOND = 1 << 27
 VALID_SECONDS = 7 * 86400.0
 """Time for which a verified folder is not read again, if sizes and times of its files are the same."""
 LARGE = 1 << 28
-"""Smaller folders are read at every start, without a word."""
+"""Size in bytes from which a folder is noted, logged and read by one process only. Smaller ones are read at every
+start, without a word."""
 
 
 class TokenCheck:
@@ -44,21 +45,10 @@ class TokenCheck:
     Args:
         cache_folder: folders in it are titanlite's own: one that is damaged is renamed, so that the next start makes
             it again.
-        bytes_per_second: speed of reading.
-        large: size in bytes from which a folder is noted, logged and read by one process only.
     """
 
-    def __init__(
-        self,
-        stores: Sequence[TokenStore],
-        cache_folder: Path,
-        *,
-        bytes_per_second: float = BYTES_PER_SECOND,
-        large: int = LARGE,
-    ) -> None:
+    def __init__(self, stores: Sequence[TokenStore], cache_folder: Path) -> None:
         self.cache_folder = cache_folder
-        self.large = large
-        self.bytes_per_second = bytes_per_second
         self._stores = list({store.folder: store for store in stores}.values())
         self._stop = threading.Event()
         self._damaged: tuple[TokenStore, Path] | None = None
@@ -114,9 +104,10 @@ class TokenCheck:
         """Return the first file that has changed; None if there is none, or if another process checks them."""
         size = sum(size for _, size, _ in store.files())
         state = {path.name: [(about := path.stat()).st_size, about.st_mtime_ns] for path, _, _ in store.files()}
-        if size < self.large:
+        if size < LARGE:
             return self._read(store)[0]
-        notes = [self._note(store, store.folder.parent), self._note(store, self.cache_folder)]
+        name = f".{store.folder.name}-{store.fingerprint}.verified"
+        notes = [store.folder.parent / name, self.cache_folder / name]
         if any(_is_verified(note, state) for note in notes):
             return None
         note = next((note for note in notes if os.access(note.parent, os.W_OK)), notes[-1])
@@ -143,10 +134,6 @@ class TokenCheck:
                 return path, True
         return None, True
 
-    def _note(self, store: TokenStore, folder: Path) -> Path:
-        """Return the path of the note about a store, in a folder."""
-        return folder / f".{store.folder.name}-{store.fingerprint}.verified"
-
     def _digest(self, path: Path) -> str | None:
         """Return the SHA-256 of a file; None if the check was stopped."""
         digest, done, started = hashlib.sha256(), 0, time.monotonic()
@@ -156,7 +143,7 @@ class TokenCheck:
                 if sys.platform == "linux":  # memory is for what training reads
                     os.posix_fadvise(file.fileno(), done, len(data), os.POSIX_FADV_DONTNEED)
                 done += len(data)
-                if self._stop.wait(max(0.0, started + done / self.bytes_per_second - time.monotonic())):
+                if self._stop.wait(max(0.0, started + done / BYTES_PER_SECOND - time.monotonic())):
                     return None
         return digest.hexdigest()
 

@@ -5,6 +5,8 @@ Time of checkpoints, validation and compilation is not step time. The host waits
 
 import logging
 import math
+import resource
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -18,7 +20,6 @@ from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
 from titanlite.metrics.clock import StepClock, format_seconds, phase_seconds
 from titanlite.metrics.loggers import Loggers
-from titanlite.metrics.memory import Memory
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.metrics.records import RecordFile
 from titanlite.observer import CurrentPhase, Phase
@@ -91,6 +92,42 @@ class CompileWatch:
             reason = self._reason or "on another rank (TORCH_LOGS=recompiles gives the reason)"
             logger.warning(f"compile: {recompiles} recompiles since step {COMPILED_AFTER} of this start: {reason}")
         self._warned = max(self._warned, recompiles)
+
+
+# Memory: its peak, and how often a GPU's allocator ran out of it and tried again.
+
+
+class Memory:
+    """Memory of this rank since the start. Every value is read by the host: nothing waits for the device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._warned = 0
+
+    def peak(self) -> float:
+        """Return GiB: on a GPU, the most that PyTorch has reserved; on CPU, the most that the process had resident."""
+        if self.device.type == "cuda":
+            return torch.cuda.max_memory_reserved(self.device) / 2**30
+        unit = 1 if sys.platform == "darwin" else 2**10
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30
+
+    def retries(self) -> int:
+        """Return how often since the start an allocation failed, so that PyTorch freed its cache and tried again."""
+        return torch.cuda.memory_stats(self.device)["num_alloc_retries"] if self.device.type == "cuda" else 0
+
+    def warn(self, retries: int, *, step: int) -> None:
+        """Log a warning if there are more allocator retries than at the last call.
+
+        Args:
+            retries: the largest number of any rank.
+        """
+        if retries > self._warned:
+            logger.warning(
+                f"memory: {retries - self._warned} allocator retries up to step {step}: GPU memory is nearly full, and "
+                "each retry stops the GPU. Lower training.local_batch_size, or recompute more with "
+                "activation_checkpoint.mode (docs/memory.md)"
+            )
+            self._warned = retries
 
 
 # Console lines of a step and of a validation.

@@ -34,7 +34,7 @@ from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
 from titanlite.schedule import BatchSizes
-from titanlite.schema import Config, Training
+from titanlite.schema import Config
 from titanlite.storage.storage import Storage
 from titanlite.techniques import keeps_gradients, used
 
@@ -61,13 +61,7 @@ def report_start(
     logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     if isinstance(model, Decoder):
-        name = attention_of(
-            model.args,
-            kernels=model.kernels,
-            training=training,
-            documents=config.data.document_mask,
-            device=torch.device(mesh.device_type),
-        )
+        name = attention_of(model.args, model.kernels, config, torch.device(mesh.device_type))
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
         logger.info(f"kernels  attention by {name}{chosen}")
     logger.info(f"applied  {', '.join(applied(config, blocks=len(model.layers)))}")
@@ -186,28 +180,25 @@ def check_attention(model: Model, config: Config, device: torch.device) -> None:
         UserError: the backend that the config names is not available.
     """
     if device.type == "cuda" and isinstance(model, Decoder):
-        backend, documents = config.training.attention_backend, config.data.document_mask
-        kernels = pick_kernels(device, attention_backend=backend)
-        attention_of(model.args, kernels=kernels, training=config.training, documents=documents, device=device)
+        kernels = pick_kernels(device, attention_backend=config.training.attention_backend)
+        attention_of(model.args, kernels, config, device)
 
 
-def attention_of(
-    args: DecoderArgs, *, kernels: Kernels, training: Training, documents: bool, device: torch.device
-) -> str:
+def attention_of(args: DecoderArgs, kernels: Kernels, config: Config, device: torch.device) -> str:
     """Return the backend of a model's attention.
 
     Raises:
         UserError: the backend that the config names is not available.
     """
-    windows = {args.attention_of(layer).window or training.seq_len for layer in range(args.n_layers)}
+    windows = {args.attention_of(layer).window or config.training.seq_len for layer in range(args.n_layers)}
     return kernels.attention_name(
         n_heads=args.n_heads,
         n_kv_heads=args.n_kv_heads,
         head_dim=args.head_size,
-        seq_len=training.seq_len,
-        dtype=torch_dtype(training.mixed_precision_param),
+        seq_len=config.training.seq_len,
+        dtype=torch_dtype(config.training.mixed_precision_param),
         device=device,
-        masked=documents or min(windows) < training.seq_len,
+        masked=config.data.document_mask or min(windows) < config.training.seq_len,
     )
 
 

@@ -14,7 +14,6 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.added import AddsParameters
 from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
@@ -109,6 +108,33 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
 def exchanges_tokens(block: nn.Module) -> bool:
     """Return True if the experts of a block are on several processes."""
     return any(layer.exchange is not None for layer in expert_layers(block))
+
+
+# Parameters that a technique adds to a model: their initial values, and how they are found.
+
+
+class AddsParameters(nn.Module):
+    """Layer that a technique has put in place of a model's own, with parameters that the model's author does not know.
+
+    It defines their initial values. Weights that a run begins with need not have them.
+    """
+
+    added: ClassVar[tuple[str, ...]]
+    """Names of these parameters in the layer."""
+
+    def added_values(self, name: str) -> InitialValues:
+        """Return the initial values of one of these parameters."""
+        raise NotImplementedError
+
+
+def added_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that techniques have added, by name."""
+    return {
+        f"{prefix}.{name}": module.get_parameter(name)
+        for prefix, module in model.named_modules()
+        if isinstance(module, AddsParameters)
+        for name in module.added
+    }
 
 
 # Width and depth transfer: roles of parameters, and the table of the decoders here. `techniques/parametrization.py`

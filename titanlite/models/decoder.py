@@ -9,8 +9,15 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.added import added_parameters
-from titanlite.models.base import BRANCHES_OF_DECODER, DECODER, Model, ModelArgs, Roles, unique_parameters
+from titanlite.models.base import (
+    BRANCHES_OF_DECODER,
+    DECODER,
+    Model,
+    ModelArgs,
+    Roles,
+    added_parameters,
+    unique_parameters,
+)
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import (
     Attention,

@@ -6,33 +6,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
-from titanlite.runtime.gradient_memory import ReduceScatter
-from titanlite.runtime.private_torch.fsdp import gather_asynchronously
 from titanlite.runtime.private_torch.tensors import call_after_backward
-
-
-def adapt_fsdp_to_gloo(
-    units: Sequence[FSDPModule],
-    *,
-    shard_degree: int,
-    keeps_gradients: bool,
-    reduces_in_backward: bool,
-    reduce_scatter: type[ReduceScatter] | None = None,
-) -> None:
-    """Give FSDP units collectives that suit gloo. See `Kernels.adapt_fsdp` for the arguments."""
-    in_flight = InFlight()
-    for index, unit in enumerate(units):
-        if shard_degree == 1:  # without streams, the input can always be the output
-            unit.set_custom_reduce_scatter(ReduceScatter(ranks=1, shares=True))  # pyright: ignore[reportArgumentType]
-            continue
-        late = in_flight if keeps_gradients and not reduces_in_backward else None
-        comm = reduce_scatter(ranks=shard_degree, shares=False) if reduce_scatter else AllToAllReduceScatter(late)
-        unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
-        if not reduces_in_backward:  # with replicas, an early all-gather takes 3 % more memory than the plan predicts
-            gather_asynchronously(unit)
-            unit.set_modules_to_forward_prefetch([*units[index + 1 : index + 2]])  # as FSDP does by itself on a GPU
 
 
 class InFlight:

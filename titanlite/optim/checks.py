@@ -1,7 +1,8 @@
 """Problems with [optimizer], found before anything is allocated."""
 
 import inspect
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +18,23 @@ SET_BY = {"lr": "lr", "weight_decay": "weight_decay", "betas": "beta1 and beta2"
 """Constructor arguments that options of [optimizer] set, with those options."""
 
 
+class _Section(NamedTuple):
+    """[optimizer] or one of its groups, and the class that it names."""
+
+    key: str
+    own: Optimizer | OptimizerGroup
+    config: Optimizer
+    optimizer_cls: type[torch.optim.Optimizer]
+
+    @property
+    def name(self) -> str:
+        return self.own.name or self.config.name
+
+    @property
+    def args(self) -> dict[str, Any]:
+        return (self.config.args if self.name == self.config.name else {}) | self.own.args
+
+
 def check_optimizer(config: Optimizer, model: nn.Module | None, *, dtype: str) -> list[Problem]:
     """Return all problems with [optimizer].
 
@@ -27,17 +45,17 @@ def check_optimizer(config: Optimizer, model: nn.Module | None, *, dtype: str) -
     problems: list[Problem] = []
     used: list[type[torch.optim.Optimizer]] = []
     groups = [(f"optimizer.groups.{number}", group) for number, group in enumerate(config.groups)]
-    for key, section in [("optimizer", config), *groups]:
+    for key, own in [("optimizer", config), *groups]:
         try:
-            optimizer_cls = find_optimizer_cls(section.name or config.name)
+            section = _Section(key, own, config, find_optimizer_cls(own.name or config.name))
         except UserError as error:
-            problems += [Problem(f"{key}.name", str(error))] if section.name else []  # else it is optimizer.name's
+            problems += [Problem(f"{key}.name", str(error))] if own.name else []  # else it is optimizer.name's
             continue
-        used.append(optimizer_cls)
-        problems += _check_arg_names(key, optimizer_cls, config, section) or [
-            *_check_group(key, optimizer_cls, config, section),
-            *_check_rounding(key, optimizer_cls, config, section, dtype),
-            *_check_state(key, optimizer_cls, config, section),
+        used.append(section.optimizer_cls)
+        problems += [*_check_arg_names(section)] or [
+            *_check_group(section),
+            *_check_rounding(section, dtype),
+            *_check_state(section),
         ]
     if config.name == "Muon" and not groups:
         used.append(torch.optim.AdamW)
@@ -49,83 +67,59 @@ def check_optimizer(config: Optimizer, model: nn.Module | None, *, dtype: str) -
     return problems
 
 
-def _check_arg_names(
-    key: str, optimizer_cls: type[torch.optim.Optimizer], config: Optimizer, section: Optimizer | OptimizerGroup
-) -> list[Problem]:
+def _check_arg_names(section: _Section) -> Iterator[Problem]:
+    optimizer_cls = section.optimizer_cls
     signature = inspect.signature(optimizer_cls).parameters.values()
-    ours = constructor_options(optimizer_cls, config, {}).keys() & SET_BY.keys()
+    ours = constructor_options(optimizer_cls, section.config, {}).keys() & SET_BY.keys()
     known = [it.name for it in signature if it.kind not in (it.VAR_KEYWORD, it.VAR_POSITIONAL)][1:]
     known = [name for name in known if name not in ours]
     accepts_any = any(it.kind == it.VAR_KEYWORD for it in signature)
-    problems = []
-    for name in section.args:
+    for name in section.own.args:
         if name in ours:
-            problems.append(Problem(f"{key}.args.{name}", f"is set by {SET_BY[name]} of [optimizer]"))
+            yield Problem(f"{section.key}.args.{name}", f"is set by {SET_BY[name]} of [optimizer]")
         elif name not in known and not accepts_any:
             hint = did_you_mean(name, known)
             message = f"unknown key {name!r}{hint} ({optimizer_cls.__name__} takes {', '.join(known)})"
-            problems.append(Problem(f"{key}.args.{name}", message))
-    return problems
+            yield Problem(f"{section.key}.args.{name}", message)
 
 
-def _args_of(config: Optimizer, section: Optimizer | OptimizerGroup) -> dict[str, Any]:
-    inherits = section.name in (None, config.name)
-    return (config.args if inherits else {}) | section.args
+def _check_group(section: _Section) -> Iterator[Problem]:
+    if isinstance(section.own, OptimizerGroup):
+        if section.own.lr and not section.config.lr:
+            yield Problem(f"{section.key}.lr", "is scheduled in proportion to optimizer.lr, which is 0")
+        if section.own.weight_decay and not accepts(section.optimizer_cls, "weight_decay"):
+            yield Problem(f"{section.key}.weight_decay", f"{section.name} has none")
 
 
-def _check_group(
-    key: str, optimizer_cls: type[torch.optim.Optimizer], config: Optimizer, section: Optimizer | OptimizerGroup
-) -> list[Problem]:
-    problems = []
-    if isinstance(section, OptimizerGroup):
-        if section.lr and not config.lr:
-            problems.append(Problem(f"{key}.lr", "is scheduled in proportion to optimizer.lr, which is 0"))
-        if section.weight_decay and not accepts(optimizer_cls, "weight_decay"):
-            problems.append(Problem(f"{key}.weight_decay", f"{section.name or config.name} has none"))
-    return problems
-
-
-def _check_rounding(
-    key: str,
-    optimizer_cls: type[torch.optim.Optimizer],
-    config: Optimizer,
-    section: Optimizer | OptimizerGroup,
-    dtype: str,
-) -> list[Problem]:
+def _check_rounding(section: _Section, dtype: str) -> Iterator[Problem]:
     """Refuse bfloat16 weights where updates are rounded to the nearest."""
-    name, args = section.name or config.name, _args_of(config, section)
+    optimizer_cls = section.optimizer_cls
     if optimizer_cls is torch.optim.AdamW:
-        if args and "bfloat16" in (dtype, config.state_dtype):
-            return [Problem(f"{key}.args", "AdamW takes none where weights or moments are bfloat16")]
-        return []
-    if dtype != "bfloat16":
-        return []
-    message = f"{name} would lose small updates of bfloat16 weights: set "
-    if optimizer_cls.__module__.startswith(("torch.optim", "titanlite.optim")):
-        return [Problem(f"{key}.name", message + 'training.dtype = "float32", or use AdamW')]
-    if block_size_of(optimizer_cls, args) and not args.get("bf16_stochastic_round"):
-        return [Problem(f"{key}.name", message + "args = {bf16_stochastic_round = true}")]
-    return []
+        if section.args and "bfloat16" in (dtype, section.config.state_dtype):
+            yield Problem(f"{section.key}.args", "AdamW takes none where weights or moments are bfloat16")
+    elif dtype == "bfloat16":
+        message = f"{section.name} would lose small updates of bfloat16 weights: set "
+        if optimizer_cls.__module__.startswith(("torch.optim", "titanlite.optim")):
+            yield Problem(f"{section.key}.name", message + 'training.dtype = "float32", or use AdamW')
+        elif block_size_of(optimizer_cls, section.args) and not section.args.get("bf16_stochastic_round"):
+            yield Problem(f"{section.key}.name", message + "args = {bf16_stochastic_round = true}")
 
 
-def _check_state(
-    key: str, optimizer_cls: type[torch.optim.Optimizer], config: Optimizer, section: Optimizer | OptimizerGroup
-) -> list[Problem]:
+def _check_state(section: _Section) -> Iterator[Problem]:
     """Try a step of the class, and refuse state that a checkpoint cannot keep."""
-    name, args = section.name or config.name, _args_of(config, section)
+    optimizer_cls, args = section.optimizer_cls, section.args
     try:
-        state = state_after_one_step(optimizer_cls, constructor_options(optimizer_cls, config, args))
+        state = state_after_one_step(optimizer_cls, constructor_options(optimizer_cls, section.config, args))
     except (TypeError, ValueError, IndexError) as error:
-        return [Problem(f"{key}.args", f"{name}: {error}")]
-    problems = []
+        yield Problem(f"{section.key}.args", f"{section.name}: {error}")
+        return
     if optimizer_cls is torch.optim.SGD and args.get("fused") and args.get("momentum"):
         message = "PyTorch's fused SGD starts with uninitialized momentum if the first step is skipped: remove it"
-        problems.append(Problem(f"{key}.args.fused", message))
+        yield Problem(f"{section.key}.args.fused", message)
     for entry, value in state.items():
         if not isinstance(value, Tensor | int | float | None):
-            what = f"{name} keeps {entry} as {type(value).__name__}"
-            problems.append(Problem(f"{key}.name", f"{what}: only tensors and numbers of a parameter are saved"))
-    return problems
+            what = f"{section.name} keeps {entry} as {type(value).__name__}"
+            yield Problem(f"{section.key}.name", f"{what}: only tensors and numbers of a parameter are saved")
 
 
 def _check_unused(config: Optimizer, used: list[type[torch.optim.Optimizer]]) -> list[Problem]:

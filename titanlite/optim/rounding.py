@@ -69,7 +69,7 @@ class SlicedAdamW(torch.optim.Optimizer):
         """Rounding of float32 values to bfloat16, given random bits."""
         self._origins = {p: (salt(f"{seed}/{name}"), GlobalIndices(p)) for name, p in parameters.items()}
         self._memory = memory or StateMemory()
-        elsewhere = self._memory.allocate_moments(parameters.values(), state_dtype)
+        elsewhere = self._memory.zeros("optimizer", parameters.values(), state_dtype, copies=2)
         for p in parameters.values():
             moments = elsewhere.get(p)
             self.state[p] = state_before_steps(p, *moments) if moments else zero_moments(p, dtype=state_dtype)

@@ -7,8 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.models.added import added_parameters
-from titanlite.models.base import Model, exchanges_tokens
+from titanlite.models.base import Model, added_parameters, exchanges_tokens
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS, local_tensor
 from titanlite.schema import ActivationCheckpoint
 

@@ -58,10 +58,12 @@ def allocate(
     names: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(parameter, []).append(name)
-    elsewhere = memory.allocate_parameters(names) if memory else {}
+    elsewhere = memory.zeros("parameters", names) if memory else {}
     replace_tensors(
         model,
-        lambda tensor: elsewhere[tensor] if tensor in elsewhere else torch.empty_like(tensor, device=parameter_device),
+        lambda tensor: (
+            elsewhere[tensor][0] if tensor in elsewhere else torch.empty_like(tensor, device=parameter_device)
+        ),
     )
     for first, *others in names.values():
         for other in others:

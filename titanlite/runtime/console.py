@@ -32,16 +32,12 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 """Folder of the package titanlite: that of the repository, where it runs from one."""
 
 
-def progress_console() -> Console:
-    """Console of progress bars: standard error, silent when it is not a terminal."""
-    return Console(stderr=True, quiet=not sys.stderr.isatty())
-
-
 @contextmanager
 def progress_bar(
     text: str, total: float, *, done: float = 0, of_bytes: bool = True, shown: bool = True
 ) -> Iterator[Callable[..., None]]:
-    """Show a bar within the context, and yield the function that advances it, and may change its text."""
+    """Show a bar on standard error, if that is a terminal, within the context, and yield the function that advances it,
+    and may change its text."""
     from rich.progress import (
         BarColumn,
         DownloadColumn,
@@ -54,7 +50,8 @@ def progress_bar(
 
     counts = (DownloadColumn(), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
     columns = TextColumn("{task.description}", markup=False), BarColumn(), *counts, TimeRemainingColumn()
-    with Progress(*columns, console=progress_console(), transient=True, disable=not shown) as progress:
+    console = Console(stderr=True, quiet=not sys.stderr.isatty())
+    with Progress(*columns, console=console, transient=True, disable=not shown) as progress:
         task = progress.add_task(text, total=total, completed=int(done))
         yield lambda advance, text=None: progress.update(task, advance=advance, description=text)
 
@@ -68,17 +65,14 @@ def shell_command(name: str) -> str:
     return quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
 
 
-def install_hint(extra: str, checkout: Path = CHECKOUT) -> str:
+def install_hint(extra: str) -> str:
     """Return the command that installs the packages of an extra here: from the checkout, else package by package.
 
     titanlite is on no package index, so its name alone installs nothing.
-
-    Args:
-        checkout: folder of the package titanlite; a checkout has a pyproject.toml there.
     """
     pip = shell_command("pip")
-    if (checkout / "pyproject.toml").exists():
-        return f"{pip} install -e {quote(f'{checkout}[{extra}]')}"
+    if (CHECKOUT / "pyproject.toml").exists():
+        return f"{pip} install -e {quote(f'{CHECKOUT}[{extra}]')}"
     needs = (entry.partition(";") for entry in requires("titanlite") or ())
     names = [name.strip() for name, _, marker in needs if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
     return " ".join([pip, "install", *map(quote, names)])

@@ -41,6 +41,13 @@ def on_all(group: dist.ProcessGroup, act: Callable[[], T], then: Callable[[list[
         raise error_of_ranks(error) from None
 
 
+def on_each(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
+    """Call a function on every rank, and return its own result on each. Raises as `on_all`."""
+    results: list[T] = []
+    on_all(group, lambda: results.append(act()))
+    return results[0]
+
+
 def error_of_ranks(error: CheckpointException) -> Exception:
     """Choose the error that every rank raises: a user's mistake, damage, or the failure of the lowest rank."""
     failures = {rank: failure[0] for rank, failure in sorted(error.failures.items())}

@@ -14,20 +14,16 @@ class StateMemory:
     pins = True
     """Whether FSDP may copy parameters in host memory to pinned memory."""
 
-    def allocate_parameters(self, parameters: Iterable[nn.Parameter]) -> dict[Tensor, Tensor]:
-        """Return the tensors that become parameters, for those that are elsewhere."""
-        return {}
+    def zeros(
+        self, category: str, like: Iterable[Tensor], dtype: torch.dtype | None = None, *, copies: int = 1
+    ) -> dict[Tensor, list[Tensor]]:
+        """Return tensors of zeros, sharded like each of some tensors, if a category of states is elsewhere.
 
-    def allocate_moments(
-        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype
-    ) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        """Return both moments of parameters, zeros, where these are elsewhere."""
-        return {}
-
-    def allocate_average(
-        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
-    ) -> dict[nn.Parameter, Tensor]:
-        """Return zeros for parameters, where the average is elsewhere. dtype: default: the parameters' own."""
+        Args:
+            category: parameters, optimizer (its moments) or average.
+            dtype: default: those of the tensors.
+            copies: number of zeros for each of them.
+        """
         return {}
 
     def drop_after_use(self, model: nn.Module) -> None:

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite.run.endings import FAILED, read_end
+from titanlite.runtime.allocator import cores
 from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests
 
@@ -209,8 +210,7 @@ def _workers() -> list[int]:
 def _set_environment(processes: int) -> None:
     """Set what torchrun and its workers read from the environment."""
     if "OMP_NUM_THREADS" not in os.environ:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        os.environ["OMP_NUM_THREADS"] = str(max(1, cores // processes))
+        os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_SECONDS))
 
 

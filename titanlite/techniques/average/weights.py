@@ -40,12 +40,11 @@ class _Average(WeightAverage):
 
     def _zeros(self, prefix: str, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
         """Return a tensor for each parameter, sharded like it, and put them among `tensors`."""
-        elsewhere = self._memory.allocate_average(self._parameters.values(), dtype)
+        weights = {name: unwrapped(parameter) for name, parameter in self._parameters.items()}
+        elsewhere = self._memory.zeros("average", weights.values(), dtype)
         made = {
-            name: elsewhere[parameter]
-            if parameter in elsewhere
-            else torch.zeros_like(unwrapped(parameter), dtype=dtype, device=self._device)
-            for name, parameter in self._parameters.items()
+            name: elsewhere[it][0] if it in elsewhere else torch.zeros_like(it, dtype=dtype, device=self._device)
+            for name, it in weights.items()
         }
         self.tensors = {**self.tensors, **{f"{prefix}.{name}": tensor for name, tensor in made.items()}}
         return {name: local_tensor(tensor) for name, tensor in made.items()}

@@ -1,12 +1,12 @@
 """The loss with a teacher, whose distribution of each next token is computed chunk by chunk.
 
-`teacher.py` has the teacher itself, whose logits `HeadLogits` computes. `TopK` is what a cache on disk holds
+`teacher.py` has the teacher itself, whose logits `head_logits` computes. `TopK` is what a cache on disk holds
 of a teacher.
 
 Shape suffixes: see `models.layers`; C the tokens of a chunk, K the tokens that a cache holds for each.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -49,31 +49,28 @@ def distilled_loss(
         return token_loss(hidden_BLD, weight_VD, kernels=kernels, term=term, **options)
 
 
-class HeadLogits:
-    """Logits of a teacher: hidden @ weight^T, a part of the tokens at a time.
+def head_logits(hidden_TD: Tensor, weight_VD: Tensor, kernels: Kernels) -> Callable[[slice], Tensor]:
+    """Return a function that computes a teacher's logits of some tokens: hidden @ weight^T, float32 [C, V].
 
     Args:
         hidden_TD: the teacher's final hidden states. D need not be that of the student.
     """
-
-    def __init__(self, hidden_TD: Tensor, weight_VD: Tensor, kernels: Kernels) -> None:
-        self._hidden_TD = hidden_TD
-        self._dtype = kernels.logits_dtype(hidden_TD)
-        self._weight_VD = weight_VD.to(self._dtype)
-        self._float32_mm = kernels.float32_mm
+    dtype = kernels.logits_dtype(hidden_TD)
+    operand_VD = weight_VD.to(dtype)
 
     @torch.no_grad()
-    def __call__(self, part: slice) -> Tensor:
-        """Return the logits [C, V] of some tokens, float32."""
-        return self._float32_mm(self._hidden_TD[part].to(self._dtype), self._weight_VD.t())
+    def of_part(part: slice) -> Tensor:
+        return kernels.float32_mm(hidden_TD[part].to(dtype), operand_VD.t())
+
+    return of_part
 
 
 def head_divergence(hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kernels: Kernels) -> LossTerm:
     """Return the divergence from a teacher whose logits are hidden @ weight^T. Its logits [T, V] never exist at once.
 
-    Args: as of `HeadLogits`.
+    Args: as of `head_logits`.
     """
-    logits, divergence = HeadLogits(hidden_TD, weight_VD, kernels), kernels.divergence(hidden_TD.device)
+    logits, divergence = head_logits(hidden_TD, weight_VD, kernels), kernels.divergence(hidden_TD.device)
     options: dict[str, Any] = {"kind": distill.kind, "temperature": distill.temperature}
 
     @torch.no_grad()

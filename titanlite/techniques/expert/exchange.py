@@ -120,18 +120,10 @@ def _own_experts(weight: Tensor, ranks: int) -> Tensor:
     The gradient has the tokens of several ranks already. FSDP divides by the number of ranks that it adds up, which is
     smaller by that factor than for other parameters.
     """
-    return _ScaleGradient.apply(weight.to_local() if isinstance(weight, DTensor) else weight, 1 / ranks)
-
-
-class _ScaleGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0] * ctx.scale, None
+    own = weight.to_local() if isinstance(weight, DTensor) else weight.view_as(weight)
+    if own.requires_grad:
+        own.register_hook(lambda gradient: gradient * (1 / ranks))
+    return own
 
 
 class _Exchange(torch.autograd.Function):

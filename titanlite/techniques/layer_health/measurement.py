@@ -7,7 +7,7 @@ tokens, and two all-reduces join them.
 import math
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -23,16 +23,6 @@ if TYPE_CHECKING:
 
 KINDS = ("parameters", "gradients", "updates", "activations")
 """Tensors that are measured of each layer. Activations are its output."""
-
-
-class _Sums(NamedTuple):
-    """Sums over the elements of tensors on this rank, float64 scalars."""
-
-    squares: Tensor
-    zeros: Tensor
-    nonfinite: Tensor
-    elements: Tensor
-    largest: Tensor
 
 
 class LayerHealth(StepObserver):
@@ -68,7 +58,8 @@ class LayerHealth(StepObserver):
         """Step that is measured; 0: none is."""
         self._is_forward = False
         self._before: dict[nn.Parameter, Tensor] = {}
-        self._sums: dict[tuple[str, str], list[_Sums]] = {}
+        self._sums: dict[tuple[str, str], list[Tensor]] = {}
+        """What `_measure` returns of each tensor, by layer and kind."""
         self._hooks: list[Any] = []
 
     @torch.no_grad()
@@ -119,17 +110,17 @@ class LayerHealth(StepObserver):
 
     def _add(self, layer: str, kind: str, tensor: Tensor, *, share: int) -> None:
         if tensor.numel():
-            sums = _Sums(*(value.to(self._device) for value in _measure(tensor)))
-            shared = [value / share for value in sums[:-1]]
-            self._sums.setdefault((layer, kind), []).append(_Sums(*shared, largest=sums.largest))
+            found = _measure(tensor).to(self._device)
+            found[:-1] /= share
+            self._sums.setdefault((layer, kind), []).append(found)
 
     def _write(self, step: int) -> None:
         """Join the sums of all ranks, and write them. Every rank calls it."""
-        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        nothing = torch.zeros(5, dtype=torch.float64, device=self._device)
         keys = [(layer, kind) for layer in self._layers for kind in KINDS]
-        found = [self._sums.get(key, [_Sums(*[zero] * 5)]) for key in keys]
-        sums = torch.stack([torch.stack([torch.stack(one[:-1]) for one in parts]).sum(dim=0) for parts in found])
-        largest = torch.stack([torch.stack([one.largest for one in parts]).max() for parts in found])
+        found = [torch.stack(self._sums.get(key, [nothing])) for key in keys]
+        sums = torch.stack([parts[:, :-1].sum(dim=0) for parts in found])
+        largest = torch.stack([parts[:, -1].max() for parts in found])
         self._sums = {}
         dist.all_reduce(sums, group=self._world)
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=self._world)
@@ -160,15 +151,13 @@ def layers_of(model: Model) -> dict[str, nn.Module]:
     return found
 
 
-def _measure(tensor: Tensor) -> _Sums:
-    """Return the sums of a tensor. Norms and the largest value are those of its finite elements."""
+def _measure(tensor: Tensor) -> Tensor:
+    """Return what this rank measures of a tensor, float64 [5]: the sum of squares; the numbers of zeros, of non-finite
+    elements and of all; the largest absolute value. The first and the last are of finite elements.
+    """
     finite = tensor.isfinite()
     values = torch.where(finite, tensor, 0).float()
     rows = torch.linalg.vector_norm(values, dim=-1, dtype=torch.float32) if values.ndim else values
-    return _Sums(
-        squares=rows.double().square().sum(),
-        zeros=(tensor == 0).sum().double(),
-        nonfinite=(~finite).sum().double(),
-        elements=torch.tensor(float(tensor.numel()), dtype=torch.float64, device=tensor.device),
-        largest=values.abs().max().double(),
-    )
+    counts = (tensor == 0).sum(), (~finite).sum(), torch.tensor(tensor.numel(), device=tensor.device)
+    parts = rows.double().square().sum(), *counts, values.abs().max()
+    return torch.stack([part.double() for part in parts])

@@ -62,7 +62,7 @@ class LowRankAdapters(Technique):
     """Whether the parameter belongs to an adapter."""
 
     def parameter_facts(self, model: "Model", config: Config) -> "dict[nn.Parameter, dict[str, Any]]":
-        from titanlite.models.added import added_parameters
+        from titanlite.models.base import added_parameters
 
         return {parameter: {"lora": True} for parameter in added_parameters(model).values()}
 

@@ -12,15 +12,14 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.added import AddsParameters
-from titanlite.models.base import Model, head_of, unique_parameters
+from titanlite.models.base import AddsParameters, Model, head_of, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Uniform
 from titanlite.models.layers import Linear
 from titanlite.models.quantized import SCALE, QuantizedLinear
 from titanlite.optim.groups import collapse_names
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Lora
-from titanlite.techniques.freeze.parameters import freeze_parameters
+from titanlite.techniques.freeze import freeze_parameters
 
 LORA_A, LORA_B = "lora_a", "lora_b"
 

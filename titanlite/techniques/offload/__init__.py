@@ -60,14 +60,11 @@ class CPUOffload(Technique):
             return None
         from titanlite.techniques.offload.disk import DiskMemory
 
-        names = {"parameters": "parameters", "moments": "optimizer", "average": "average"}
-        on_disk = {name: getattr(config.offload, option) == "disk" for name, option in names.items()}
-        return DiskMemory(_folder(config, run), **on_disk)
+        return DiskMemory(_folder(config, run), _on_disk(config))
 
     def places(self, config: Config) -> dict[str, str]:
         states = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ()
-        on_disk = {name: getattr(config.offload, name) for name in ("parameters", "optimizer", "average")}
-        return dict.fromkeys(states, "host") | {name: place for name, place in on_disk.items() if place == "disk"}
+        return dict.fromkeys(states, "host") | dict.fromkeys(_on_disk(config), "disk")
 
     def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
         """Parameters go to the device twice a micro-batch, and gradients come back. The update reads parameters,
@@ -87,6 +84,11 @@ class CPUOffload(Technique):
         if is_gpu and not config.training.enable_cpu_offload:
             cost = "parameters and updates in host memory: much slower steps"
             yield 4, {"training.enable_cpu_offload": True}, cost
+
+
+def _on_disk(config: Config) -> list[str]:
+    """Return the categories of states that are in files."""
+    return [name for name in ("parameters", "optimizer", "average") if getattr(config.offload, name) == "disk"]
 
 
 def _folder(config: Config, run: Path) -> Path:

@@ -12,9 +12,10 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, Any
 
@@ -22,7 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.runtime.dtensor import from_local_like, unwrapped
+from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.state_memory import StateMemory
@@ -75,18 +76,14 @@ class DiskMemory(StateMemory):
 
     Args:
         folder: is made if it is not there.
-        parameters: these are to be in files.
-        moments: and these, of the optimizer.
-        average: and that of the weights.
+        categories: of states that are to be in files; see `StateMemory.zeros`.
     """
 
-    def __init__(self, folder: Path, *, parameters: bool = True, moments: bool = True, average: bool = False) -> None:
+    def __init__(self, folder: Path, categories: Collection[str] = ("parameters", "optimizer")) -> None:
         self.folder = folder
-        self.slices_updates = parameters or moments
-        self.pins = not parameters
-        self._holds_parameters = parameters
-        self._holds_moments = moments
-        self._holds_average = average
+        self.slices_updates = "parameters" in categories or "optimizer" in categories
+        self.pins = "parameters" not in categories
+        self._categories = categories
         self._files: list[_File] = []
         self._thread = ThreadPoolExecutor(1, "offload")
         self._changed: list[Range] = []
@@ -112,31 +109,20 @@ class DiskMemory(StateMemory):
             for (shape, dtype), offset in zip(shapes, offsets, strict=True)
         ]
 
-    def allocate_parameters(self, parameters: Iterable[nn.Parameter]) -> dict[Tensor, Tensor]:
-        """Return the tensor on disk for each parameter. Where rows do not divide evenly, FSDP copies the last rank's
-        part to pad it, and that copy is in memory."""
-        kept = [*parameters] if self._holds_parameters else []
-        parts = self.allocate([(local_tensor(parameter).shape, parameter.dtype) for parameter in kept])
-        return {p: from_local_like(part, p) for p, part in zip(kept, parts, strict=True)}
-
-    def allocate_moments(
-        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype
-    ) -> dict[nn.Parameter, tuple[Tensor, Tensor]]:
-        kept = [*parameters] if self._holds_moments else []
-        parts = iter(self.allocate([(local_tensor(p).shape, dtype) for p in kept for _ in range(2)]))
-        return {p: (from_local_like(next(parts), p), from_local_like(next(parts), p)) for p in kept}
-
-    def allocate_average(
-        self, parameters: Iterable[nn.Parameter], dtype: torch.dtype | None
-    ) -> dict[nn.Parameter, Tensor]:
-        kept = {p: local_tensor(unwrapped(p)) for p in parameters} if self._holds_average else {}
-        parts = self.allocate([(part.shape, dtype or part.dtype) for part in kept.values()])
-        return {p: from_local_like(part, unwrapped(p)) for p, part in zip(kept, parts, strict=True)}
+    def zeros(
+        self, category: str, like: Iterable[Tensor], dtype: torch.dtype | None = None, *, copies: int = 1
+    ) -> dict[Tensor, list[Tensor]]:
+        """Return tensors on disk. Where rows of a parameter do not divide evenly, FSDP copies the last rank's part to
+        pad it, and that copy is in memory."""
+        tensors = [*like] if category in self._categories else []
+        shapes = [(local_tensor(it).shape, dtype or it.dtype) for it in tensors for _ in range(copies)]
+        parts = iter(self.allocate(shapes))
+        return {it: [from_local_like(part, it) for part in islice(parts, copies)] for it in tensors}
 
     def drop_after_use(self, model: nn.Module) -> None:
         """Drop parameters from memory after their FSDP unit's forward (compiled units excepted) and after their
         gradients are reduced."""
-        if not self._holds_parameters:
+        if "parameters" not in self._categories:
             return
         units = [unit for unit in model.modules() if isinstance(unit, FSDPModule) and unit is not model]
         parts: dict[nn.Module, list[Tensor]] = {

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from titanlite.runtime.errors import UserError
 from titanlite.schedule import known_steps
 from titanlite.schema import Config
 from titanlite.techniques.technique import Conflict, Technique, reads
@@ -38,9 +39,8 @@ class Profiles(Technique):
 
     @reads("profiling")
     def check_machine(self, config: Config, device: "torch.device") -> None:
-        from titanlite.techniques.profiling.profiler import check_memory_snapshot
-
-        check_memory_snapshot(config.profiling, device)
+        if config.profiling.enable_memory_snapshot and device.type != "cuda":
+            raise UserError(f"records the allocator of GPUs, and this run is on the {device.type}: set it to false")
 
     def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
         from titanlite.techniques.profiling.profiler import Profiler

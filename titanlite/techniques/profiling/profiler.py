@@ -24,7 +24,6 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.console import shell_command
-from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import dump_memory_snapshot, record_memory_history
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Profiling
@@ -37,16 +36,6 @@ OPERATORS = 30
 """Rows of a table of operators."""
 PROFILE = "profile"
 """Folder of a run with its profiles."""
-
-
-def check_memory_snapshot(config: Profiling, device: torch.device) -> None:
-    """Check that memory snapshots are possible.
-
-    Raises:
-        UserError: the device is not a GPU.
-    """
-    if config.enable_memory_snapshot and device.type != "cuda":
-        raise UserError(f"records the allocator of GPUs, and this run is on the {device.type}: set it to false")
 
 
 class Profiler(StepObserver):

@@ -39,11 +39,11 @@ class TensorRanks:
 
     def enter(self, x: Tensor) -> Tensor:
         """Return x, which is the same on all ranks. Its gradient is summed, since each rank has a part of it."""
-        return _Enter.apply(x, self.group_name)
+        return _Communicate.apply(x, "keep", "total", self)
 
     def total(self, x: Tensor) -> Tensor:
         """Sum over ranks. The gradient of the sum is the same on all ranks, and passes unchanged."""
-        return _Total.apply(x, self.group_name)
+        return _Communicate.apply(x, "total", "keep", self)
 
     def mean(self, x: Tensor) -> Tensor:
         """Mean over ranks, which each rank uses for its part of what follows."""
@@ -51,26 +51,29 @@ class TensorRanks:
 
     def gather(self, x_BLD: Tensor) -> Tensor:
         """Return the tokens of all ranks. The gradient is summed, of this rank's tokens."""
-        return _AlongTokens.apply(x_BLD, "gather", "sum", self)
+        return _Communicate.apply(x_BLD, "gather", "sum", self)
 
     def sum_own(self, x_BLD: Tensor) -> Tensor:
         """Sum over ranks, of this rank's tokens. The gradient is gathered."""
-        return _AlongTokens.apply(x_BLD, "sum", "gather", self)
+        return _Communicate.apply(x_BLD, "sum", "gather", self)
 
     def own(self, x_BLD: Tensor) -> Tensor:
         """Return this rank's part of tokens that are the same on all ranks. The gradient is gathered."""
-        return _AlongTokens.apply(x_BLD, "own", "gather", self)
+        return _Communicate.apply(x_BLD, "own", "gather", self)
 
     def join(self, x_BLD: Tensor) -> Tensor:
         """Return the tokens of all ranks, for what computes the same on each. The gradient is the same, too."""
-        return _AlongTokens.apply(x_BLD, "gather", "own", self)
+        return _Communicate.apply(x_BLD, "gather", "own", self)
 
-    def along_tokens(self, x_BLD: Tensor, what: str) -> Tensor:
-        """Gather the tokens of all ranks, sum this rank's tokens over ranks, or take this rank's own."""
+    def communicate(self, x: Tensor, what: str) -> Tensor:
+        """Keep a tensor, or add it over ranks (total). Of tokens [B, L, D], gather those of all ranks, sum this rank's
+        over ranks, or take this rank's own."""
+        if what in ("keep", "total"):
+            return x.view_as(x) if what == "keep" else all_reduce(x, "sum", self.group_name)
         if what == "own":
-            return x_BLD.chunk(self.ranks, dim=1)[self.rank].contiguous()
+            return x.chunk(self.ranks, dim=1)[self.rank].contiguous()
         collective = all_gather if what == "gather" else reduce_scatter
-        return collective(x_BLD.transpose(0, 1), self.ranks, self.group_name).transpose(0, 1).contiguous()
+        return collective(x.transpose(0, 1), self.ranks, self.group_name).transpose(0, 1).contiguous()
 
     def largest(self, x: Tensor) -> Tensor:
         """Return the largest values of any rank."""
@@ -86,37 +89,16 @@ class TensorRanks:
         return local * is_here, is_here
 
 
-class _Enter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
-        ctx.group_name = group_name
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return all_reduce(gradients[0], "sum", ctx.group_name), None
-
-
-class _Total(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group_name: str) -> Tensor:
-        return all_reduce(x, "sum", group_name)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return gradients[0], None
-
-
-class _AlongTokens(torch.autograd.Function):
+class _Communicate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: str, backward: str, ranks: TensorRanks) -> Tensor:
         ctx.backward_with = ranks, backward
-        return ranks.along_tokens(x, forward)
+        return ranks.communicate(x, forward)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         ranks, backward = ctx.backward_with
-        return ranks.along_tokens(gradients[0], backward), None, None, None
+        return ranks.communicate(gradients[0], backward), None, None, None
 
 
 def tensor_ranks(mesh: DeviceMesh) -> TensorRanks | None:

@@ -226,15 +226,9 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
     return runs
 
 
-def _check(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
-    if MANIFEST not in sizes:
-        raise DamagedCheckpoint(f"{storage.url_of(folder)}/{MANIFEST} is missing")
-    manifest = manifests.read_manifest(storage, folder)
-    manifests.check_sizes(storage, folder, manifest, sizes)
-    return manifest
-
-
-def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check = _check) -> Found | None:
+def _look(
+    storage: Storage, folder: str, sizes: dict[str, int], *, check: Check = manifests.read_complete
+) -> Found | None:
     """Check a folder, which a running job may change: look again if it did. Returns None if the folder is gone."""
     if (match := FOLDER.fullmatch(folder)) is None:
         return None
@@ -242,9 +236,11 @@ def _look(storage: Storage, folder: str, sizes: dict[str, int], *, check: Check 
     state, manifest = next((state for sign, state in (QUARANTINED | UNFINISHED).items() if sign in signs), ""), None
     try:
         manifest = None if state else check(storage, folder, sizes)
-    except (DamagedCheckpoint, UserError, FileNotFoundError) as error:
+    except (DamagedCheckpoint, RunError, UserError, FileNotFoundError) as error:
         if (now := storage.list().get(folder, {})) != sizes:
             return _look(storage, folder, now, check=check) if now else None
+        if isinstance(error, RunError):  # of the store, and not of the checkpoint
+            raise
         state = f"damaged: {str(error).removeprefix(f'{storage.url_of(folder)}/')}"
     return Found(int(match[2]), folder, sizes, state or "whole", manifest)
 

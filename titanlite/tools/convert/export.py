@@ -1,6 +1,5 @@
 """`titanlite checkpoint export`: a folder that transformers loads; of adapters, one in PEFT's format."""
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,22 +11,24 @@ from torch import Tensor, nn
 
 from titanlite.models.formats import HuggingFace
 from titanlite.runtime.console import progress_bar
-from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.errors import UserError
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.arguments import ModelFile, OfAverage, RunConfig, RunTokenizer, Weights
+from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import Outgoing, outgoing, values_of
 from titanlite.tools.convert.source import Source, open_source, tokenizer_of
 from titanlite.tools.convert.target import Target
-from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, tokenizer_files
+from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, json_bytes, tokenizer_files
 
 ADAPTERS = "adapter_model.safetensors"
 ADAPTERS_CONFIG = "adapter_config.json"
 PEFT_NAMES = {LORA_A: "lora_A", LORA_B: "lora_B"}
 
 
+@explaining_damage()
 def export(
     path: Weights,
     *,
@@ -66,33 +67,26 @@ def export(
         s3://bucket/run --out run_hf --max-shard-size 2GB
     """
     max_shard_bytes = parse_size(max_shard_size)
-    try:
-        source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
-        if merge and source.adapters is None:
-            raise UserError(f"--merge: {source.where} has no adapters")
-        if source.adapters is not None and not merge:
-            if check:
-                raise UserError("--check is for whole models: add --merge")
-            size = export_adapters(source, Target(out), dtype=getattr(torch, dtype) if dtype else None, drop=drop)
-            print(f"wrote {out}: {len(source.adapters.layers)} adapters in PEFT's format, {size / 2**20:,.1f} MiB")
-            print(f"from  {source.where}")
-            return
-        done = export_folder(
-            source,
-            Target(out),
-            dtype=getattr(torch, dtype) if dtype else None,
-            max_shard_bytes=max_shard_bytes,
-            drop=drop,
-            with_tokenizer=not no_tokenizer,
-            check=check,
-        )
-    except DamagedCheckpoint as damage:
-        raise UserError(str(damage)) from None
-    except BrokenPipeError:
-        raise
-    except OSError as error:  # of a disk, or of an object store after many tries
-        raise RunError(str(error)) from None
-
+    wanted = getattr(torch, dtype) if dtype else None
+    source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
+    if merge and source.adapters is None:
+        raise UserError(f"--merge: {source.where} has no adapters")
+    if source.adapters is not None and not merge:
+        if check:
+            raise UserError("--check is for whole models: add --merge")
+        size = export_adapters(source, Target(out), dtype=wanted, drop=drop)
+        print(f"wrote {out}: {len(source.adapters.layers)} adapters in PEFT's format, {size / 2**20:,.1f} MiB")
+        print(f"from  {source.where}")
+        return
+    done = export_folder(
+        source,
+        Target(out),
+        dtype=wanted,
+        max_shard_bytes=max_shard_bytes,
+        drop=drop,
+        with_tokenizer=not no_tokenizer,
+        check=check,
+    )
     print(f"wrote {out}: {done.architecture}, {done.bytes / 2**20:,.1f} MiB in {done.files} files of weights")
     print(f"from  {source.where}")
     if done.report:
@@ -197,10 +191,6 @@ def _small_files(
         add_bos = bool(source.config and source.config.data.add_bos)
         files |= tokenizer_files(tokenizer, add_bos=add_bos, max_length=args.max_seq_len)
     return files | {"config.json": json_bytes(config)}
-
-
-def json_bytes(value: Any) -> bytes:
-    return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 # Files of weights

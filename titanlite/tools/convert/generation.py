@@ -6,14 +6,15 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.base import Model
 from titanlite.models.registry import MODELS
+from titanlite.ops.attention import AttentionMask, Documents, SequencePart
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.tools.convert.key_value_cache import KeyValueCache
 
 INCOMPLETE = "\ufffd"
 """Character that decoders put in place of bytes that are no whole character."""
@@ -34,11 +35,6 @@ def token_probabilities(logits_V: Tensor, *, temperature: float, top_p: float) -
     before_V = sorted_V.cumsum(-1) - sorted_V
     kept_V = torch.zeros_like(probabilities_V).scatter(-1, order_V, sorted_V.masked_fill(before_V >= top_p, 0.0))
     return kept_V / kept_V.sum()
-
-
-def is_family(model: Model) -> bool:
-    """Return whether a model is of a family of titanlite, and not of the user's own."""
-    return type(model) in MODELS.values()
 
 
 @dataclass
@@ -72,19 +68,18 @@ class Generator:
         model: with its weights, and with the kernels of the device.
         vocab_size: tokens to choose among. The model may have more: vocabularies are padded.
         max_seq_len: longest sequence that the model can compute.
-        use_cache: keep keys and values. False computes the whole sequence for each token. Default: of the families of
-            titanlite. Another model may attend without `key_source`, or place tokens without `documents`.
+
+    A family of titanlite keeps keys and values. A model of the user's own may attend without `key_source`, or place
+    tokens without `documents`, so that it computes the whole sequence for each token.
     """
 
-    def __init__(
-        self, model: Model, *, kernels: Kernels, vocab_size: int, max_seq_len: int, use_cache: bool | None = None
-    ) -> None:
+    def __init__(self, model: Model, *, kernels: Kernels, vocab_size: int, max_seq_len: int) -> None:
         self.model = model.eval()
         self.kernels = kernels
         self.vocab_size = vocab_size
         self.max_seq_len = max_seq_len
         self.device = next(model.parameters()).device
-        self._cache = KeyValueCache(model) if use_cache or (use_cache is None and is_family(model)) else None
+        self._cache = KeyValueCache(model) if type(model) in MODELS.values() else None
         self.is_full = False
         """Whether the last sequence has ended at `max_seq_len`."""
 
@@ -155,3 +150,91 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterator[int], *, context: Sequenc
             start, done = done, len(ids)
     if done < len(ids):
         yield tokenizer.decode(np.array(ids[start:]))[len(tokenizer.decode(np.array(ids[start:done]))) :]
+
+
+# Keys and values of past tokens. Attention calls `self.kernels.attend` with the queries, keys and values of the new
+# tokens, and with its `key_source`, which adds the keys and values of the tokens before.
+# Shape suffixes: see `models/layers.py`; S all tokens so far, of which L are new, G query heads of one key head.
+
+
+class LayerCache:
+    """Keys and values of all tokens that one attention layer has attended to.
+
+    Args:
+        window: tokens that a token sees, itself included. None: all before it.
+    """
+
+    part: SequencePart | None = None
+    keys_BKSH: Tensor | None = None
+    values_BKSH: Tensor | None = None
+
+    def __init__(self, window: int | None = None) -> None:
+        self.window = window
+
+    def attend(
+        self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
+    ) -> Tensor:
+        """Causal attention of the new tokens, the first ones or one more, to all tokens so far -> [B, N, L, H].
+
+        Args:
+            mask: of the first tokens. That of one more is ignored, as it knows no others.
+        """
+        if self.keys_BKSH is None or self.values_BKSH is None:
+            self.keys_BKSH, self.values_BKSH = k_BKLH, v_BKLH
+            return kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask)
+        assert k_BKLH.shape[2] == 1
+        self.keys_BKSH = torch.cat([self.keys_BKSH, k_BKLH], dim=2)
+        self.values_BKSH = torch.cat([self.values_BKSH, v_BKLH], dim=2)
+        if self.window is not None:
+            self.keys_BKSH = self.keys_BKSH[:, :, -self.window :]
+            self.values_BKSH = self.values_BKSH[:, :, -self.window :]
+        return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH)
+
+
+def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+    """Attention of one token to all keys -> [B, N, 1, H].
+
+    The query heads of a key head take the place of a sequence. So keys are not repeated, and no backend needs to know
+    groups.
+    """
+    q_BKGH = q_BN1H.unflatten(1, (k_BKSH.shape[1], -1)).squeeze(3)
+    return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH).flatten(1, 2).unsqueeze(2)
+
+
+class KeyValueCache:
+    """Caches of all layers of a model, for sequences that grow.
+
+    Args:
+        model: its attention layers get a key source.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._layers: list[LayerCache] = []
+        for module in model.modules():
+            if hasattr(module, "key_source"):
+                self._layers.append(LayerCache(getattr(module, "window", None)))
+                module.key_source = self._layers[-1]  # pyright: ignore[reportArgumentType]
+        self.length = 0
+        """Tokens of which keys and values are kept."""
+
+    def next_documents(self, tokens_BL: Tensor) -> Documents | None:
+        """Return the positions of the next tokens; None at the beginning, as in training.
+
+        The caller runs the model on these tokens next.
+        """
+        start, (B, L) = self.length, tokens_BL.shape
+        self.length += L
+        if start == 0:
+            return None
+        device = tokens_BL.device
+        return Documents(
+            torch.arange(start, start + L, device=device).expand(B, L),
+            torch.zeros(B, L, dtype=torch.int32, device=device),
+            torch.arange(0, B * L + 1, L, dtype=torch.int32, device=device),
+        )
+
+    def clear(self) -> None:
+        """Forget all tokens."""
+        self.length = 0
+        for layer in self._layers:
+            layer.keys_BKSH = layer.values_BKSH = None

@@ -27,6 +27,8 @@ IGNORED = ".rotary_emb.inv_freq"  # tables of RoPE in older files
 class HuggingFaceFolder(ForeignSource):
     """A folder of transformers' `save_pretrained`, or one safetensors file beside its config.json."""
 
+    TOKENIZER = "tokenizer.json"
+
     def __init__(self, path: Path) -> None:
         self.folder = path.parent if path.is_file() else path
         self.file = path if path.is_file() else None
@@ -58,11 +60,6 @@ class HuggingFaceFolder(ForeignSource):
                 "name its config (--config)"
             )
         return tables[model_type]
-
-    def tokenizer(self) -> Path | None:
-        """Return the file of the tokenizer; None if there is none that titanlite reads."""
-        file = self.folder / "tokenizer.json"
-        return file_inside(self.folder, file.name) if file.is_file() else None
 
     def files(self) -> list[Path]:
         """Return the files of the weights and config.json."""

@@ -28,17 +28,19 @@ from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokeni
 from titanlite.models.registry import ModelSpec
 from titanlite.parallelize import DTYPES
 from titanlite.runtime.console import progress_bar
-from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
+from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.reader import ForeignReader
-from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, origin_of, read_tensor
+from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, read_tensor
 from titanlite.tools.convert.weights import find_source
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
 
 
+@explaining_damage()
 def import_weights(
     path: str,
     *,
@@ -95,20 +97,17 @@ def import_weights(
         name: torch.empty((), dtype=dtype_of(name)).expand(tensor.shape)
         for name, tensor in model_state(spec.build()).items()
     }
-    try:
-        storage, folder = open_place(out)
-        write_weights(
-            storage,
-            folder,
-            state,
-            read=read,
-            settings=model_settings(resolved.model.title, spec.args),
-            config=dump(resolved),
-            origin=origin_of(foreign) | ({} if config is None else {"has_tokenizer": True}),
-            tokenizer=resolved.data.tokenizer,
-        )
-    except OSError as error:
-        raise RunError(str(error)) from None
+    storage, folder = open_place(out)
+    write_weights(
+        storage,
+        folder,
+        state,
+        read=read,
+        settings=model_settings(resolved.model.title, spec.args),
+        config=dump(resolved),
+        origin=source.origin,
+        tokenizer=resolved.data.tokenizer,
+    )
     print(f"wrote {storage.url_of(folder)}, the weights of {path}")
 
 
@@ -173,7 +172,7 @@ def write_weights(
         state: tensors of the shapes and dtypes to write, of which `read` gives the values when they are written.
         settings: see `model_settings`.
         config: TOML with the model and the tokenizer.
-        origin: see `origin_of`; None for weights that we trained.
+        origin: see `Source.origin`.
         tokenizer: name or path of the tokenizer. One that is not shipped is copied beside the checkpoint.
     """
     started = time.perf_counter()

@@ -66,7 +66,7 @@ def merge(
         read=mean,
         settings=model_settings(resolved.model.title, args) | {"training.seq_len": args.max_seq_len},
         config=dump(resolved),
-        origin=_origin_of(first),
+        origin=first.origin,
         tokenizer=first.tokenizer.name if first.tokenizer else resolved.data.tokenizer,
     )
     print(f"wrote {storage.url_of(folder)}, the mean of {len(sources)} checkpoints")
@@ -116,11 +116,3 @@ def _check_same(opened: Sequence[tuple[Source, Config]]) -> None:
             raise UserError(
                 f"{source.where} is of another model than {opened[0][0].where}: {name} is {other}, not {first}"
             )
-
-
-def _origin_of(source: Source) -> dict[str, Any] | None:
-    """Return what an imported checkpoint keeps; see `source.origin_of`. None for weights that we trained."""
-    if source.generation is None:
-        return None
-    has_tokenizer = source.tokenizer is not None or bool(source.no_tokenizer)
-    return {"has_tokenizer": has_tokenizer, "ids": source.generation.ids, "config": source.generation.config}

@@ -24,6 +24,8 @@ FIELDS = ("dim", "n_layers", "n_heads", "n_kv_heads", "vocab_size", "norm_eps", 
 class MetaFolder(ForeignSource):
     """A folder with consolidated.*.pth, or one .pth file."""
 
+    TOKENIZER = "tokenizer.model"
+
     def __init__(self, path: Path) -> None:
         self.where = str(path)
         self.folder = path.parent if path.is_file() else path
@@ -41,10 +43,6 @@ class MetaFolder(ForeignSource):
     def family(self) -> str | None:
         """Return the only family of which Meta has released weights in this form."""
         return "llama3"
-
-    def tokenizer(self) -> Path | None:
-        file = self.folder / "tokenizer.model"
-        return file_inside(self.folder, file.name) if file.is_file() else None
 
     def files(self) -> list[Path]:
         params = self.folder / PARAMS

@@ -30,6 +30,7 @@ from titanlite.checkpoint.load import ForeignWeights
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Place, Table
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.files import file_inside
 from titanlite.runtime.ranks import error_of_ranks
 
 Region = tuple[slice, ...]
@@ -85,6 +86,9 @@ class ForeignSource(ABC):
 
     where: str
     """Path, for errors."""
+    folder: Path
+    TOKENIZER = ""
+    """Name of the file of the tokenizer in this format, if titanlite reads it."""
 
     @abstractmethod
     def table(self, formats: Formats) -> Table | None:
@@ -111,7 +115,8 @@ class ForeignSource(ABC):
 
     def tokenizer(self) -> Path | None:
         """Return the file of the tokenizer beside the weights; None if there is none."""
-        return None
+        has_file = self.TOKENIZER and (self.folder / self.TOKENIZER).is_file()
+        return file_inside(self.folder, self.TOKENIZER) if has_file else None
 
     def read_args(self, model_cls: type[Model]) -> dict[str, Any] | None:
         """Return the arguments of the model that the source describes; None if it does not describe any."""

@@ -41,7 +41,7 @@ from titanlite.tools.convert.tokenizer_files import Generation, read_generation
 from titanlite.tools.convert.weights import check_args, find_flavor, find_source, open_reader, table_of
 
 ORIGIN = "origin.json"
-"""File of an imported checkpoint; see `origin_of`."""
+"""File of an imported checkpoint; see `Source.origin`."""
 SAMPLES, SAMPLE = 16, 2**18
 """Number and bytes of the parts of a file whose checksum stands for the whole."""
 
@@ -74,6 +74,14 @@ class Source:
     @property
     def metadata(self) -> Metadata:
         return self.reader.read_metadata()
+
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """What an imported checkpoint keeps of weights of another program, beside the config. None for ours."""
+        if self.generation is None:
+            return None
+        has_tokenizer = self.tokenizer is not None or bool(self.no_tokenizer)
+        return {"has_tokenizer": has_tokenizer, "ids": self.generation.ids, "config": self.generation.config}
 
 
 def open_source(
@@ -165,7 +173,9 @@ def open_foreign(
         check_args(foreign.where, args, spec, [])
     name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
     found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
-    origin = origin_of(foreign) if tokenizer is None else None
+    generation = None
+    if tokenizer is None:
+        generation = read_generation(foreign.folder) if isinstance(foreign, HuggingFaceFolder) else Generation({}, {})
     source = Source(
         spec=spec,
         config=None if config is None else resolved,
@@ -173,7 +183,7 @@ def open_foreign(
         no_tokenizer=reason,
         where=foreign.where,
         reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=args is not None),
-        generation=Generation(origin["ids"], origin["config"]) if origin else None,
+        generation=generation,
         identity=" ".join(map(_sample, foreign.files())),
     )
     return source, resolved
@@ -207,12 +217,6 @@ def _describe(source: ForeignSource, name: str | None, flavor: str | None) -> tu
     tokenizer = source.tokenizer()
     data = Data(tokenizer=str(tokenizer.absolute())) if tokenizer else Data()
     return spec, Config(model=ModelSelection(name=name, flavor=flavor, args=changed), data=data)
-
-
-def origin_of(foreign: ForeignSource) -> dict[str, Any]:
-    """Return what an imported checkpoint keeps of weights of another program, beside the config."""
-    known = read_generation(foreign.folder) if isinstance(foreign, HuggingFaceFolder) else Generation({}, {})
-    return {"has_tokenizer": foreign.tokenizer() is not None, "ids": known.ids, "config": known.config}
 
 
 def _read_origin(storage: Storage, folder: str, manifest: Manifest) -> dict[str, Any] | None:

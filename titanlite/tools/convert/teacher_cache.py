@@ -40,7 +40,7 @@ from titanlite.runtime.ranks import check_same_everywhere, on_all, on_rank_0
 from titanlite.schema import Teacher as TeacherConfig
 from titanlite.schema import Validation
 from titanlite.techniques.distill.cache import cache_folder, data_settings
-from titanlite.techniques.distill.divergence import HeadLogits
+from titanlite.techniques.distill.divergence import head_logits
 from titanlite.techniques.distill.entries import (
     BLOCK_BYTES,
     COMMAND,
@@ -149,19 +149,6 @@ def write_cache(
             _write(writer, folder, samples.sources, missing, settings, shown=ranks.rank == 0)
 
 
-def rounds(blocks: Sequence[int], *, rank: int, ranks: int) -> Iterator[tuple[Sequence[int], int, bool]]:
-    """Deal files to ranks, one to each in a round.
-
-    Yields:
-        the files of a round, the one that this rank computes, and whether it is its own. In the last round, ranks
-        without a file compute along: all of them gather the teacher's parameters together.
-    """
-    for first in range(0, len(blocks), ranks):
-        of_ranks = blocks[first : first + ranks]
-        has_own = rank < len(of_ranks)
-        yield of_ranks, of_ranks[rank if has_own else 0], has_own
-
-
 class CacheWriter:
     """Writer of entries. All ranks run the teacher together, each for a file of its own.
 
@@ -188,7 +175,11 @@ class CacheWriter:
             advance: called with the number of sequences that were written.
         """
         sizes = block_sizes(len(source.sequences), self._settings)
-        for of_ranks, block, has_own in rounds(blocks, rank=self._rank, ranks=self._ranks):
+        for first in range(0, len(blocks), self._ranks):
+            of_ranks = blocks[first : first + self._ranks]
+            # A rank without a file computes along: all of them gather the teacher's parameters together.
+            has_own = self._rank < len(of_ranks)
+            block = of_ranks[self._rank if has_own else 0]
             begin = block * self._settings.block_sequences
             batches = self._batches(begin, sizes[block])
             longest = self._batches(0, max(sizes[it] for it in of_ranks))
@@ -218,7 +209,7 @@ class CacheWriter:
         settings, parts = self._settings, []
         hidden_TD = self._teacher.hidden_states(batch).hidden_BLD.flatten(0, 1)
         with self._teacher.head_weight() as weight_VD:
-            logits = HeadLogits(hidden_TD, weight_VD, self._kernels)
+            logits = head_logits(hidden_TD, weight_VD, self._kernels)
             chunk = self._kernels.loss_chunk(len(hidden_TD), 2 * len(weight_VD), hidden_TD.device)
             for start in range(0, len(hidden_TD), chunk):
                 part = logits(slice(start, start + chunk))

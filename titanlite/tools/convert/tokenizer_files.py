@@ -55,7 +55,7 @@ def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool, max_length: int) -> 
     ranks = {bytes([i]): i for i in range(256)} if path is None else _ranks(path)
     names = LLAMA3_SPECIAL_TOKENS[: tokenizer.vocab_size - len(ranks)]
     body = _bpe(ranks, names, splits=path is not None, bos=names[0] if add_bos else None)
-    return {"tokenizer.json": _json(body), **_config(names[0], names[1], max_length)}
+    return {"tokenizer.json": json_bytes(body), **_config(names[0], names[1], max_length)}
 
 
 def _copied(path: Path, tokenizer: Tokenizer, max_length: int) -> Files:
@@ -81,7 +81,7 @@ def _config(bos: str | None, eos: str | None, max_length: int) -> Files:
         "model_max_length": max_length,
         **ends,
     }
-    return {"tokenizer_config.json": _json(config), "special_tokens_map.json": _json(ends)}
+    return {"tokenizer_config.json": json_bytes(config), "special_tokens_map.json": json_bytes(ends)}
 
 
 def _bpe(ranks: dict[bytes, int], special: tuple[str, ...], *, splits: bool, bos: str | None) -> dict[str, Any]:
@@ -152,5 +152,6 @@ def _byte_letters() -> dict[int, str]:
     return {byte: chr(byte) for byte in visible} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}
 
 
-def _json(value: Any) -> bytes:
+def json_bytes(value: Any) -> bytes:
+    """Return the content of a JSON file as transformers writes it."""
     return (json.dumps(value, indent=2, ensure_ascii=False) + "\n").encode()

@@ -49,7 +49,7 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
         template: file of a template. None: that of the tokenizer's folder.
 
     Raises:
-        UserError: there is no template, or it does not mark answers.
+        UserError: there is no template.
     """
     if template is None:
         if not hasattr(tokenizer, "encode_marked"):
@@ -64,11 +64,6 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
             text = template.read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{template} cannot be read: {error}") from None
-    if not open_template(text, tokenizer, where=where).has_marks:
-        raise UserError(
-            f"{where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
-            "them in a copy, and name that"
-        )
     return ChatOptions(template=text, where=str(where))
 
 
@@ -76,7 +71,7 @@ def chats_of(data: "Data", tokenizer: Tokenizer) -> ChatOptions | None:
     """Return the options of chats of `[data]`; None if documents are text.
 
     Raises:
-        UserError: the template cannot be used.
+        UserError: there is no template.
     """
     if data.chat_template is None:
         return None
@@ -87,7 +82,8 @@ def chats_of(data: "Data", tokenizer: Tokenizer) -> ChatOptions | None:
 def template_problems(data: "Data", tokenizer: Tokenizer) -> list[Problem]:
     """Return what is wrong with the template of `[data]`, before any chat is read."""
     try:
-        chats_of(data, tokenizer)
+        if chat := chats_of(data, tokenizer):
+            ChatReader(chat, tokenizer)
     except UserError as error:
         return [Problem(KEY, str(error))]
     return []
@@ -97,11 +93,16 @@ class ChatReader:
     """Reads chats.
 
     Raises:
-        UserError: the template is none.
+        UserError: the template is none, or does not mark answers.
     """
 
     def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
         self._template = open_template(options.template, tokenizer, where=options.where)
+        if not self._template.has_marks:
+            raise UserError(
+                f"{options.where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
+                "them in a copy, and name that"
+            )
         self._tokenizer = tokenizer
 
     def read(self, part: Part, field: str) -> Iterator[ChatDocument | Document | Bad]:

@@ -52,12 +52,12 @@ class Options:
 
 
 def options_for(
-    tokenizer: Tokenizer, *, chat: ChatOptions | None, text_field: str | None, bos: bool, eos: bool, **others: Any
+    tokenizer: Tokenizer, *, chat: ChatOptions | None, text_field: str | None, bos: bool, eos: bool
 ) -> Options:
     """Return options of text, or of chats. A template writes the special tokens of a tokenizer.json itself."""
     by_template = chat is not None and hasattr(tokenizer, "encode_marked")
     bos, eos = bos and not by_template, eos and not by_template
-    return Options(text_field=text_field or (FIELD if chat else "text"), bos=bos, eos=eos, chat=chat, **others)
+    return Options(text_field=text_field or (FIELD if chat else "text"), bos=bos, eos=eos, chat=chat)
 
 
 @dataclass(frozen=True)

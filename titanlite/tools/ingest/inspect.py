@@ -42,7 +42,7 @@ def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: 
     store = TokenStore(folder.expanduser())
     wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
     console = Console(width=wide, soft_wrap=True, markup=False, emoji=False, highlight=False)
-    starts = starts_of(store)
+    starts = store.document_starts(0, len(store))
     console.print(str(store.folder))
     for name, value in _facts(store, starts).items():
         console.print(f"  {name:<17} {value}")
@@ -55,15 +55,6 @@ def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: 
 
 
 # Statistics
-
-
-def starts_of(store: TokenStore) -> np.ndarray:
-    """Return where documents begin in the stream, in tokens: 8 bytes of memory for each."""
-    starts, begin = [np.empty(0, dtype=np.int64)], 0
-    for shard in store.index["shards"]:
-        starts.append(store.document_starts(begin, shard["tokens"]))
-        begin += shard["tokens"]
-    return np.concatenate(starts)
 
 
 def _facts(store: TokenStore, starts: np.ndarray) -> dict[str, str]:
@@ -96,14 +87,8 @@ def _facts(store: TokenStore, starts: np.ndarray) -> dict[str, str]:
 
 
 def _count_not_learned(store: TokenStore) -> int:
-    count = begin = 0
-    for shard in store.index["shards"]:
-        if "mask" in shard["sha256"]:
-            for at in range(0, shard["tokens"], BLOCK):
-                size = min(BLOCK, shard["tokens"] - at)
-                count += size - int(np.count_nonzero(store.read_mask(begin + at, size)))
-        begin += shard["tokens"]
-    return count
+    begins = range(0, len(store) if store.has_mask else 0, BLOCK)
+    return sum(int((~store.read_mask(at, min(BLOCK, len(store) - at))).sum()) for at in begins)
 
 
 # Samples

@@ -18,8 +18,7 @@ from titanlite.techniques import choose_trained, places, used
 from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
-from titanlite.tools.plan.schedule import StepTime, step_time
-from titanlite.tools.plan.time import Kernel, Unit, host_time
+from titanlite.tools.plan.time import Kernel, StepTime, Unit, host_time, step_time
 from titanlite.tools.plan.trace import trace_step
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 

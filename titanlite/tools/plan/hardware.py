@@ -2,7 +2,6 @@
 
 import math
 import re
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import tomli
 import torch
+from torch.utils.benchmark import Timer
 
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError, did_you_mean, nearest_name
 from titanlite.runtime.hardware import HARDWARE, Hardware, host_memory
@@ -113,7 +113,7 @@ def _problem_of(key: str, value: Any) -> str | None:
 def _this_cpu() -> Hardware:
     """Return this machine, measured for about half a second with PyTorch's present number of threads."""
     source, target = torch.ones(2**25), torch.zeros(2**25)  # 128 MiB each: more than most caches hold
-    bandwidth = 2 * source.nbytes / min(_durations(lambda: target.copy_(source)))
+    bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
     return Hardware(
         name="cpu",
         driver_names=(),
@@ -138,19 +138,14 @@ def _matmul_rate(dtype: torch.dtype) -> float:
     best = 0.0
     for size in (256, 512, 1024):
         a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-        seconds = min(_durations(lambda a=a, b=b: a @ b))
+        seconds = _fastest(lambda a=a, b=b: a @ b)
         best = max(best, 2 * size**3 / seconds)
         if 8 * seconds > 0.15:  # so the next may take
             break
     return best
 
 
-def _durations(work: Callable[[], object]) -> list[float]:
-    """Return the seconds of repeated calls, made for a twentieth of a second after a first call."""
-    work()
-    durations, end = [], time.perf_counter() + 0.05
-    while not durations or time.perf_counter() < end:
-        started = time.perf_counter()
-        work()
-        durations.append(time.perf_counter() - started)
-    return durations
+def _fastest(work: Callable[[], object]) -> float:
+    """Return the seconds of the fastest of repeated calls, made for a twentieth of a second."""
+    timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.05).times)

@@ -151,7 +151,7 @@ def search_lines(found: Found, config: Config, layout: Layout, *, seconds: float
             f"{number}. {planned.tokens_per_second:,.0f} tokens/s ({each:,.0f} a device), "
             f"step {planned.time.total:.3f} s, reserved {planned.reserved / GIB:.1f} GiB: {candidate.title}"
         )
-        yield from indented_toml(candidate.options)
+        yield from (f"    {line}" for line in toml_of(candidate.options).splitlines() if line)
 
 
 def search_record(found: Found) -> dict[str, Any]:
@@ -160,11 +160,6 @@ def search_record(found: Found) -> dict[str, Any]:
         "best": [{"options": candidate.options, **plan_record(planned)} for candidate, planned in found.best],
         "tried": found.tried,
     }
-
-
-def indented_toml(options: Options) -> Iterator[str]:
-    """Yield the options as lines of TOML, indented."""
-    return (f"    {line}" for line in toml_of(options).splitlines() if line)
 
 
 def toml_of(options: Options) -> str:

@@ -317,8 +317,6 @@ run_random_operators_plainly(Recorder)
 # Cost of one operator
 
 
-aten = torch.ops.aten
-
 INDEXED = {aten.gather, aten.scatter_, aten.scatter_add_}
 """Operators that touch as many elements as their index has: their third argument."""
 

@@ -18,7 +18,6 @@ from titanlite.batch import Batch
 from titanlite.loss import Targets, build_loss
 from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
-from titanlite.models.frozen import FrozenModel
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
@@ -89,7 +88,7 @@ def trace_step(
         models = {"": model}
         if frozen:
             other = parallelize_frozen(frozen, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
-            models[prefix_of(frozen)] = other
+            models[f"{frozen.section}."] = other
             targets.use(other)
         tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
@@ -319,8 +318,3 @@ def _explained_need_of_values() -> Iterator[None]:
             f"the step cannot be traced: {Path(file).name}:{line} asks for values ({error.func}), and a plan's "
             "tensors have none"
         ) from error
-
-
-def prefix_of(frozen: FrozenModel) -> str:
-    """Return the prefix of the FSDP units of a frozen model."""
-    return f"{frozen.section}."

@@ -102,26 +102,25 @@ def _validation(runs: Sequence[RunRecords]) -> Iterator[Trace]:
             for record in run.validation
         ]
         steps = [record["step"] for record in run.validation]
-        if len({name for table in tables for name in table}) > 1:
-            yield from _by_name(run, steps, tables, color if len(runs) > 1 else None)
+        yield from _by_name(run, steps, tables, color if len(runs) > 1 else None)
 
 
 def _shares(runs: Sequence[RunRecords]) -> Iterator[Trace]:
     for color, run in enumerate(runs):
         tables = [record.get("data_shares") or {} for record in run.metrics]
-        if len({name for table in tables for name in table}) > 1:
-            yield from _by_name(run, run.steps, tables, color if len(runs) > 1 else None)
+        yield from _by_name(run, run.steps, tables, color if len(runs) > 1 else None)
 
 
 def _by_name(
     run: RunRecords, steps: Sequence[int], tables: Sequence[Mapping[str, float]], color: int | None
 ) -> Iterator[Trace]:
-    """Yield a line for each name in tables of a run.
+    """Yield a line for each name in tables of a run; none if there is one name only.
 
     Args:
         color: of the run, of which each line gets another dash; None: there is one run, and each line has its color.
     """
-    for number, name in enumerate(sorted({name for table in tables for name in table})):
+    names = sorted({name for table in tables for name in table})
+    for number, name in enumerate(names if len(names) > 1 else []):
         points = [(step, table[name]) for step, table in zip(steps, tables, strict=True) if name in table]
         yield {
             "name": name if color is None else f"{run.name}: {name}",

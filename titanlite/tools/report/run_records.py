@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
@@ -73,7 +73,7 @@ def read_run(path: Path) -> RunRecords:
             f"{path}/metrics.jsonl has records of schema {other.get('schema', 1)}, of another version of titanlite, "
             f"and this one reads {SCHEMA}"
         )
-    run = _read_json(file_inside(path, "run.json"))
+    run = _read_tree(file_inside(path, "run.json"), json.loads)
     return RunRecords(
         name=Path(os.path.abspath(path)).name,
         path=path,
@@ -85,7 +85,7 @@ def read_run(path: Path) -> RunRecords:
         skipped=files["skipped"],
         layers=files["layers"],
         hashes=files["hashes"],
-        config=_read_config(file_inside(path, "config.toml")),
+        config=_read_tree(file_inside(path, "config.toml"), tomli.loads),
     )
 
 
@@ -106,18 +106,11 @@ def _read_lines(path: Path) -> list[Record]:
     return records
 
 
-def _read_json(path: Path) -> Record:
+def _read_tree(path: Path, parse: Callable[[str], Any]) -> Record:
+    """Return the content of a file of JSON or TOML; nothing if there is no such file, or it is damaged."""
     try:
-        found = json.loads(path.read_bytes()) if path.is_file() else {}
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _read_config(path: Path) -> Record:
-    try:
-        config = tomli.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return config if dict(flat(config)) else {}
+        tree = parse(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        return tree if isinstance(tree, dict) and dict(flat(tree)) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 
