@@ -113,7 +113,7 @@ def test_the_plan_counts_what_a_window_leaves() -> None:
     operands = (q_TNH, q_TNH, q_TNH, offsets, offsets, 40, 40, False, None)
     assert flops_of(operator, (*operands, window), {}, None) == (
         "attention",
-        4 * q_TNH.numel() * round(seen_by_hand(7)),
+        int(4 * q_TNH.numel() * seen_by_hand(7)),
     )
     assert flops_of(operator, operands, {}, None) == ("attention", 4 * q_TNH.numel() * int(seen_by_hand(40)))
 

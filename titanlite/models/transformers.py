@@ -26,7 +26,7 @@ from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.layers import Loss
-from titanlite.ops.attention import Documents
+from titanlite.ops.attention import Documents, additive_mask
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import TorchDispatchMode
 
@@ -66,35 +66,26 @@ def attend(
     if sliding_window is not None and sliding_window >= seq_len:
         sliding_window = None
     shared = q_BNLH.shape[1] // k_BNLH.shape[1]
-    is_causal = documents is None and sliding_window is None  # PyTorch needs no mask then
-    if softcap is None and s_aux is None:
-        mask = None if is_causal else _mask(q_BNLH, documents, sliding_window)
+    is_plain = softcap is None and s_aux is None
+    mask = None
+    if not is_plain or documents is not None or sliding_window is not None:
+        ids_BS = documents.ids_BS if documents else torch.zeros(1, seq_len, dtype=torch.int32, device=q_BNLH.device)
+        mask = additive_mask(ids_BS, q_BNLH.dtype if is_plain else torch.float32, window=sliding_window)
+    if is_plain:
         out_BNLH = F.scaled_dot_product_attention(
-            q_BNLH, k_BNLH, v_BNLH, mask, dropout, is_causal, scale=scaling, enable_gqa=shared > 1
+            q_BNLH, k_BNLH, v_BNLH, mask, dropout, mask is None, scale=scaling, enable_gqa=shared > 1
         )
         return out_BNLH.transpose(1, 2), None
-    mask = _mask(q_BNLH, documents, sliding_window)
     k_BNLH, v_BNLH = k_BNLH.repeat_interleave(shared, 1), v_BNLH.repeat_interleave(shared, 1)
     scores_BNLL = q_BNLH @ k_BNLH.transpose(2, 3) * (q_BNLH.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores_BNLL = softcap * torch.tanh(scores_BNLL / softcap)
-    scores_BNLL = scores_BNLL.float().masked_fill(~mask, -torch.inf)
+    scores_BNLL = scores_BNLL.float() + mask
     if s_aux is not None:
         sink_BNL1 = s_aux.float().view(1, -1, 1, 1).expand(*scores_BNLL.shape[:3], 1)
         scores_BNLL = torch.cat((scores_BNLL, sink_BNL1), -1)
     shares_BNLL = scores_BNLL.softmax(-1)[..., :seq_len]
     return (F.dropout(shares_BNLL, dropout).to(v_BNLH.dtype) @ v_BNLH).transpose(1, 2), None
-
-
-def _mask(q_BNLH: Tensor, documents: Documents | None, window: int | None) -> Tensor:
-    """Return which key each query sees: bool [B or 1, 1, L, L]."""
-    places = torch.arange(q_BNLH.shape[2], device=q_BNLH.device)
-    distance = places[:, None] - places
-    seen = distance >= 0 if window is None else (distance >= 0) & (distance < window)
-    if documents is None:
-        return seen[None, None]
-    ids = documents.ids_BS
-    return (seen & (ids[:, :, None] == ids[:, None, :]))[:, None]
 
 
 AttentionInterface.register(ATTENTION, attend)

@@ -346,8 +346,8 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["m
         sides = kwargs.get("window_size", args[place] if len(args) > place else None) or (-1, 0)
         if sides[0] >= 0:
             window = min(sides[0] + 1, keys)
-            seen = window - window**2 // (2 * keys) if queries == keys else min(seen, window)
-        return "attention", (10 if is_backward else 4) * T * N * H * seen
+            seen = window - window * (window - 1) / (2 * keys) if queries == keys else min(seen, window)
+        return "attention", int((10 if is_backward else 4) * T * N * H * seen)
     formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
     if formula is not None:
         operands = args[:3] if packet is aten.addmm else args  # the dtype of the result may follow
