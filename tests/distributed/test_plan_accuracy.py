@@ -47,7 +47,7 @@ SLOWER = {"document mask": 0.74, "Muon": 0.88, "reproducible layouts": 0.78, "mi
             name,
             case,
             id=f"{gpu['hardware']}, {name}",
-            marks=[] if name == "30B-A3B, 4 layers, 2 x 4096: eager" else pytest.mark.nightly,
+            marks=[] if name == "8B, 6 layers, 1 x 8192: eager" else pytest.mark.nightly,
         )
         for gpu in GPUS
         for name, case in gpu["cases"].items()
