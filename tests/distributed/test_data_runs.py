@@ -72,22 +72,12 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
             assert source["bits_per_byte"] == pytest.approx(record["loss"] / 0.6931472 * 296 / 295, rel=1e-6), "one eos"
 
 
-@pytest.mark.usefixtures("single_process_group")
-def test_validation_changes_nothing_in_training(tiny: TinyRun) -> None:
-    options = ["--validation.freq=1", f"--validation.path={tiny.text}", "--validation.sequences=9"]
-    train_on_this_rank(tiny.config("--job.name=with", "--validation.enable", *options), 0, 1)
-    train_on_this_rank(tiny.config("--job.name=without"), 0, 1)
-    assert tiny.losses("with") == tiny.losses("without")
-    records = validation_records(tiny, "with")
-    assert [record["step"] for record in records] == [1, 2, 3, 4, 5, 6]
-    assert records[-1]["loss"] < records[0]["loss"]
-
-
 def consumed(config: Config, samples: int) -> list[int]:
     return train_on_this_rank(config, 0, 1).samples.consumed(samples)
 
 
 def refusal(config: Config) -> str:
+    gc.freeze()  # what was there before is not walked through
     try:
         train_on_this_rank(config, 0, 1)
     except UserError as error:
@@ -139,23 +129,6 @@ def test_best_fit_packing_and_document_masks_train_alike_on_any_layout(tiny: Tin
 
 
 @pytest.mark.slow
-def test_a_run_resumes_within_a_ramp_of_its_batch_on_other_processes(tiny: TinyRun) -> None:
-    """Steps of 2, 2, 4, 4 and then 8 sequences of 16 tokens. The first start ends after the third."""
-    ramp = "[{until_tokens=64, global_batch_size=2}, {until_tokens=190, global_batch_size=4}]"
-    options = ["--training.local_batch_size=1", "--training.seq_len=16"]
-    ramped = [*options, f"--training.batch_ramp={ramp}"]
-    whole, first = "--job.name=whole", "--training.steps=3"
-    run_in_turn(trained, 1, [tiny.config(*ramped, whole), tiny.config(*ramped, first)])
-    run_in_turn(trained, 2, [tiny.config(*ramped, world_size=2)])
-    expected, found = tiny.records("whole"), tiny.records()
-    assert [it["samples"] for it in expected] == [it["samples"] for it in found] == [2, 4, 8, 12, 20, 28]
-    assert [it["loss"] for it in found] == pytest.approx([it["loss"] for it in expected], rel=1e-6)
-    with one_process():
-        refused = refusal(tiny.config(*options, "--training.steps=7"))
-    assert mentions(refused, "training.batch_ramp", "until_tokens", 64)
-
-
-@pytest.mark.slow
 def test_schedules_in_tokens_together_on_other_processes(tiny: TinyRun) -> None:
     """The first start ends in the middle of all four; the second, on two processes, reads and computes the rest."""
     config = tiny.toml.read_text().replace(f'path = "{tiny.text}"', "") + MIXTURE.format(tiny.text)
@@ -185,12 +158,15 @@ def test_schedules_in_tokens_together_on_other_processes(tiny: TinyRun) -> None:
     assert rates == pytest.approx([32 / 128, 64 / 128, 1, 1, 1, *decayed])
     flops = [it["tflops_per_device"] / it["tokens_per_second"] for it in expected]
     assert flops[0] < flops[3] < flops[5], "attention to fewer tokens"
+    without = [option for option in options if "batch_ramp" not in option]
+    with one_process():
+        refused = refusal(tiny.config(*without, "--training.tokens=600"))
+    assert mentions(refused, "training.batch_ramp", "until_tokens", 64)
 
 
 @pytest.mark.usefixtures("single_process_group")
-@pytest.mark.parametrize("options", [[], ["--data.document_mask"]])
-def test_shorter_sequences_train_as_with_that_seq_len(tiny: TinyRun, options: list[str]) -> None:
-    options = ["--training.steps=4", "--data.shuffle=false", "--training.max_norm=0.5", *options]
+def test_shorter_sequences_train_as_with_that_seq_len(tiny: TinyRun) -> None:
+    options = ["--training.steps=4", "--data.shuffle=false", "--training.max_norm=0.5", "--data.document_mask"]
     short = ["--training.seq_len=8", "--training.global_batch_size=8", "--job.name=short"]
     ramp = "--training.seq_len_ramp=[{until_tokens=1000000, seq_len=8}]"
     train_on_this_rank(tiny.config(*options, *short), 0, 1)

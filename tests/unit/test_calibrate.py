@@ -5,13 +5,9 @@ from pathlib import Path
 import pytest
 
 from tests.helpers import mentions
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import HARDWARE
 from titanlite.tools import cli
 from titanlite.tools.plan.hardware import load_hardware
 from titanlite.tools.plan.time import Collective, Group, collective_time
-
-H100 = next(it for it in HARDWARE if it.name == "H100")
 
 
 def test_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -29,9 +25,3 @@ def test_links_of_a_file_are_known(tmp_path: Path) -> None:
     found = load_hardware(tmp_path / "mine.toml")
     seconds = collective_time(Collective("all_gather", 8 * 10**12, Group(8, 8)), found, 8)
     assert seconds == pytest.approx(7e12 / 3e11, rel=1e-4)
-
-
-def test_a_file_of_an_earlier_version_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "mine.toml").write_text('base = "H100"\n[rates]\nlaunch_seconds = 1e-6\n')
-    with pytest.raises(UserError, match=r"^rates: unknown key"):
-        load_hardware(tmp_path / "mine.toml")

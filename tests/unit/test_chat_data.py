@@ -15,22 +15,19 @@ from tests.chat_tokenizer import write_chat_tokenizer
 from tests.helpers import mentions
 from tests.models import SMALL, built
 from titanlite.config.load import load
-from titanlite.data.loader import MicroBatches
-from titanlite.data.packing import BestFit, Stream
-from titanlite.data.samples import Samples, Source, as_batch
+from titanlite.data.packing import BestFit
+from titanlite.data.samples import as_batch
 from titanlite.data.sources import open_tokens
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.loss import token_loss
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
-from titanlite.schedule import BatchSizes
 from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.ingest import chat_template
 from titanlite.tools.ingest.chat_template import ChatTemplate, Refused
 from titanlite.tools.ingest.prepare import prepare_text
-from titanlite.tools.ingest.token_writer import TokenWriter
 
 CHATML = """\
 {{- bos_token }}
@@ -61,25 +58,6 @@ HEADERS = """\
 {% endgeneration %}{% else %}{{ message['content'] }}
 {% endif %}
 {% endfor %}
-"""
-
-LLAMA3 = """\
-{{- bos_token }}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set system = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- else %}
-    {%- set system = '' %}
-{%- endif %}
-{{- '<|start_header_id|>system<|end_header_id|>\\n\\n' + system + '<|eot_id|>' }}
-{%- for message in messages %}
-    {{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\\n\\n' }}
-    {%- if message['role'] == 'assistant' %}
-        {%- generation %}{{- message['content'] | trim + '<|eot_id|>' }}{% endgeneration %}
-    {%- else %}
-        {{- message['content'] | trim + '<|eot_id|>' }}
-    {%- endif %}
-{%- endfor %}
 """
 
 
@@ -131,6 +109,12 @@ def prepare(chats: Path, tokenizer: object, *options: object) -> tuple[int, Path
     return cli.run([*map(str, words)]), out
 
 
+def prepared(chats: Path, tokenizer: object, *options: object) -> Path:
+    code, out = prepare(chats, tokenizer, *options)
+    assert code == 0
+    return out
+
+
 def documents(folder: Path) -> list[tuple[list[int], list[bool]]]:
     """Return the tokens of each document, and which of them count in the loss."""
     store = TokenStore(folder)
@@ -152,34 +136,25 @@ def of_transformers(
     return found
 
 
-@pytest.fixture(scope="module")
-def prepared(tokenizer: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the tokens of the twenty chats, made by a process of its own."""
-    chats = write_chats(tmp_path_factory.mktemp("prepared") / "chats.jsonl", CHATS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("titanlite.tools.ingest.prepare.WORKER_BYTES", 1)
-        code, out = prepare(chats, tokenizer, "--workers", 2)
-    assert code == 0
-    return out
-
-
-def test_twenty_chats_are_those_of_transformers(tokenizer: Path, prepared: Path) -> None:
+def test_twenty_chats_are_those_of_transformers(
+    tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("titanlite.tools.ingest.prepare.WORKER_BYTES", 1)  # so that a process of its own makes them
+    out = prepared(write_chats(tmp_path / "chats.jsonl", CHATS), tokenizer, "--workers", 2)
     expected = of_transformers(tokenizer, CHATS)
     assert len(expected) == 20
-    assert documents(prepared) == expected
+    assert documents(out) == expected
     assert all(any(mask) and not all(mask) for _, mask in expected)
 
 
-@pytest.mark.parametrize("template", [HEADERS, LLAMA3], ids=["headers", "llama3"])
-def test_another_template(tmp_path: Path, tokenizer: Path, template: str) -> None:
+def test_another_template(tmp_path: Path, tokenizer: Path) -> None:
     """Blocks lose their line ends as in transformers."""
     plain = [chat for chat in CHATS if all(isinstance(it["content"], str) for it in chat)]
     file = tmp_path / "template.jinja"
-    file.write_text(template)
+    file.write_text(HEADERS)
     chats = write_chats(tmp_path / "chats.jsonl", plain)
-    code, out = prepare(chats, tokenizer, "--chat-template", file)
-    assert code == 0
-    assert documents(out) == of_transformers(tokenizer, plain, chat_template=template)
+    out = prepared(chats, tokenizer, "--chat-template", file)
+    assert documents(out) == of_transformers(tokenizer, plain, chat_template=HEADERS)
 
 
 TURNS = """\
@@ -201,8 +176,7 @@ def test_answers_end_where_a_character_has_several_tokens_or_none(tmp_path: Path
     (by_words / "tokenizer_config.json").write_text(json.dumps(config))
     counted = {}
     for folder in (by_bytes, by_words):
-        code, out = prepare(write_chats(folder / "chats.jsonl", chats), folder)
-        assert code == 0
+        out = prepared(write_chats(folder / "chats.jsonl", chats), folder)
         assert documents(out) == of_transformers(folder, chats)
         counted[folder] = [sum(mask) for _, mask in documents(out)]
     assert counted == {by_bytes: [7, 4], by_words: [2, 1]}
@@ -211,24 +185,21 @@ def test_answers_end_where_a_character_has_several_tokens_or_none(tmp_path: Path
 def test_tools_and_other_fields(tmp_path: Path, tokenizer: Path) -> None:
     tools = [{"type": "function", "function": {"name": "add", "description": "Adds <a> & b."}}]
     lines = [{"messages": [USER, ASSISTANT], "tools": tools}, {"messages": [USER, ASSISTANT], "id": 7}]
-    code, out = prepare(write_chats(tmp_path / "tools.jsonl", lines), tokenizer)
-    assert code == 0
+    out = prepared(write_chats(tmp_path / "tools.jsonl", lines), tokenizer)
     assert documents(out) == [
         *of_transformers(tokenizer, [[USER, ASSISTANT]], tools=tools),
         *of_transformers(tokenizer, [[USER, ASSISTANT]]),
     ]
     turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
     shared = write_chats(tmp_path / "shared.jsonl", [{"conversations": turns}])
-    code, out = prepare(shared, tokenizer, "--text-field", "conversations")
-    assert code == 0
+    out = prepared(shared, tokenizer, "--text-field", "conversations")
     assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
 
 
 def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> None:
     template = Path("train_configs/chat_template.jinja")
     chats = write_chats(tmp_path / "chats.jsonl", [[turn("system", "Be kind."), USER, ASSISTANT, USER]])
-    code, out = prepare(chats, "bytes", "--chat-template", template)
-    assert code == 0
+    out = prepared(chats, "bytes", "--chat-template", template)
     [(ids, mask)] = documents(out)
     assert bytes(ids[1:-1]) == b"System: Be kind.\nUser: Hello?\nAssistant: Hello.\nUser: Hello?\n"
     assert (ids[0], ids[-1]) == (256, 257)
@@ -256,8 +227,7 @@ def test_bad_chats_are_lines_of_their_own(tmp_path: Path, tokenizer: Path, capsy
         for number, (_, message) in enumerate(BAD, start=2)
     ]
     assert capsys.readouterr().err.splitlines()[-1].startswith(f"error: {expected[0]}")
-    code, out = prepare(chats, tokenizer, "--on-error", "skip")
-    assert code == 0
+    out = prepared(chats, tokenizer, "--on-error", "skip")
     printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
     for line in expected:
         assert [it for it in printed if it.startswith(line)], line
@@ -266,25 +236,14 @@ def test_bad_chats_are_lines_of_their_own(tmp_path: Path, tokenizer: Path, capsy
     assert (index["empty"], index["errors"]) == (1, len(BAD))
 
 
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--chat-template", "{folder}/unmarked.jinja"], ["{% generation %}"]),
-        (["--chat-template", "{folder}/none.jinja"], []),
-        (["--chat-template", "{folder}/broken.jinja"], ["template"]),
-    ],
-)
-def test_templates_that_cannot_be_used(
-    tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: list[str]
-) -> None:
-    (tmp_path / "unmarked.jinja").write_text("{% for it in messages %}{{ it.content }}{% endfor %}")
-    (tmp_path / "broken.jinja").write_text("{% for %}")
-    chats = write_chats(tmp_path / "chats.jsonl", CHATS)
-    code, out = prepare(chats, tokenizer, *[word.replace("{folder}", str(tmp_path)) for word in options])
+def test_a_file_that_is_no_template(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    broken = tmp_path / "broken.jinja"
+    broken.write_text("{% for %}")
+    code, out = prepare(write_chats(tmp_path / "chats.jsonl", CHATS), tokenizer, "--chat-template", broken)
     assert code == 2
     assert not out.exists()
     [line] = capsys.readouterr().err.splitlines()
-    assert mentions(line, options[1].replace("{folder}", str(tmp_path)), *words)
+    assert mentions(line, broken, "template")
 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -313,8 +272,7 @@ def test_a_chat_whose_template_fails_is_one_line_and_can_be_left_out(
     assert prepare(chats, tokenizer, "--chat-template", template)[0] == 2
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: {lines[0]}")
-    code, out = prepare(chats, tokenizer, "--chat-template", template, "--on-error", "skip")
-    assert code == 0
+    out = prepared(chats, tokenizer, "--chat-template", template, "--on-error", "skip")
     assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT], CHATS[2]])
     for error, line, words in zip(TokenStore(out).index["first_errors"], lines, FAILING.values(), strict=True):
         assert error.startswith(line)
@@ -378,8 +336,7 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
 
 def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenizer: Path) -> None:
     chats = [chat for chat in CHATS if len(json.dumps(chat)) < 1000]
-    code, out = prepare(write_chats(tmp_path / "chats.jsonl", chats), tokenizer)
-    assert code == 0
+    out = prepared(write_chats(tmp_path / "chats.jsonl", chats), tokenizer)
     model = built(replace(SMALL, vocab_size=260, max_seq_len=512))
 
     def loss(tokens: torch.Tensor, labels: torch.Tensor, **arguments: Any) -> tuple[float, int]:
@@ -398,50 +355,6 @@ def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenize
     assert packed[0] == pytest.approx(sum(total for total, _ in alone), rel=1e-6)
 
 
-def in_small_shards(store: TokenStore, folder: Path, *, shard_tokens: int) -> TokenStore:
-    """Write the same tokens, documents and mask again, in shards that end anywhere in a chat."""
-    about = store.index["tokenizer"]
-    sizes = {"vocab_size": about["vocab_size"], "shard_tokens": shard_tokens}
-    with TokenWriter(folder, tokenizer=about["fingerprint"], bos=False, eos=False, **sizes) as writer:
-        for at in range(0, len(store), shard_tokens):
-            count = min(shard_tokens, len(store) - at)
-            tokens, mask = store.read(at, count).astype(np.uint16), store.read_mask(at, count)
-            writer.add(tokens, store.document_starts(at, count) - at, mask)
-    return TokenStore(folder)
-
-
-@pytest.mark.parametrize("packing", [BestFit, Stream])
-def test_masks_across_shards_on_resume_and_on_more_ranks(tmp_path: Path, prepared: Path, packing: Any) -> None:
-    one = TokenStore(prepared)
-    many = in_small_shards(one, tmp_path / "many", shard_tokens=97)
-    edges = range(97, len(one), 97)
-    assert len(many.index["shards"]) == len(edges) + 1
-    starts = set(one.document_starts(0, len(one)).tolist())
-    assert [edge for edge in edges if edge not in starts and one.read_mask(edge - 1, 2).all()], "cuts an answer"
-    assert documents(tmp_path / "many") == documents(prepared)
-
-    def labels(store: TokenStore, *, ranks: int, steps: range) -> list[list[int]]:
-        more: dict[str, Any] = {"plan_folder": tmp_path / "plans"} if packing is BestFit else {"document_mask": True}
-        source = Source("chats", packing(store, seq_len=64, **more), store.fingerprint, marks_documents=True)
-        samples = Samples([source], seed=0)
-        each = [
-            iter(MicroBatches(4 * steps.start, sizes=BatchSizes((), 4), micro_batch_size=2, rank=rank, ranks=ranks))
-            for rank in range(ranks)
-        ]
-        found: list[list[int]] = []
-        for _ in steps:
-            for batches in each:
-                for _ in range(2 // ranks):
-                    found += samples.__getitems__(next(batches))["labels"].tolist()
-        return found
-
-    whole = labels(one, ranks=1, steps=range(10))
-    counted = [label for row in whole for label in row if label >= 0]
-    assert 0 < len(counted) < sum(len(row) for row in whole)
-    resumed = labels(many, ranks=1, steps=range(4)) + labels(many, ranks=2, steps=range(4, 10))
-    assert resumed == whole
-
-
 def of_config(data: Data, folder: Path) -> TokenStore:
     """Return the tokens of raw chats that a config names."""
     return prepare_text(
@@ -455,8 +368,7 @@ def test_raw_chats_of_a_config_are_the_tokens_of_the_command(tmp_path: Path, tok
     file = tmp_path / "a.jinja"
     file.write_text(CHATML)
     name, template = (tokenizer, "tokenizer") if own_tokens else ("python-2k", str(file))
-    code, out = prepare(chats, name, *([] if own_tokens else ["--chat-template", template]))
-    assert code == 0
+    out = prepared(chats, name, *([] if own_tokens else ["--chat-template", template]))
     data = Data(path=str(chats), tokenizer=str(name), chat_template=template)
     store = of_config(data, tmp_path)
     assert documents(store.folder) == documents(out)

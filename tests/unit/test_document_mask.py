@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import varlen
@@ -28,14 +27,11 @@ from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.registry import resolve_model
 from titanlite.ops.attention import Boundaries, document_arguments
-from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
-from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
-from titanlite.schema import ActivationCheckpoint, Compile, Float8, Parallelism, Training
-from titanlite.step import train_step
+from titanlite.schema import ActivationCheckpoint
 
 GROUPED = SMALL
 ALL_HEADS = replace(SMALL, n_kv_heads=4)
@@ -51,12 +47,6 @@ def labels_for(rows: list[list[int]]) -> Tensor:
     labels = tokens_for(rows, seed=2)
     labels[:, ::3] = IGNORE
     return labels
-
-
-def batch_of(rows: list[list[int]]) -> dict[str, Tensor]:
-    positions, ids, boundaries = documents(rows)
-    tokens, labels = tokens_for(rows), labels_for(rows)
-    return {"tokens": tokens, "labels": labels, "positions": positions, "documents": ids, "boundaries": boundaries}
 
 
 def loss_and_gradients(
@@ -123,9 +113,7 @@ def alone(model: Llama3, tokens: Tensor, labels: Tensor, rows: list[list[int]]) 
     return torch.cat(logits), gradients
 
 
-@pytest.mark.parametrize("args", [GROUPED, ALL_HEADS, replace(SMALL, tied_head=True)], ids=["grouped", "all", "tied"])
-def test_packed_sequences_are_their_documents_alone(args: Llama3Args) -> None:
-    model = built(args)
+def check_against_documents_alone(model: Llama3) -> None:
     tokens, labels, where = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
     logits, gradients = alone(model, tokens, labels, ROWS)
     assert logits.std() > 0.1
@@ -136,7 +124,9 @@ def test_packed_sequences_are_their_documents_alone(args: Llama3Args) -> None:
         assert close(found[name], gradient), name
 
 
-# Positions
+@pytest.mark.parametrize("args", [GROUPED, ALL_HEADS, replace(SMALL, tied_head=True)], ids=["grouped", "all", "tied"])
+def test_packed_sequences_are_their_documents_alone(args: Llama3Args) -> None:
+    check_against_documents_alone(built(args))
 
 
 # Without documents
@@ -168,45 +158,14 @@ MODES = {
 }
 
 
-def compiled(args: Llama3Args, mode: ActivationCheckpoint | None = None) -> tuple[Llama3, Any]:
-    """Compile like `compile_blocks`, with a backend that needs no C++ compiler. Returns its counter too."""
-    from torch._dynamo.testing import CompileCounterWithBackend
-
-    torch._dynamo.reset()
-    counter = CompileCounterWithBackend("aot_eager")
-    model = built(args)
-    if mode is not None:
-        apply_activation_checkpoint(model, recompute_policies(mode, len(model.layers)))
-    for block in model.layers:
-        block.compile(fullgraph=True, backend=counter)
-    return model, counter
-
-
-def sharded(compute: Any = "float32") -> Llama3:
-    model = built(GROUPED)
-    parallelism = Parallelism()
-    parallelize(
-        model, mesh=build_mesh(parallelism, world_size=1, device_type="cpu"), kernels=CpuKernels(),
-        parallelism=parallelism,
-        training=Training(mixed_precision_param=compute), activation_checkpoint=ActivationCheckpoint(),
-        compile=Compile(), float8=Float8(),
-    )  # fmt: skip
-    return model
-
-
-def step(model: Llama3, batches: list[dict[str, Tensor]]) -> Tensor:
-    """Loss of one step of plain gradient descent."""
-    group = dist.group.WORLD
-    assert group is not None
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    return train_step(model, batches, optimizer=optimizer, group=group, max_norm=0.0).loss
-
-
 @pytest.mark.usefixtures("single_process_group")
-def test_half_precision_reaches_the_mask() -> None:
+def test_half_precision_reaches_the_mask(tiny: TinyRun) -> None:
     """FSDP makes activations bfloat16; the mask must be of their type, and positions and boundaries integers."""
-    whole = float(step(sharded(), [batch_of(ROWS)]))
-    assert float(step(sharded("bfloat16"), [batch_of(ROWS)])) == pytest.approx(whole, rel=0.02)
+    for dtype in ("float32", "bfloat16"):
+        options = ["--data.document_mask", f"--training.mixed_precision_param={dtype}", "--training.steps=3"]
+        train_on_this_rank(tiny.config(*options, f"--job.name={dtype}"), 0, 1)
+    assert tiny.losses("bfloat16") == pytest.approx(tiny.losses("float32"), rel=0.02)
+    assert tiny.losses("bfloat16") != tiny.losses("float32")
 
 
 # The kernel of variable length
@@ -262,15 +221,10 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
 
 @pytest.mark.parametrize("args", [GROUPED, ALL_HEADS], ids=["grouped queries", "all heads"])
 def test_the_packed_kernel_gets_the_documents_of_the_mask(args: Llama3Args, kernel_calls: Counter[str]) -> None:
-    model, tokens, labels = built(args), tokens_for(ROWS), labels_for(ROWS)
-    logits, gradients = alone(model, tokens, labels, ROWS)
-    assert not kernel_calls
-    where = documents(ROWS)
-    assert isinstance(model.kernels.attention_mask(where, model.tok_embeddings(tokens), 16), Boundaries)
-    assert close(model(tokens, documents=where).flatten(0, 1), logits)
-    _, found = loss_and_gradients(model, tokens, labels, where)
-    for name, gradient in gradients.items():
-        assert close(found[name], gradient), name
+    model = built(args)
+    mask = model.kernels.attention_mask(documents(ROWS), model.tok_embeddings(tokens_for(ROWS)), 16)
+    assert isinstance(mask, Boundaries)
+    check_against_documents_alone(model)
     assert kernel_calls == {"forward": 4, "backward": 2}
 
 
@@ -291,8 +245,15 @@ def test_checkpointing_by_operations_keeps_the_kernels_output(
 
 @pytest.mark.long
 def test_another_number_of_documents_recompiles_nothing(kernel_calls: Counter[str]) -> None:
-    model, counter = compiled(GROUPED, MODES["op"])
-    for rows in (ROWS, [[16], [16]], [[4, 4, 4, 4], [1, 15]]):
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")  # needs no C++ compiler
+    model = built(GROUPED)
+    apply_activation_checkpoint(model, recompute_policies(MODES["op"], len(model.layers)))
+    for block in model.layers:
+        block.compile(fullgraph=True, backend=counter)
+    for rows in (ROWS, [[4, 4, 4, 4], [1, 15]]):
         inputs = tokens_for(rows), labels_for(rows), documents(rows)
         loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
         kernel_calls.clear()

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -96,14 +97,19 @@ class Allocations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+def backward(comm: ReduceScatter) -> Any:
+    """Return a layer with reduced gradients."""
+    model: Any = nn.Linear(4, 6, bias=False)
+    fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
+    model.set_custom_reduce_scatter(comm)
+    model(torch.ones(1, 4)).sum().backward()
+    return model
+
+
 @pytest.mark.parametrize("shares", [False, True])
 def test_gradients_come_from_the_pool_of_activations(shares: bool) -> None:
-    with fake_process_group(2):
-        model: Any = nn.Linear(4, 6, bias=False)
-        fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-        model.set_custom_reduce_scatter(ReduceScatter(ranks=2, shares=shares))
-        with Allocations() as mode:
-            model(torch.ones(1, 4)).sum().backward()
+    with fake_process_group(2), Allocations() as mode:
+        model = backward(ReduceScatter(ranks=2, shares=shares))
         compute, reduces = torch.cpu.current_stream(), fsdp_param_group(model).comm_ctx.reduce_scatter_stream
     assert compute != reduces
     assert mode.streams[(12,)] == [compute if shares else reduces]
@@ -134,11 +140,8 @@ def test_an_input_that_was_not_reduced_does_not_exchange_inputs_and_outputs() ->
 def test_the_only_rank_copies_no_gradients() -> None:
     allocated: list[int] = []
     for shares in (False, True):
-        model: Any = nn.Linear(4, 6, bias=False)
-        fully_shard(model)
-        model.set_custom_reduce_scatter(ReduceScatter(ranks=1, shares=shares))
         with Allocations() as mode:
-            model(torch.ones(1, 4)).sum().backward()
+            model = backward(ReduceScatter(ranks=1, shares=shares))
         allocated.append(len(mode.streams[(24,)]))
         assert torch.equal(model.weight.grad.full_tensor(), torch.ones(6, 4))
     assert allocated[0] - allocated[1] == 1
@@ -155,10 +158,7 @@ def test_the_input_of_an_awaited_reduction_is_freed_at_once() -> None:
 
     for waits in (False, True):
         with fake_process_group(2):
-            model: Any = nn.Linear(4, 6, bias=False)
-            fully_shard(model, mesh=init_device_mesh("cpu", (2,)))
-            model.set_custom_reduce_scatter(Watched(ranks=2, shares=True, waits=waits))
-            model(torch.ones(1, 4)).sum().backward()
+            backward(Watched(ranks=2, shares=True, waits=waits))
     assert sizes == [(96, 96), (96, 0)]
 
 

@@ -16,9 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers import fake_mesh
-from titanlite.models.base import build_on_meta
+from titanlite.models.base import Model, build_on_meta
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
-from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.parallelize.materialize import SLICE, allocate, draw_weights, set_dtype
 from titanlite.runtime.hash_random import random_bits, salt
@@ -45,12 +45,7 @@ def distance_to(cdf: Callable[[float], float], sample: Tensor) -> float:
 def test_normal() -> None:
     sample = drawn(Normal(std=0.02, mean=0.1))
     assert distance_to(NormalDist(0.1, 0.02).cdf, sample) < 1.63, "exceeded by 1 % of true samples"
-    scaled = (sample - 0.1) / 0.02
-    assert scaled.mean().item() == pytest.approx(0, abs=4 / math.sqrt(COUNT))
-    assert scaled.std().item() == pytest.approx(1, abs=4 / math.sqrt(2 * COUNT))
-    assert scaled.pow(3).mean().item() == pytest.approx(0, abs=4 * math.sqrt(15 / COUNT))
-    assert scaled.pow(4).mean().item() == pytest.approx(3, abs=4 * math.sqrt(96 / COUNT))
-    assert 4 < scaled.abs().max() < 6, "tails"
+    assert 4 < ((sample - 0.1) / 0.02).abs().max() < 6, "tails"
     assert len(sample.unique()) == COUNT
 
 
@@ -107,7 +102,6 @@ def test_values_are_pinned() -> None:
         assert hashlib.sha256(found).hexdigest()[:16] == expected
 
 
-LLAMA = Llama3Args(dim=24, n_layers=1, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
 MOE = Qwen3MoeArgs(
     dim=16, n_layers=1, n_heads=2, n_kv_heads=1, head_dim=8, hidden_dim=10, vocab_size=31, max_seq_len=16, n_experts=6,
     n_active_experts=2,
@@ -115,20 +109,14 @@ MOE = Qwen3MoeArgs(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    ("dim", "args", "dtype"),
-    [
-        (0, LLAMA, torch.float32), (0, MOE, torch.bfloat16), (1, LLAMA, torch.bfloat16), (1, MOE, torch.float32),
-    ],
-    ids=["rows", "rows of experts", "columns", "columns of experts"],
-)  # fmt: skip
-def test_a_shard_is_that_part_of_the_whole(args: Any, dtype: torch.dtype, dim: int) -> None:
+@pytest.mark.parametrize(("dim", "dtype"), [(0, torch.bfloat16), (1, torch.float32)], ids=["rows", "columns"])
+def test_a_shard_is_that_part_of_the_whole(dtype: torch.dtype, dim: int) -> None:
     """Rows that divide evenly among ranks and that do not, and columns that do."""
 
-    def model() -> Llama3 | Qwen3Moe:
-        found = build_on_meta(Qwen3Moe if args is MOE else Llama3, args)
+    def model() -> Model:
+        found = build_on_meta(Qwen3Moe, MOE)
         set_dtype(found, dtype)
-        return found  # pyright: ignore[reportReturnType]
+        return found
 
     whole = model()
     allocate(whole, CPU, CPU)
@@ -140,7 +128,7 @@ def test_a_shard_is_that_part_of_the_whole(args: Any, dtype: torch.dtype, dim: i
 
         for rank in range(math.prod(degrees)):
             with fake_mesh(rank, degrees) as mesh:
-                sharded = model()
+                sharded: Any = model()
                 fully_shard(sharded, mesh=mesh, shard_placement_fn=lambda p: Shard(dim_of(p)))
                 allocate(sharded, CPU, CPU)
                 draw_weights(sharded, device=CPU, seed=3)

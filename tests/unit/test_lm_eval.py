@@ -14,7 +14,6 @@ from titanlite.tools import cli
 
 pytest.importorskip("lm_eval")
 
-import torch
 import yaml
 from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
 from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
@@ -74,24 +73,20 @@ def own_scores(tiny: TinyRun) -> tuple[dict[str, Any], dict[str, list[tuple[floa
     return {task.name: task.measure(scores[task.name]) for task in tasks}, pairs
 
 
-@pytest.mark.long
-def test_scores_are_those_of_the_harness(tiny: TinyRun) -> None:
-    metrics, answers = own_scores(tiny)
+def adapter_of(tiny: TinyRun) -> CheckpointLM:
     source = open_source(str(tiny.folder / "outputs" / "tiny"))
     tokenizer = load_tokenizer("python-2k")
     opening = opening_ids(tokenizer, source.config)
-    with torch.no_grad():
-        adapter = CheckpointLM(
-            load_model(source),
-            tokenizer=tokenizer,
-            opening=opening,
-            kernels=CpuKernels(),
-            seq_len=SEQ_LEN,
-            batch_size=5,
-        )
+    options: dict[str, Any] = {"tokenizer": tokenizer, "opening": opening, "kernels": CpuKernels()}
+    return CheckpointLM(load_model(source), **options, seq_len=SEQ_LEN, batch_size=5)
+
+
+@pytest.mark.long
+def test_scores_are_those_of_the_harness(tiny: TinyRun) -> None:
+    metrics, answers = own_scores(tiny)
     exported = HFLM(pretrained=str(tiny.folder / "hf"), dtype="float32", device="cpu", batch_size=4)
     assert exported.max_length == SEQ_LEN
-    for model in (exported, adapter):
+    for model in (exported, adapter_of(tiny)):
         results, samples = scored_by_harness(tiny, model)
         assert samples.keys() == answers.keys() == {*SHIPPED, "mine"}
         for name, its in samples.items():
@@ -105,16 +100,7 @@ def test_scores_are_those_of_the_harness(tiny: TinyRun) -> None:
 @pytest.mark.long
 def test_a_checkpoint_is_a_model_of_the_harness(tiny: TinyRun) -> None:
     """Rolling likelihoods and texts are those of its own model on the export."""
-    source = open_source(str(tiny.folder / "outputs" / "tiny"))
-    tokenizer = load_tokenizer("python-2k")
-    adapter = CheckpointLM(
-        load_model(source),
-        tokenizer=tokenizer,
-        opening=opening_ids(tokenizer, source.config),
-        kernels=CpuKernels(),
-        seq_len=SEQ_LEN,
-        batch_size=2,
-    )
+    adapter = adapter_of(tiny)
     folder = str(tiny.folder / "hf")
     bare = HFLM(pretrained=folder, dtype="float32", device="cpu", add_bos_token=False)
     exported = HFLM(pretrained=folder, dtype="float32", device="cpu")

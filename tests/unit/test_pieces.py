@@ -4,7 +4,7 @@ import json
 import pickle
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -71,7 +71,7 @@ def test_faults_are_those_that_counting_each_element_finds() -> None:
     assert min(found.values()) > 40
 
 
-def stored(folder: Path, tensors: dict[str, tuple[Sequence[int], list[Box]]]) -> None:
+def stored(folder: Path, tensors: Mapping[str, tuple[Sequence[int], Sequence[Box]]]) -> None:
     """Write a checkpoint of float32 tensors, with their shapes and pieces. Piece N is in the file of rank N."""
     sizes: dict[str, int] = {}
     ends: dict[str, list[Any]] = {}
@@ -93,20 +93,14 @@ def stored(folder: Path, tensors: dict[str, tuple[Sequence[int], list[Box]]]) ->
 
 
 BLOCKS: dict[str, Any] = {f"model.layers.{block}.w": ([7, 6], ROWS) for block in range(3)}
-GAP = {"model.w": ([7, 6], ROWS[:1])}
-OVERLAP = {"model.w": ([7, 6], [([0, 0], [4, 6]), ([3, 0], [3, 6])])}
 
 
-@pytest.mark.parametrize(
-    ("tensors", "elements"),
-    [(GAP, "[4:7, :]"), (OVERLAP, "[3:4, 0:6]")],
-)
-def test_damage_is_one_line(tmp_path: Path, capfd: Ends, tensors: dict[str, Any], elements: str) -> None:
-    stored(tmp_path, tensors)
+def test_damage_is_one_line(tmp_path: Path, capfd: Ends) -> None:
+    stored(tmp_path, {"model.w": ([7, 6], ROWS[:1])})
     assert run(["checkpoint", "show", str(tmp_path)]) == 2
     out, error = capfd.readouterr()
     assert (out, len(error.splitlines())) == ("", 1)
-    assert mentions(error, f"{tmp_path / folder_name(3)}/.metadata", "model.w", elements)
+    assert mentions(error, f"{tmp_path / folder_name(3)}/.metadata", "model.w", "[4:7, :]")
 
 
 def test_a_file_of_another_size_than_the_manifest_states(tmp_path: Path, capfd: Ends) -> None:

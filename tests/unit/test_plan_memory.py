@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.helpers import mentions
-from titanlite.config.load import load
+from tests.plans import planned
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.tools.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
-from titanlite.tools.plan.estimate import Layout, plan
+from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.fusion import fused_sizes
 from titanlite.tools.plan.gpu_kernels import attention_scratch
 from titanlite.tools.plan.hardware import find_hardware
@@ -96,9 +96,7 @@ def test_scratch_of_flash_attention(keys: int, buffer: int) -> None:
 
 @pytest.mark.long
 def test_a_plan_with_too_much_host_memory_does_not_fit_and_is_not_offered() -> None:
-    words = ["--training.enable_cpu_offload", "--training.global_batch_size=8", "--model.args.n_layers=2"]
-    config, hardware = load("train_configs/llama3_8b.toml", words, world_size=8), find_hardware("H100")
-    found = plan(config, Layout(8, hardware, 8))
+    found, hardware = planned("--training.enable_cpu_offload"), find_hardware("H100")
     assert found.fits
     assert found.host_of_node == 8 * found.host > 8 * 3 * 4 * found.parameters / 8
     small = replace(found, layout=replace(found.layout, hardware=replace(hardware, node_memory=found.host_of_node - 1)))

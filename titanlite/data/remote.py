@@ -11,7 +11,6 @@ import logging
 import os
 import platform
 import re
-import shutil
 from collections.abc import Callable
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from typing import TypeVar
 from titanlite.data.tokens import FORMAT, INDEX, ShardFile, stated_files
 from titanlite.runtime.console import install_hint, progress_bar
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import lock_work
+from titanlite.runtime.files import lock_work, publish, write_atomically
 from titanlite.storage.retry import PERMANENT, AccessDenied, RetriesExhausted, retry
 from titanlite.storage.storage import ObjectStorage
 
@@ -132,16 +131,8 @@ def _copy(place: ObjectStorage, index: bytes, files: list[ShardFile], folder: Pa
         finally:
             copy.stop.set()
             pool.shutdown(cancel_futures=True)
-    with open(staging / INDEX, "wb") as file:
-        file.write(index)
-        file.flush()
-        os.fsync(file.fileno())
-    try:
-        os.rename(staging, folder)
-    except OSError:  # another machine was faster, with the same
-        shutil.rmtree(staging)
-        if not (folder / INDEX).is_file():
-            raise
+    write_atomically(staging / INDEX, index)
+    publish(staging, folder, last=INDEX)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import stat
 import tempfile
 import time
@@ -107,6 +108,23 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> 
         file.flush()
         os.fsync(file.fileno())
     os.replace(staging, path)
+
+
+def publish(staging: Path, folder: Path, *, last: str) -> None:
+    """Rename a complete folder to its place. If another machine was faster, its folder stays: others may be reading it.
+
+    Args:
+        last: file that a folder has only when it is complete.
+
+    Raises:
+        OSError: something else is in the place.
+    """
+    try:
+        os.rename(staging, folder)
+    except OSError:
+        shutil.rmtree(staging)
+        if not (folder / last).is_file():
+            raise
 
 
 def is_taken(path: Path) -> bool:

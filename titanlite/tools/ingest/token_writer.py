@@ -17,7 +17,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from titanlite.data.tokens import FORMAT, GROWING, INDEX
-from titanlite.runtime.files import write_atomically
+from titanlite.runtime.files import publish, write_atomically
 
 PROGRESS = "resume.json"
 SHARD_TOKENS = 2**27
@@ -146,12 +146,7 @@ class TokenWriter:
             "shards": self._shards,
         }
         write_atomically(self._staging / INDEX, json.dumps(index, indent=1))
-        try:
-            os.rename(self._staging, self.folder)
-        except OSError:  # another machine was faster; others may read its folder already
-            shutil.rmtree(self._staging)
-            if not (self.folder / INDEX).is_file():
-                raise
+        publish(self._staging, self.folder, last=INDEX)
         for name in (PROGRESS, GROWING):
             (self.folder / name).unlink(missing_ok=True)  # wanted until here
 

@@ -1,6 +1,5 @@
 """Estimate: how much memory and time a config takes on given devices."""
 
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -18,7 +17,7 @@ from titanlite.techniques import choose_trained, places, used
 from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
-from titanlite.tools.plan.time import Kernel, StepTime, Unit, host_time, step_time
+from titanlite.tools.plan.time import StepTime, host_time, step_time
 from titanlite.tools.plan.trace import trace_step
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 
@@ -270,7 +269,9 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         accumulation=accumulation,
         host=host,
         disk=disk,
-        flops=layout.world_size * accumulation * sum(it.flops for it in _kernels(workload.units)),
+        flops=layout.world_size
+        * accumulation
+        * sum(it.flops for unit in workload.units for it in (*unit.forward, *unit.backward)),
         model_flops=model_flops,
         traffic=traced.traffic,
         time=time,
@@ -278,10 +279,6 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         tokens=tokens,
         mfu=model_flops / (time.total * peak * layout.world_size),
     )
-
-
-def _kernels(units: Iterable[Unit]) -> Iterable[Kernel]:
-    return (kernel for unit in units for kernel in (*unit.forward, *unit.backward))
 
 
 # Targets

@@ -88,7 +88,8 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
     Raises:
         UserError: nothing fits, or the global batch cannot be split over the processes.
     """
-    with ProcessPoolExecutor(cores(), multiprocessing.get_context("spawn"), _begin) as pool:
+    spawn = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(cores(), spawn, torch.set_num_threads, (1,)) as pool:
         return best_axes(config, layout, partial(_search, pool=pool, count=count))
 
 
@@ -161,10 +162,6 @@ def variants_of(config: Config, layout: Layout) -> dict[str, Options]:
         for variant in product(*filter(None, offered))
     }
     return {words: it for words, it in chosen.items() if not any(exclusions(with_options(config, it)))}
-
-
-def _begin() -> None:
-    torch.set_num_threads(1)
 
 
 class Layouts:

@@ -8,7 +8,7 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
+from functools import cache, partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -123,8 +123,9 @@ class _Reader:
             self._refuse("doc_to_choice is missing")
         self.metrics = [*self._metrics()]
         self.files = self._files()
-        self._jinja = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-        self._jinja.filters["regex_replace"] = _regex_replace
+        jinja = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
+        jinja.filters["regex_replace"] = _regex_replace
+        self._template = cache(jinja.from_string)  # compiled once, not for each question
 
     def read(self, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Task:
         """
@@ -213,7 +214,7 @@ class _Reader:
             return value
         if value in document:
             return document[value]
-        text = self._jinja.from_string(value).render(**document)
+        text = self._template(value).render(**document)
         if key == "doc_to_choice":
             return ast.literal_eval(text)
         return int(text) if text.isdigit() and self.form.doc_to_choice is not None else text
