@@ -251,17 +251,17 @@ class Own(Model):
         (["--training.epochs=2"], ["training.epochs"]),
         (["--checkpoint.initial_load_path=weights"], ["checkpoint.initial_load_path"]),
         (["--model.args.tied_head"], ["optimizer.parametrization", "tied_head", "--standard"]),
-        (["--model.file=own.py"], ["Args", "dim"]),
+        (["--model.file=own_ladder.py"], ["Args", "dim"]),
         (["--training.stepss=2"], ["training.steps"]),
     ],
 )
 def test_what_has_no_ladder(
     tiny: TinyRun, capsys: pytest.CaptureFixture[str], words: list[str], expected: list[object]
 ) -> None:
-    if "--model.file=own.py" in words:
-        (tiny.folder / "own.py").write_text(OWN_MODEL)
+    if "--model.file=own_ladder.py" in words:
+        (tiny.folder / "own_ladder.py").write_text(OWN_MODEL)
         tiny.toml.write_text(f'[data]\npath = "{tiny.text}"\n')
-        words, shape = [f"--model.file={tiny.folder}/own.py", f"--job.dump_folder={tiny.folder}/outputs"], []
+        words, shape = [f"--model.file={tiny.folder}/own_ladder.py", f"--job.dump_folder={tiny.folder}/outputs"], []
     else:
         shape = LADDER
     assert cli.run(["ladder", str(tiny.toml), *shape, *words]) == 2
