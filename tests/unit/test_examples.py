@@ -2,6 +2,7 @@
 
 import runpy
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -9,7 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+import titanlite
 from tests.helpers import TinyRun
+from titanlite.models.base import build_on_meta
+from titanlite.models.llama3 import Llama3
+from titanlite.models.registry import resolve_model
 from titanlite.runtime.user_code import find_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -31,6 +36,26 @@ def test_a_sweep_and_a_sweep_that_is_repeated(
         pytest.approx(tiny.losses(name)[-1], abs=1e-4) for name in ("tiny-lr-0.001", "tiny-lr-0.01")
     ]
     assert tables[1][1:] == tables[0][1:]
+
+
+def test_the_recipe_reads_the_source_of_packages(tmp_path: Path) -> None:
+    """Its files are those of a wheel but tests and empty ones, and its tokens 20 for each parameter of the blocks."""
+    texts = {"p/b.py": "b = 1\n", "p/a.py": "a = 1\n", "p/tests/t.py": "t = 1\n", "p/e.py": "\n", "p/x.txt": "x"}
+    with zipfile.ZipFile(tmp_path / "p-1.0-py3-none-any.whl", "w") as wheel:
+        for name, text in texts.items():
+            wheel.writestr(name, text)
+    fetch = runpy.run_path(str(EXAMPLES / "python_source" / "fetch.py"))
+    assert fetch["texts_of"](tmp_path / "p-1.0-py3-none-any.whl") == [
+        {"text": text, "path": f"p-1.0-py3-none-any/{name}"}
+        for name, text in (("p/a.py", "a = 1\n"), ("p/b.py", "b = 1\n"))
+    ]
+    config = titanlite.load_config(
+        str(EXAMPLES / "python_source" / "python_source.toml"),
+        {"data.path": "stdlib://train", "validation.path": "stdlib://validation"},
+    )
+    _, args = resolve_model(config.model.name, config.model.flavor, {**config.model.args, "vocab_size": 256})
+    model = build_on_meta(Llama3, args)
+    assert config.training.tokens == 20 * sum(parameter.numel() for parameter in model.layers.parameters())
 
 
 def soap_by_the_paper(weight: np.ndarray, gradients: list[np.ndarray], *, lr: float, decay: float) -> np.ndarray:

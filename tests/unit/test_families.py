@@ -10,9 +10,12 @@ import torch
 from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
 from titanlite.models.decoder import Decoder, LayerAttention
+from titanlite.models.initial import Constant, Scaled
 from titanlite.models.layers import Attention
 from titanlite.models.registry import resolve_model
 from titanlite.ops.cpu import CpuKernels
+from titanlite.schema import Optimizer
+from titanlite.techniques.parametrization import find_scaling
 from titanlite.tools.convert.generation import Generator
 from titanlite.tools.plan.recorder import flops_of
 
@@ -116,6 +119,14 @@ def test_the_plan_counts_what_a_window_leaves() -> None:
         int(4 * q_TNH.numel() * seen_by_hand(7)),
     )
     assert flops_of(operator, operands, {}, None) == ("attention", 4 * q_TNH.numel() * int(seen_by_hand(40)))
+
+
+def test_branches_shrink_with_the_depth_by_their_norms() -> None:
+    model = built("olmo3")
+    found = find_scaling(model, Optimizer(parametrization="completep", base_width=64, base_depth=2))
+    residual = {name: it.initial for name, it in found.items() if it.role == "residual"}
+    assert {name.split(".")[2] for name in residual} == {"attention_norm", "ffn_norm"}
+    assert set(residual.values()) == {Scaled(Constant(1.0), 0.5)}
 
 
 def test_layers_of_a_family() -> None:

@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from titanlite.models.base import DECODER, ModelArgs, TensorPlan
+from titanlite.models.base import DECODER, ModelArgs, Roles, TensorPlan
 from titanlite.models.decoder import Block, Decoder, DecoderArgs, LayerAttention
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
@@ -106,6 +106,7 @@ HF_REST = tuple(entry for entry in HF_DECODER if entry.ours not in {norm.ours fo
 
 class Olmo3(Decoder):
     draws_random = False
+    roles: ClassVar[Roles] = {"layers.*.attention_norm.weight": "residual", "layers.*.ffn_norm.weight": "residual"}
     tensor_plan: ClassVar[TensorPlan] = {"layers.*.attention.[qk]_norm": "norm", **DECODER}
     formats = Formats(
         hugging_face=HuggingFace(
