@@ -14,9 +14,10 @@ from titanlite.models.initial import Constant, Scaled
 from titanlite.models.layers import Attention
 from titanlite.models.registry import resolve_model
 from titanlite.ops.cpu import CpuKernels
-from titanlite.schema import Optimizer
+from titanlite.schema import ActivationCheckpoint, Config, Optimizer
 from titanlite.techniques.parametrization import find_scaling
 from titanlite.tools.convert.generation import Generator
+from titanlite.tools.plan.estimate import period_of
 from titanlite.tools.plan.recorder import flops_of
 
 COUNTS = {("smollm3", "3B"): 3_075_098_624, ("olmo3", "7B"): 7_298_011_136, ("olmo3", "32B"): 32_233_522_176}
@@ -119,6 +120,12 @@ def test_the_plan_counts_what_a_window_leaves() -> None:
         int(4 * q_TNH.numel() * seen_by_hand(7)),
     )
     assert flops_of(operator, operands, {}, None) == ("attention", 4 * q_TNH.numel() * int(seen_by_hand(40)))
+
+
+def test_the_plan_repeats_blocks_after_their_pattern() -> None:
+    assert period_of(Config(), built("olmo3", n_layers=10)) == 4
+    each_third = ActivationCheckpoint(mode="selective", selective_ac_option=3)
+    assert period_of(Config(activation_checkpoint=each_third), built("olmo3", n_layers=10)) == 12
 
 
 def test_branches_shrink_with_the_depth_by_their_norms() -> None:

@@ -1,6 +1,7 @@
 """Estimate: how much memory and time a config takes on given devices."""
 
 from dataclasses import asdict, dataclass, replace
+from math import lcm
 from typing import Any
 
 from titanlite.checks.preflight import select_model
@@ -185,7 +186,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     spec, seq_len = model_of(config), config.training.seq_len
     model = trained_model(spec, config)
     depth = len(model.layers)
-    period = period_of(config)
+    period = period_of(config, model)
     edge = max(2, period)
     few = 2 * edge + (depth - 2 * edge) % period
     shapes: list[Any] = [spec.args]
@@ -301,11 +302,13 @@ def _read_spec(path: str, config: str | None, section: str) -> ModelSpec:
 # Models of few blocks in place of one of many
 
 
-def period_of(config: Config) -> int:
-    """Number of blocks after which activation checkpointing repeats."""
+def period_of(config: Config, model: Model) -> int:
+    """Number of blocks after which activation checkpointing, and what the attention of layers sees, repeat."""
     options = config.activation_checkpoint
     every_nth = options.selective_ac_option
-    return every_nth if options.mode == "selective" and isinstance(every_nth, int) else 1
+    recomputed = every_nth if options.mode == "selective" and isinstance(every_nth, int) else 1
+    layers = getattr(model, "attentions", [None])
+    return lcm(recomputed, next(n for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n]))
 
 
 def can_vary(spec: ModelSpec, config: Config, few: int) -> bool:

@@ -104,7 +104,7 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
     small = config.model_copy(update={"training": training, "compile": compiler})
     spec = resolved.model
     if not config.model.file:  # else each block is tried
-        spec = _few_blocks(spec, config, 2 * period_of(config))
+        spec = _few_blocks(spec, config, 2 * period_of(config, spec.build()))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
     targets = copy(resolved.targets)
     if targets.frozen:
