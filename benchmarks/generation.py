@@ -37,7 +37,6 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=128)
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--dtype", choices=DTYPES, default="float32")
-    parser.add_argument("--no-cache", action="store_true", help="measure titanlite without its cache, too")
     add_record_option(parser)
     options = parser.parse_args()
     device = pick_device(Ranks(0, 1, 0, 1))
@@ -47,10 +46,8 @@ def main() -> None:
     print(f"{shape}, {device}, {torch.get_num_threads()} threads, torch {torch.__version__}")
     contenders = {
         "transformers": lambda: generate_theirs(theirs, options, device),
-        "titanlite": Ours(ours, options, device),
+        "titanlite": lambda: generate_ours(ours, options, device),
     }
-    if options.no_cache:
-        contenders["titanlite without a cache"] = Ours(ours, options, device, use_cache=False)
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     cpu_seconds: dict[str, list[float]] = {name: [] for name in contenders}
     loads = []
@@ -118,26 +115,11 @@ def generate_theirs(model: Any, options: argparse.Namespace, device: torch.devic
     return found[0, options.prompt_tokens :].tolist()
 
 
-class Ours:
-    """A call generates from an empty cache."""
-
-    def __init__(
-        self, model: Llama3, options: argparse.Namespace, device: torch.device, *, use_cache: bool = True
-    ) -> None:
-        self.model, self.options, self.device, self.use_cache = model, options, device, use_cache
-
-    def __call__(self) -> list[int]:
-        set_key_source(self.model, None)
-        generator = Generator(
-            self.model,
-            kernels=pick_kernels(self.device),
-            vocab_size=self.options.vocab_size,
-            max_seq_len=4096,
-            use_cache=self.use_cache,
-        )
-        found = generator.stream(prompt(self.options), max_new_tokens=self.options.new_tokens, sampler=Sampler())
-        tokens = list(found)
-        return tokens
+def generate_ours(model: Llama3, options: argparse.Namespace, device: torch.device) -> list[int]:
+    """Generate from an empty cache."""
+    set_key_source(model, None)
+    generator = Generator(model, kernels=pick_kernels(device), vocab_size=options.vocab_size, max_seq_len=4096)
+    return list(generator.stream(prompt(options), max_new_tokens=options.new_tokens, sampler=Sampler()))
 
 
 if __name__ == "__main__":

@@ -80,6 +80,7 @@ def attend(
     scores_BNLL = q_BNLH @ k_BNLH.transpose(2, 3) * (q_BNLH.shape[-1] ** -0.5 if scaling is None else scaling)
     if softcap is not None:
         scores_BNLL = softcap * torch.tanh(scores_BNLL / softcap)
+    assert mask is not None
     scores_BNLL = scores_BNLL.float() + mask
     if s_aux is not None:
         sink_BNL1 = s_aux.float().view(1, -1, 1, 1).expand(*scores_BNLL.shape[:3], 1)
