@@ -136,6 +136,41 @@ def test_branches_shrink_with_the_depth_by_their_norms() -> None:
     assert set(residual.values()) == {Scaled(Constant(1.0), 0.5)}
 
 
+@pytest.mark.parametrize(
+    ("family", "changes"),
+    [
+        ("olmo3", {"window": 0}),
+        ("olmo3", {"rope_scaling_factor": 0.5}),
+        ("olmo3", {"dim": 60, "n_heads": 8, "n_kv_heads": 8}),
+        ("smollm3", {"no_rope_every": 0}),
+    ],
+)
+def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=next(iter(changes))):
+        replace(FAMILIES[family][1], **changes)
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("olmo3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
+        ("olmo3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers"),
+        ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+    ],
+)
+def test_configs_that_a_family_cannot_compute_are_refused(family: str, changes: dict[str, Any], named: str) -> None:
+    model_cls, args = FAMILIES[family]
+    hugging_face = model_cls.formats.hugging_face
+    assert hugging_face is not None
+    config = hugging_face.to_config(args)
+    with pytest.raises(ValueError, match=named):
+        hugging_face.to_args({**config, **changes})
+    del config["num_hidden_layers"], config["layer_types" if family == "olmo3" else "no_rope_layers"]
+    with pytest.raises(ValueError, match="num_hidden_layers is missing"):
+        hugging_face.to_args(config)
+
+
 def test_layers_of_a_family() -> None:
     assert built("olmo3").attentions == [LayerAttention(window=7)] * 3 + [LayerAttention(rope=1)]
     assert built("smollm3").attentions == [LayerAttention()] * 3 + [LayerAttention(rope=None)]

@@ -61,7 +61,7 @@ def report_start(
     logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     if isinstance(model, Decoder):
-        name = attention_of(model.args, model.kernels, config, torch.device(mesh.device_type))
+        name = attention_backend(model.args, model.kernels, config, torch.device(mesh.device_type))
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
         logger.info(f"kernels  attention by {name}{chosen}")
     logger.info(f"applied  {', '.join(applied(config, blocks=len(model.layers)))}")
@@ -181,10 +181,10 @@ def check_attention(model: Model, config: Config, device: torch.device) -> None:
     """
     if device.type == "cuda" and isinstance(model, Decoder):
         kernels = pick_kernels(device, attention_backend=config.training.attention_backend)
-        attention_of(model.args, kernels, config, device)
+        attention_backend(model.args, kernels, config, device)
 
 
-def attention_of(args: DecoderArgs, kernels: Kernels, config: Config, device: torch.device) -> str:
+def attention_backend(args: DecoderArgs, kernels: Kernels, config: Config, device: torch.device) -> str:
     """Return the backend of a model's attention.
 
     Raises:

@@ -31,6 +31,7 @@ from titanlite.models.layers import (
     rope_at,
     rope_cos_sin,
 )
+from titanlite.ops.attention import seen_causally
 
 MAX_LAYERS = 10_000
 
@@ -76,6 +77,8 @@ class DecoderArgs(ModelArgs):
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_layers > MAX_LAYERS:  # a mistake in a file: building them would take hours
             raise ValueError(f"n_layers {self.n_layers:,} is more than {MAX_LAYERS:,}")
+        if type(self).head_size is DecoderArgs.head_size and self.dim % (2 * self.n_heads):
+            raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads})")
         if self.n_heads % self.n_kv_heads:
             raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
 
@@ -128,7 +131,12 @@ class Decoder(Model):
             args.head_size,
             window=attention.window,
             rotates=attention.rope is not None,
+            **self.attention_options(),
         )
+
+    def attention_options(self) -> dict[str, Any]:
+        """Arguments of `Attention` that all layers of the family share."""
+        return {}
 
     def build_feed_forward(self) -> nn.Module:
         return FeedForward(self.args.dim, self.args.hidden_dim)
@@ -145,24 +153,21 @@ class Decoder(Model):
         ]
         x_BLD = self.tok_embeddings(tokens)
         masks = self._masks(x_BLD, documents)
-        for block, attention in zip(self.layers, self.attentions, strict=True):
-            x_BLD = block(x_BLD, *ropes[attention.rope or 0], masks[attention.window])
+        for block, attention, mask in zip(self.layers, self.attentions, masks, strict=True):
+            x_BLD = block(x_BLD, *ropes[attention.rope or 0], mask)
         return self.head(x_BLD, loss)
 
-    def _masks(self, x_BLD: Tensor, documents: Documents | None) -> dict[int | None, AttentionMask | None]:
-        """Return the mask of each window. None: causal attention without a mask."""
+    def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:
+        """Return the mask of each layer, which those with the same window share. None: causal without a mask."""
         whole = x_BLD.shape[1] if documents is None else documents.ids_BS.shape[1]
-        masks: dict[int | None, AttentionMask | None] = {}
-        for window in {attention.window for attention in self.attentions}:
-            limit = window if window is not None and window < whole else None
-            if limit not in masks:
-                masks[limit] = None
-                if documents is not None or limit is not None:
-                    masks[limit] = self.kernels.attention_mask(
-                        documents, x_BLD, self.args.head_size, self.key_source, window=limit
-                    )
-            masks[window] = masks[limit]
-        return masks
+        limits = [it.window if it.window is not None and it.window < whole else None for it in self.attentions]
+        masks: dict[int | None, AttentionMask | None] = dict.fromkeys(limits)
+        for limit in masks:
+            if documents is not None or limit is not None:
+                masks[limit] = self.kernels.attention_mask(
+                    documents, x_BLD, self.args.head_size, self.key_source, window=limit
+                )
+        return [masks[limit] for limit in limits]
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         std = 0.02
@@ -196,9 +201,7 @@ class Decoder(Model):
         weights = args.n_layers * (attention + self.feed_forward_weights()) + args.dim * args.vocab_size
         weights += sum(parameter.numel() for parameter in added_parameters(self).values())
         windows = [min(it.window or seq_len, seq_len) for it in self.attentions]
-        # A causal mask leaves each token of the first `n` on average (n + 1) / 2 of them, and later ones all n.
-        seen = [n * (1 - (n - 1) / (2 * seq_len)) if causal else n for n in windows]
-        scores = [args.n_heads * args.head_size * n for n in seen]
+        scores = [args.n_heads * args.head_size * (seen_causally(n, seq_len) if causal else n) for n in windows]
         frozen = sum(self._weights_per_token(name, p) for name, p in unique_parameters(self) if not p.requires_grad)
         first = self._blocks_without_backward()
         skipped = first * 2 * (attention + self.feed_forward_weights()) + 8 * sum(scores[:first])

@@ -33,11 +33,6 @@ class Llama3Args(DecoderArgs):
     def ropes(self) -> tuple[Rope, ...]:
         return (Rope(theta=self.rope_theta, factor=self.rope_scaling_factor),)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.dim % (2 * self.n_heads):
-            raise ValueError(f"dim {self.dim} must be a multiple of 2 x n_heads ({self.n_heads})")
-
 
 def _write_rope(args: Llama3Args) -> ConfigJson:
     if args.rope_scaling_factor == 1.0:

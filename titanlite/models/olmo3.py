@@ -22,7 +22,7 @@ from titanlite.models.decoder_formats import (
     rope_theta,
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.layers import Attention, AttentionMask, Rope
+from titanlite.models.layers import AttentionMask, Rope
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
 """Constants of `Rope`, by their keys of config.json."""
@@ -52,8 +52,9 @@ class Olmo3Args(DecoderArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.window < 1 or self.full_every < 1:
-            raise ValueError(f"window and full_every must be at least 1, got {self.window} and {self.full_every}")
+        for name in ("window", "full_every", "rope_scaling_factor"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class PostNormBlock(Block):
@@ -90,7 +91,9 @@ def _read_rest(config: ConfigJson) -> dict[str, Any]:
     expected = {**YARN, "attention_factor": 0.1 * math.log(factor) + 1} if scaling else {}
     if wrong := {key: scaling[key] for key, value in expected.items() if scaling.get(key, value) != value}:
         raise ValueError(f"RoPE scaling {wrong} is not supported, only {expected}")
-    kinds = config.get("layer_types") or [KINDS[(layer + 1) % 4 == 0] for layer in range(config["num_hidden_layers"])]
+    kinds = config.get("layer_types") or [
+        KINDS[(layer + 1) % 4 == 0] for layer in range(config.get("num_hidden_layers", 0))
+    ]
     every = kinds.index(KINDS[True]) + 1 if KINDS[True] in kinds else len(kinds) + 1
     if kinds != [KINDS[(layer + 1) % every == 0] for layer in range(len(kinds))]:
         raise ValueError(f"layer_types {kinds} is not supported, only full attention in each n-th layer")
@@ -135,7 +138,5 @@ class Olmo3(Decoder):
             self.args, attention=self.build_attention(attention), feed_forward=self.build_feed_forward()
         )
 
-    def build_attention(self, attention: LayerAttention) -> Attention:
-        args = self.args
-        heads = args.n_heads, args.n_kv_heads, args.head_size
-        return Attention(args.dim, *heads, qk_norm_eps=args.norm_eps, norms_heads=False, window=attention.window)
+    def attention_options(self) -> dict[str, Any]:
+        return {"qk_norm_eps": self.args.norm_eps, "norms_heads": False}

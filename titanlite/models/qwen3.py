@@ -1,10 +1,10 @@
 """Qwen3, dense (arXiv:2505.09388): a Llama with normalized queries and keys, whose head size is its own number."""
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from titanlite.models.base import ModelArgs
-from titanlite.models.decoder import Decoder, DecoderArgs, LayerAttention
+from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
@@ -19,7 +19,6 @@ from titanlite.models.decoder_formats import (
     write_plain_rope,
 )
 from titanlite.models.formats import Formats, HuggingFace, Table
-from titanlite.models.layers import Attention
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,6 +68,5 @@ class Qwen3(Decoder):
 
     args: Qwen3Args  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def build_attention(self, attention: LayerAttention) -> Attention:
-        args = self.args
-        return Attention(args.dim, args.n_heads, args.n_kv_heads, args.head_dim, qk_norm_eps=args.norm_eps)
+    def attention_options(self) -> dict[str, Any]:
+        return {"qk_norm_eps": self.args.norm_eps}

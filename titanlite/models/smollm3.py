@@ -25,6 +25,11 @@ class SmolLM3Args(DecoderArgs):
     no_rope_every: int = 4
     """Each so many layers, the last has no positions."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.no_rope_every < 1:
+            raise ValueError(f"no_rope_every must be at least 1, got {self.no_rope_every}")
+
     def attention_of(self, layer: int) -> LayerAttention:
         return LayerAttention(rope=None if (layer + 1) % self.no_rope_every == 0 else 0)
 
@@ -36,8 +41,10 @@ def _write_rest(args: SmolLM3Args) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    every, layers = config.get("no_rope_layer_interval", 4), config["num_hidden_layers"]
+    every, layers = config.get("no_rope_layer_interval", 4), config.get("num_hidden_layers", 0)
     rotates = config.get("no_rope_layers")
+    if every < 1:
+        raise ValueError(f"no_rope_layer_interval is {every}, and must be at least 1")
     if rotates is not None and rotates[:layers] != [int((layer + 1) % every != 0) for layer in range(layers)]:
         raise ValueError(f"no_rope_layers {rotates} is not supported, only each {every}th layer without positions")
     return {**read_plain_rope(config, 2e6), "no_rope_every": every}

@@ -26,7 +26,7 @@ from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.layers import Loss
-from titanlite.ops.attention import Documents, additive_mask
+from titanlite.ops.attention import Documents, additive_mask, seen_causally
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import TorchDispatchMode
 
@@ -166,9 +166,7 @@ class Transformers(Model):
         window = getattr(config, "sliding_window", None) or seq_len
         seen = {"full_attention": seq_len, "attention": seq_len, "sliding_attention": min(window, seq_len)}
         tokens = [seen.get(kind, 0) for kind in kinds]
-        # A causal mask leaves each token of the first `n` on average (n + 1) / 2 of them, and later ones all n.
-        sums = [n * (n + 1) / 2 + (seq_len - n) * n if causal else seq_len * n for n in tokens]
-        return weights + 12 * heads * size * sum(sums) / seq_len
+        return weights + 12 * heads * size * sum(seen_causally(n, seq_len) if causal else n for n in tokens)
 
 
 def _factor(config: PretrainedConfig) -> float:

@@ -124,6 +124,11 @@ def attend(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask |
     )
 
 
+def seen_causally(window: int, seq_len: int) -> float:
+    """Tokens that a token of a sequence sees on average under a causal mask, itself included, of at most `window`."""
+    return window - window * (window - 1) / (2 * seq_len)
+
+
 def repeat_heads(x_BKLH: Tensor, n_heads: int) -> Tensor:
     """Repeat each key or value head for its group of query heads -> [B, N, L, H]."""
     return x_BKLH.repeat_interleave(n_heads // x_BKLH.shape[1], dim=1)

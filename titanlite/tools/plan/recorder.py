@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from titanlite.observer import Phase, StepObserver
+from titanlite.ops.attention import seen_causally
 from titanlite.runtime.dtypes import name_of
 from titanlite.runtime.private_torch.fsdp import FSDPObserver
 from titanlite.runtime.private_torch.tensors import is_in_backward, storage_key, wrapped_tensors
@@ -346,7 +347,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["m
         sides = kwargs.get("window_size", args[place] if len(args) > place else None) or (-1, 0)
         if sides[0] >= 0:
             window = min(sides[0] + 1, keys)
-            seen = window - window * (window - 1) / (2 * keys) if queries == keys else min(seen, window)
+            seen = seen_causally(window, keys) if queries == keys else min(seen, window)
         return "attention", int((10 if is_backward else 4) * T * N * H * seen)
     formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
     if formula is not None:
