@@ -59,7 +59,11 @@ def mentions(text: str, *words: object) -> bool:
     return all(re.search(rf"(?<!\w){re.escape(str(word))}(?!\w)", text) for word in words)
 
 
-def wait_until(condition: Callable[[], object], seconds: float = 30) -> None:
+LONGEST = 600
+"""Seconds that a test waits for other processes: machines that are busy take ten times as long as idle ones."""
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60) -> None:
     """Wait for what another thread or process does. It fails after some time."""
     deadline = time.monotonic() + seconds
     while not condition():
@@ -154,9 +158,7 @@ def one_process() -> Iterator[None]:
             dist.destroy_process_group()
 
 
-def run_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo", timeout: float = 120
-) -> list[Any]:
+def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> list[Any]:
     """Call function(rank, world_size, *args) on each of world_size processes of a process group.
 
     Returns what each rank returned. The results that the ranks write count, not the exit codes of the processes.
@@ -171,7 +173,7 @@ def run_ranks(
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + timeout
+        deadline = time.monotonic() + LONGEST
         results = [_result(Path(folder, str(rank)), processes[rank], deadline) for rank in range(len(processes))]
         for process in processes:
             process.kill()
@@ -259,7 +261,7 @@ def titanlite(*arguments: str, **environ: str) -> tuple[int, list[str], list[str
     """Run a command; return its exit code, and the lines of its standard output and standard error."""
     command = [sys.executable, "-m", "titanlite", *arguments]
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | environ
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120, check=False)
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=LONGEST, check=False)
     return result.returncode, result.stdout.splitlines(), result.stderr.splitlines()
 
 
@@ -269,5 +271,11 @@ def run_train(*arguments: str, cwd: Path, **environ: str) -> "subprocess.Complet
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
     environment |= {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | environ
     return subprocess.run(
-        [str(script), *arguments], capture_output=True, text=True, env=environment, cwd=cwd, timeout=300, check=False
+        [str(script), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=cwd,
+        timeout=LONGEST,
+        check=False,
     )

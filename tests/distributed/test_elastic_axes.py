@@ -73,7 +73,7 @@ def test_saved_on_one_axis_and_loaded_on_each_other(
         words = [*model, *layout, "--data.document_mask", f"--training.steps={steps}", f"--job.name={name}"]
         return tiny.config(*words, world_size=world_size)
 
-    saved = run_in_turn(continued, 4, [config(f"saved-{saver}", saver, 3) for saver in savers], timeout=600)
+    saved = run_in_turn(continued, 4, [config(f"saved-{saver}", saver, 3) for saver in savers])
     pairs = [(saver, place) for saver in savers for place in places]
     for saver, place in pairs:
         shutil.copytree(tiny.folder / "outputs" / f"saved-{saver}", tiny.folder / "outputs" / f"{saver}-on-{place}")
@@ -81,7 +81,7 @@ def test_saved_on_one_axis_and_loaded_on_each_other(
     for world_size in (1, 4):
         chosen = [(saver, place) for saver, place in pairs if places[place][0] == world_size]
         configs = [config(f"{saver}-on-{place}", place, 6) for saver, place in chosen]
-        found = run_in_turn(continued, world_size, configs, timeout=600)
+        found = run_in_turn(continued, world_size, configs)
         for (saver, place), ranks in zip(chosen, found, strict=True):
             [(drawn, after), *_] = saved[savers.index(saver)]
             assert unequal(initial, {name: drawn[name] for name in initial}) == [], saver

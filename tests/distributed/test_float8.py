@@ -54,7 +54,7 @@ def test_one_all_reduce_for_all_scales(tiny: TinyRun) -> None:
         return tiny.config(f"--job.name={name}", *more, *degrees(1, 2), *options, world_size=2)
 
     configs = [config("halves", "--training.steps=4"), config("halves"), config("apart", APART)]
-    (first, _), (second, _), (apart, _) = run_in_turn(scale_reductions, 2, configs, timeout=400)
+    (first, _), (second, _), (apart, _) = run_in_turn(scale_reductions, 2, configs)
     assert (first, second) == (4 + 1, 2 + 1), "one a step, and one before the first"
     assert apart == (6 * 2 + 3) * LAYERS, "one for each gather: forward, backward, and 3 validations"
     # The losses are those of scales that each gather computes: after a step that is left out, after loading, and of

@@ -147,7 +147,7 @@ def test_techniques_that_trade_memory_for_time_change_no_bit(
     all_options = [["--job.name=reference"], *several_named]
     short = ["--training.steps=3", "--checkpoint.enable=false", "--model.args.n_layers=2"]
     configs = [tiny.config(*short, *options, world_size=ranks) for options in all_options]
-    reference, *others = (found[0] for found in run_in_turn(trained, ranks, configs, timeout=240))
+    reference, *others = (found[0] for found in run_in_turn(trained, ranks, configs))
     for index, (options, weights) in enumerate(zip(several, others, strict=True)):
         name = f"exact-{index}"
         assert tiny.losses(name) == tiny.losses("reference"), options

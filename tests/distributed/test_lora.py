@@ -88,7 +88,7 @@ def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(tin
             tiny.config(*LORA, *options, f"--job.name={name}", world_size=world_size)
             for name, options in several.items()
         ]
-        found |= dict(zip(several, run_in_turn(train, world_size, configs, timeout=600), strict=True))
+        found |= dict(zip(several, run_in_turn(train, world_size, configs), strict=True))
     for name, results in found.items():
         like = "int8" if name.startswith("int8") else "single"
         narrow = "bfloat16" in name

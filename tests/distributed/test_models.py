@@ -84,7 +84,7 @@ def test_compiled_blocks_give_the_same_losses(tiny: TinyRun, family: str, mode: 
         tiny.config(*options, f"--job.name={name}", *more, world_size=2)
         for name, more in (("eager", []), ("compiled", ["--compile.enable"]))
     ]
-    eager, compiled = run_in_turn(compiled_graphs, 2, configs, timeout=400)
+    eager, compiled = run_in_turn(compiled_graphs, 2, configs)
     assert [graphs for graphs, _ in eager] == [0, 0]
     assert [graphs for graphs, _ in compiled] == [1, 1], "one for all blocks"
     assert compiled[0][1] == pytest.approx(eager[0][1], rel=1e-5)

@@ -25,7 +25,7 @@ def test_every_rank_writes_its_collectives(tiny: TinyRun) -> None:
         tiny.config(*options, "--compile.enable=true", "--job.name=on", world_size=2),
         tiny.config("--compile.enable=true", "--job.name=off", world_size=2),
     ]
-    run_in_turn(train, 2, configs, timeout=240)
+    run_in_turn(train, 2, configs)
     assert tiny.losses("on") == tiny.losses("off")
     for rank in (0, 1):
         path = tiny.folder / f"outputs/on/profile/step-{STEPS:08}/rank-{rank}.json.gz"

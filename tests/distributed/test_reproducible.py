@@ -172,7 +172,7 @@ def test_twenty_steps_on_every_layout_have_one_hash(tiny: TinyRun, model: str) -
             for layout in layouts
             if layout[0] * layout[1] == world_size
         ]  # fmt: skip
-        run_in_turn(train, world_size, configs, timeout=600)
+        run_in_turn(train, world_size, configs)
     wide, narrow = (
         {tuple(hashes(tiny, job(dtype, *layout), steps=20)) for layout in layouts} for dtype in ("float32", "bfloat16")
     )

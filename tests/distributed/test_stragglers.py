@@ -65,7 +65,7 @@ def test_the_rank_that_others_wait_for_is_named(tiny: TinyRun) -> None:
         config("data", f"--data.path=python://{code}:LateOn1", *degrees(1, 4)),
         config("none", f"--training.loss={code}:late_everywhere", *degrees(1, 4)),
     ]
-    compute, data, none = run_in_turn(_train, 4, configs, timeout=300)
+    compute, data, none = run_in_turn(_train, 4, configs)
     for name, lines, rank, kind in (("compute", compute, 2, "compute"), ("data", data, 1, "the wait for data")):
         [line] = lines[0]
         assert line.startswith(f"rank {rank} of host ")

@@ -7,15 +7,8 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.layouts import degrees, trained
-from titanlite.models.base import Model
-from titanlite.parallelize.compile import compile_blocks
+from tests.layouts import degrees, trace_blocks, trained
 from titanlite.schema import Config
-
-
-def trace_blocks(model: Model, **_: object) -> None:
-    """Compile with a backend that is ready in a second; graphs are the same for any backend."""
-    compile_blocks(model, backend="aot_eager")
 
 
 def graphs_and_names(rank: int, world_size: int, config: Config) -> tuple[int, list[str]]:
@@ -40,7 +33,7 @@ def test_compiled_blocks_share_one_graph_and_give_the_same_losses(tiny: TinyRun,
     options = [*degrees(1, 2), "--training.steps=3", "--checkpoint.enable=false", "--model.args.n_layers=2"]
     compiled = ["--job.name=compiled", "--compile.enable", "--activation_checkpoint.mode=selective"]
     runs = [tiny.config(*words, *options, world_size=2) for words in (["--job.name=eager"], compiled)]
-    [(none, names), _], [(graphs, names_of_compiled), _] = run_in_turn(train, 2, runs, timeout=300)
+    [(none, names), _], [(graphs, names_of_compiled), _] = run_in_turn(train, 2, runs)
     assert (none, graphs) == (0, 1)
     assert names_of_compiled == names
     assert tiny.losses("compiled") == pytest.approx(tiny.losses("eager"), rel=1e-5)

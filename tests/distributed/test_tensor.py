@@ -70,7 +70,7 @@ def compared(tiny: TinyRun, techniques: dict[str, list[str]], layouts: list[tupl
             tiny.config(*common, *options, *degrees(*layout), f"--job.name={name}", world_size=world_size)
             for name, options in zip(names, techniques.values(), strict=True)
         ]
-        results |= dict(zip(names, run_in_turn(finished, world_size, configs, timeout=600), strict=True))
+        results |= dict(zip(names, run_in_turn(finished, world_size, configs), strict=True))
     loads = [
         (values, tiny.config(*common, *options, *degrees(*ONE), f"--job.name={name}-{'-'.join(map(str, layouts[0]))}"))
         for name, options in techniques.items()

@@ -65,7 +65,7 @@ def test_losses_have_the_same_bits(tiny: TinyRun, chosen: set[str]) -> None:
         if name in chosen
         for run, words in zip(names[name], ([], [TOGETHER]), strict=True)
     ]
-    counts = [ranks[0] for ranks in run_in_turn(counted, 2, configs, timeout=600)]
+    counts = [ranks[0] for ranks in run_in_turn(counted, 2, configs)]
     found = dict(zip(names, zip(counts[::2], counts[1::2], strict=True), strict=True))
     for name, (without, together) in names.items():
         values = [[(it["loss"], it["grad_norm"]) for it in tiny.records(run)] for run in (without, together)]
@@ -83,7 +83,7 @@ def test_compiled_blocks_have_the_same_bits(tiny: TinyRun) -> None:
     options = [*FEW_STEPS, "--compile.enable", "--activation_checkpoint.mode=full", *degrees(1, 2)]
     runs = {"apart": [], "together": [TOGETHER]}
     configs = [tiny.config(*options, *words, f"--job.name={name}", world_size=2) for name, words in runs.items()]
-    run_in_turn(trained, 2, configs, timeout=600)
+    run_in_turn(trained, 2, configs)
     assert tiny.losses("together") == tiny.losses("apart")
 
 

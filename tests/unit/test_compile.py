@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, mentions, train_on_this_rank
+from tests.layouts import trace_blocks
 from tests.recorders import recorder, records, result_of
 from titanlite.metrics.recorder import CompileWatch
-from titanlite.models.base import Model
 from titanlite.observer import CurrentPhase, Phase
-from titanlite.parallelize.compile import compile_blocks, use_cache
+from titanlite.parallelize.compile import use_cache
 from titanlite.schema import Compile
 
 PLACE = "TORCHINDUCTOR_CACHE_DIR"
@@ -124,10 +124,6 @@ def test_nothing_is_compiled_after_the_first_step(
 ) -> None:
     """Documents of other lengths in each batch, several micro-batches, and validation, which compiles once for itself:
     it has no backward. The blocks are traced as always, and not turned into machine code."""
-
-    def trace_blocks(model: Model, **_: object) -> None:
-        compile_blocks(model, backend="aot_eager")
-
     monkeypatch.setattr("titanlite.parallelize.compile_blocks", trace_blocks)
     graphs: list[int] = []
     original = CompileWatch.end_step

@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.helpers import TinyRun, mentions, one_process, train_on_this_rank
+from tests.layouts import trace_blocks
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.base import Model
 from titanlite.ops.cpu import CpuKernels
@@ -177,7 +178,8 @@ def test_a_run_records_tasks_and_trains_the_same(tiny: TinyRun, model: Model) ->
 
 
 @pytest.mark.slow
-def test_compiled_blocks_are_not_compiled_for_tasks(tiny: TinyRun) -> None:
+def test_compiled_blocks_are_not_compiled_for_tasks(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("titanlite.parallelize.compile_blocks", trace_blocks)
     options = ["--compile.enable", "--validation.enable", f"--validation.path={tiny.text}", "--validation.freq=3"]
     tasks = "--validation.tasks=['number_choice']"
     graphs = []

@@ -412,6 +412,7 @@ def watching(
 
     def repeat(act: Callable[[], None]) -> None:
         try:
+            act()  # at once, so that a rank that stops in its first steps is known by its host and process
             while not watchdog.is_over.wait(watchdog.interval):
                 act()
         except Exception as error:
