@@ -31,7 +31,7 @@ class Own(Llama3):
         "layers.*.feed_forward": "split", "*.up": "columns", "*.down": "rows", "head.output": "vocabulary",
     }  # fmt: skip
 
-    def build_feed_forward(self) -> nn.Module:
+    def build_feed_forward(self, layer: int) -> nn.Module:
         return Wide(self.args.dim, self.args.hidden_dim)
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
@@ -56,5 +56,5 @@ class Ungated(Experts):
 class OwnExperts(Qwen3Moe):
     draws_random = False
 
-    def build_feed_forward(self) -> nn.Module:
+    def build_feed_forward(self, layer: int) -> nn.Module:
         return Ungated(self.args)

@@ -111,7 +111,7 @@ class Decoder(Model):
         self.args: DecoderArgs = args
         self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
         self.attentions = [args.attention_of(layer) for layer in range(args.n_layers)]
-        self.layers = nn.ModuleList(self.build_block(attention) for attention in self.attentions)
+        self.layers = nn.ModuleList(self.build_block(layer) for layer in range(args.n_layers))
         self.head = Head(args.dim, args.vocab_size, args.norm_eps)
         if args.tied_head:
             self.head.output.weight = self.tok_embeddings.weight
@@ -119,11 +119,12 @@ class Decoder(Model):
         self.register_buffer("rope_cos", torch.empty(shape), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape), persistent=False)
 
-    def build_block(self, attention: LayerAttention) -> Block:
-        return Block(self.args, attention=self.build_attention(attention), feed_forward=self.build_feed_forward())
+    def build_block(self, layer: int) -> Block:
+        attention, feed_forward = self.build_attention(layer), self.build_feed_forward(layer)
+        return Block(self.args, attention=attention, feed_forward=feed_forward)
 
-    def build_attention(self, attention: LayerAttention) -> Attention:
-        args = self.args
+    def build_attention(self, layer: int) -> Attention:
+        args, attention = self.args, self.attentions[layer]
         return Attention(
             args.dim,
             args.n_heads,
@@ -138,11 +139,11 @@ class Decoder(Model):
         """Arguments of `Attention` that all layers of the family share."""
         return {}
 
-    def build_feed_forward(self) -> nn.Module:
+    def build_feed_forward(self, layer: int) -> nn.Module:
         return FeedForward(self.args.dim, self.args.hidden_dim)
 
-    def feed_forward_weights(self) -> int:
-        """Weights of one block's feed-forward layer that a token is multiplied with."""
+    def feed_forward_weights(self, layer: int) -> int:
+        """Weights of a block's feed-forward layer that a token is multiplied with."""
         return 3 * self.args.dim * self.args.hidden_dim
 
     def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
@@ -198,13 +199,14 @@ class Decoder(Model):
         """
         args = self.args
         attention = args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
-        weights = args.n_layers * (attention + self.feed_forward_weights()) + args.dim * args.vocab_size
+        blocks = [attention + self.feed_forward_weights(layer) for layer in range(args.n_layers)]
+        weights = sum(blocks) + args.dim * args.vocab_size
         weights += sum(parameter.numel() for parameter in added_parameters(self).values())
         windows = [min(it.window or seq_len, seq_len) for it in self.attentions]
         scores = [args.n_heads * args.head_size * (seen_causally(n, seq_len) if causal else n) for n in windows]
         frozen = sum(self._weights_per_token(name, p) for name, p in unique_parameters(self) if not p.requires_grad)
         first = self._blocks_without_backward()
-        skipped = first * 2 * (attention + self.feed_forward_weights()) + 8 * sum(scores[:first])
+        skipped = 2 * sum(blocks[:first]) + 8 * sum(scores[:first])
         return 6 * weights + 12 * sum(scores) - 2 * frozen - skipped
 
     def _weights_per_token(self, name: str, parameter: Tensor) -> float:

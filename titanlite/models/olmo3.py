@@ -133,10 +133,9 @@ class Olmo3(Decoder):
 
     args: Olmo3Args  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def build_block(self, attention: LayerAttention) -> Block:
-        return PostNormBlock(
-            self.args, attention=self.build_attention(attention), feed_forward=self.build_feed_forward()
-        )
+    def build_block(self, layer: int) -> Block:
+        attention, feed_forward = self.build_attention(layer), self.build_feed_forward(layer)
+        return PostNormBlock(self.args, attention=attention, feed_forward=feed_forward)
 
     def attention_options(self) -> dict[str, Any]:
         return {"qk_norm_eps": self.args.norm_eps, "norms_heads": False}

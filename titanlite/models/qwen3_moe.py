@@ -179,10 +179,10 @@ class Qwen3Moe(Qwen3):
 
     args: Qwen3MoeArgs  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def build_feed_forward(self) -> nn.Module:
+    def build_feed_forward(self, layer: int) -> nn.Module:
         return Experts(self.args)
 
-    def feed_forward_weights(self) -> int:
+    def feed_forward_weights(self, layer: int) -> int:
         args = self.args
         return args.n_active_experts * 3 * args.dim * args.hidden_dim + args.dim * args.n_experts
 
