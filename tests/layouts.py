@@ -71,8 +71,10 @@ def smoothed_loss(hidden_BLD: torch.Tensor, weight_VD: torch.Tensor, *, labels_B
     return TokenLoss(sums(logits_TV, label_smoothing=0.1), sums(logits_TV.detach()))
 
 
-def degrees(replicate: int, shard: int, context: int = 1, tensor: int = 1, expert: int = 1) -> list[str]:
-    axes = {"context": context, "tensor": tensor, "expert": expert}
+def degrees(
+    replicate: int, shard: int, context: int = 1, tensor: int = 1, expert: int = 1, pipeline: int = 1
+) -> list[str]:
+    axes = {"context": context, "tensor": tensor, "expert": expert, "pipeline": pipeline}
     further = [f"--parallelism.{axis}_parallel_degree={degree}" for axis, degree in axes.items() if degree > 1]
     return [
         *further,

@@ -36,16 +36,17 @@ def split_world(axes: dict[str, int]) -> DeviceMesh:
     return DeviceMesh.from_group(groups, "cuda", mesh=ranks, mesh_dim_names=(*axes,))
 
 
-CONTEXT, TENSOR = "context", "tensor"
+CONTEXT, TENSOR, PIPELINE = "context", "tensor", "pipeline"
 EXPERT, EXPERT_SHARD = "expert", "expert_shard"
-ACTIVATION_AXES = (CONTEXT, EXPERT, TENSOR)
+ACTIVATION_AXES = (CONTEXT, EXPERT, TENSOR, PIPELINE)
 """Axes over which activations are communicated, not parameters."""
 FSDP = "fsdp"
 """Axis of the ranks that a replica's parameters are sharded over, where those are several axes."""
 
 
 def build_mesh(parallelism: Parallelism, *, world_size: int, device_type: str) -> DeviceMesh:
-    """Return the mesh (replicate, shard), also on one process: (1, 1). Further axes follow where their degree is not 1.
+    """Return the mesh (replicate, shard), also on one process: (1, 1). Where their degree is not 1, `pipeline` comes
+    before them, and further axes follow.
 
     Neighbouring ranks are in one group of the last axis. That axis communicates most, and neighbours share the fast
     links of a node.
@@ -130,16 +131,28 @@ def tensor_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
     return mesh[TENSOR] if TENSOR in axis_sizes(mesh) else None
 
 
+def pipeline_mesh(mesh: DeviceMesh) -> DeviceMesh | None:
+    """Return the axis of the ranks that have different blocks, or None if each rank has a part of all."""
+    return mesh[PIPELINE] if PIPELINE in axis_sizes(mesh) else None
+
+
+def ranks_of_stage(mesh: DeviceMesh) -> int:
+    """Return the number of ranks that have the same blocks, or parts of them."""
+    axis = pipeline_mesh(mesh)
+    return mesh.size() // (axis.size() if axis else 1)
+
+
 def loss_group(mesh: DeviceMesh) -> dist.ProcessGroup:
     """Return the ranks whose token losses and token counts are summed: those that compute the loss of different tokens.
 
-    FSDP averages gradients over as many ranks. Ranks of the axis `tensor` have the same tokens.
+    FSDP averages gradients over as many ranks. Ranks of the axes `tensor` and `pipeline` have the same tokens.
     """
-    if TENSOR not in axis_sizes(mesh):
+    axes = tuple(axis for axis in axis_sizes(mesh) if axis not in (TENSOR, PIPELINE))
+    if len(axes) == len(axis_sizes(mesh)):
         return world_group(mesh)
     if not has_replicas(mesh):
         return _shards(mesh).get_group()
-    return flatten_axes(mesh, tuple(axis for axis in axis_sizes(mesh) if axis != TENSOR), "tokens").get_group()
+    return flatten_axes(mesh, axes, "tokens").get_group()
 
 
 def world_group(mesh: DeviceMesh) -> dist.ProcessGroup:

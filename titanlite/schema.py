@@ -580,12 +580,13 @@ class Guard(Section):
 
 
 class Degrees(NamedTuple):
-    """Number of ranks along each axis of the mesh, in the order of the axes."""
+    """Number of ranks along each axis of the mesh."""
 
     replicate: int
     shard: int
     context: int = 1
     tensor: int = 1
+    pipeline: int = 1
 
     @property
     def data_parallel(self) -> int:
@@ -598,8 +599,10 @@ class Degrees(NamedTuple):
         return self.shard * self.context
 
     def axes(self) -> dict[str, int]:
-        """Return the size of each axis by name: replicate and shard, and further axes of more than one rank."""
-        return {name: size for name, size in self._asdict().items() if size > 1 or name in ("replicate", "shard")}
+        """Return the size of each axis by name, in the order of the mesh: replicate and shard, and further axes of more
+        than one rank. Stages come first: they communicate least, and may be on other nodes."""
+        sizes = {"pipeline": self.pipeline, **self._asdict()}
+        return {name: size for name, size in sizes.items() if size > 1 or name in ("replicate", "shard")}
 
     def __str__(self) -> str:
         """Return for example replicate 2 x shard 8."""
@@ -620,15 +623,29 @@ class Parallelism(Section):
     tensor_parallel_degree: PositiveInt = 1
     """Neighbouring processes that split the layers of the model and its vocabulary. It must divide the numbers of
     heads, of feed-forward dims and of tokens in the vocabulary. Use it within a node: layers communicate often."""
+    pipeline_parallel_degree: PositiveInt = 1
+    """Groups of processes that have different blocks of the model, and send each other hidden states. The micro-batches
+    of a step pass through them one after the other: a step needs at least as many as there are stages."""
+    pipeline_parallel_schedule: Literal[
+        "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+    ] = "1F1B"
+    """Order of forward and backward passes, as torch.distributed.pipelining names it. Each process has one stage with
+    1F1B and GPipe, and several with the others."""
+    pipeline_parallel_layers_per_stage: PositiveInt | None = None
+    """Blocks of a stage. Default: as many as give each process one stage, or two with a schedule that needs several."""
+    pipeline_parallel_first_stage_less_layers: Count = 1
+    """Blocks that the first stage has less than others, because it has the embedding."""
+    pipeline_parallel_last_stage_less_layers: Count = 1
+    """Blocks that the last stage has less than others, because it has the head."""
     fsdp_reshard_after_forward: Literal["default", "always", "never"] | PositiveInt = "default"
     """Time at which the gathered parameters of an FSDP unit are freed. always frees them after forward and gathers them
     again for backward (ZeRO-3). never keeps them for backward (ZeRO-2). A number k keeps a 1/k shard (ZeRO++ hpZ).
-    default is always, except for the head, which backward needs at once, and for a shard degree of 1, where nothing is
-    gathered."""
+    default is always, except for the head, which backward needs at once, for a shard degree of 1, where nothing is
+    gathered, and for a pipeline, whose blocks compute several micro-batches in turn."""
     fsdp_reduce_gradients: Literal["each", "last"] = "each"
     """Micro-batches after whose backward gradients are reduced. each keeps shards of gradients only. last reduces once
     a step: less communication, but every process keeps the gradients of whole parameters, 4 bytes a parameter. A shard
-    degree of 1 takes last."""
+    degree of 1 takes last, and so does a pipeline."""
     fsdp_forward_prefetch: Count = 0
     """Units to all-gather ahead in forward; 0 leaves it to FSDP2, which gathers one ahead."""
     fsdp_backward_prefetch: Count = 0
@@ -644,7 +661,11 @@ class Parallelism(Section):
             ValueError: the configured degrees do not fit world_size.
         """
         replicate, shard = self.data_parallel_replicate_degree, self.data_parallel_shard_degree
-        further = {"context": self.context_parallel_degree, "tensor": self.tensor_parallel_degree}
+        further = {
+            "context": self.context_parallel_degree,
+            "tensor": self.tensor_parallel_degree,
+            "pipeline": self.pipeline_parallel_degree,
+        }
         if shard == -1:
             shard, rest = divmod(world_size, replicate * math.prod(further.values()))
             if rest:

@@ -118,6 +118,10 @@ def never_skip(loss: Tensor, grad_norm: Tensor, overflows: Tensor | None = None)
     return torch.zeros_like(loss)
 
 
+AddUp = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
+"""Function that adds up the gradients of micro-batches, with the arguments and results of `accumulate`."""
+
+
 def train_step(
     model: Model,
     batches: Sequence[Batch],
@@ -126,12 +130,14 @@ def train_step(
     group: dist.ProcessGroup,
     max_norm: float,
     world: dist.ProcessGroup | None = None,
+    copies: int | None = None,
     replicas: Mapping[nn.Parameter, int] | None = None,
     loss_function: LossFunction = token_loss,
     targets: Targets | None = None,
     decide: Callable[..., Tensor] = never_skip,
     gradients: Gradients | None = None,
     reduce_once: bool = False,
+    add_up: AddUp | None = None,
     stop_flag: Tensor | None = None,
     observer: StepObserver | None = None,
 ) -> StepResult:
@@ -142,16 +148,18 @@ def train_step(
         group: ranks that compute the loss of different tokens.
         max_norm: largest global norm of the gradients; 0 leaves them.
         world: ranks that hold parts or replicas of the parameters. Default: group.
+        copies: ranks of world that report the loss of the same tokens. Default: as many as world has for each of group.
         replicas: how many of those ranks hold the same part, for each parameter. Default: asked of each parameter.
         targets: further arguments of the loss function. Default: none.
         decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason. See `StepGuard.decide`.
         gradients: what is done with gradients. Default: they are added up, clipped and used once.
         reduce_once: reduce gradients over shards after the last micro-batch, not after each.
+        add_up: makes the forward and backward passes. Default: `accumulate`, one micro-batch after the other.
         stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
     """
     observer, world, gradients = observer or StepObserver(), world or group, gradients or Gradients()
-    replicas = replicas or count_parameter_replicas(model, world)
-    micro_losses, totals, loss_metrics = accumulate(
+    replicas = replicas or count_parameter_replicas(model, world.size())
+    micro_losses, totals, loss_metrics = (add_up or accumulate)(
         model, batches, group=group, loss_function=loss_function, targets=targets or Targets(), gradients=gradients,
         reduce_once=reduce_once, observer=observer,
     )  # fmt: skip
@@ -163,8 +171,11 @@ def train_step(
     of_tokens = [micro_losses, totals, *loss_metrics.values()]
     sums, square = reduce_over_ranks(
         [*(it.sum() for it in of_tokens), *([] if stop_flag is None else stop_flag)],
-        square.to(micro_losses.device), model.counters(), duplicates=world.size() // group.size(), world=world,
-    )  # fmt: skip
+        square.to(micro_losses.device),
+        model.counters(),
+        duplicates=copies or world.size() // group.size(),
+        world=world,
+    )
     (loss, total, *measured), stop_flags = sums[: 2 + len(loss_metrics)], sums[2 + len(loss_metrics) :]
     if exact := gradients.exact_sums(of_tokens, parts):
         loss, total, *measured, square = exact
@@ -205,12 +216,7 @@ def accumulate(
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
             set_reduces = model.set_requires_gradient_sync if reduce_once else model.set_requires_all_reduce
             set_reduces(index == len(batches) - 1)
-        loss = model(batch["tokens"], loss=loss_of, **document_arguments(batch))
-        if not isinstance(loss, TokenLoss):
-            raise UserError(
-                "the model's forward must return what loss(hidden, weight) returns, a TokenLoss, and returned "
-                f"{'None' if loss is None else 'something else'} (docs/add_a_model.md, docs/extend.md)"
-            )
+        loss = checked_loss(model(batch["tokens"], loss=loss_of, **document_arguments(batch)))
         del loss_of  # with the targets
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():
@@ -226,6 +232,20 @@ def accumulate(
         gradients.collect(index, is_last=index == len(batches) - 1)
     micro_losses, totals = torch.stack(losses, dim=1)
     return micro_losses, totals, {name: torch.stack(values) for name, values in metrics.items()}
+
+
+def checked_loss(returned: Any) -> TokenLoss:
+    """Return what a model's forward has returned, which must be a loss.
+
+    Raises:
+        UserError: it is not.
+    """
+    if isinstance(returned, TokenLoss):
+        return returned
+    raise UserError(
+        "the model's forward must return what loss(hidden, weight) returns, a TokenLoss, and returned "
+        f"{'None' if returned is None else 'something else'} (docs/add_a_model.md, docs/extend.md)"
+    )
 
 
 def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Tensor:

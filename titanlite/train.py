@@ -22,7 +22,7 @@ from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, Targets, build_loss
-from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, world_group
+from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, ranks_of_stage, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.records import RecordFile
@@ -44,11 +44,13 @@ from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.runtime.weight_average import WeightAverage
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
-from titanlite.step import Gradients, StepResult, train_step
+from titanlite.step import AddUp, Gradients, StepResult, train_step
 from titanlite.storage.storage import open_storage
 from titanlite.techniques import (
     after_updates,
     build_gradients,
+    choose_trained,
+    passes_of_step,
     places,
     split_batch,
     split_vocabulary,
@@ -75,10 +77,13 @@ class Run:
     world: dist.ProcessGroup
     """All processes."""
     model: Model
+    whole: Model
+    """The model with the blocks that other processes have, on the meta device where those are some."""
     replicas: dict[nn.Parameter, int]
     """Ranks that hold the same part, of each parameter."""
     optimizer: torch.optim.Optimizer
     gradients: Gradients
+    add_up: AddUp
     loss_function: LossFunction
     targets: Targets
     guard: StepGuard
@@ -116,11 +121,13 @@ class Run:
             optimizer=self.optimizer,
             group=self.group,
             world=self.world,
+            copies=ranks_of_stage(self.mesh) // self.group.size(),
             replicas=self.replicas,
             max_norm=self.config.training.max_norm,
             loss_function=self.loss_function,
             targets=self.targets,
             gradients=self.gradients,
+            add_up=self.add_up,
             reduce_once=self.reduces_once,
             **options,
         )
@@ -195,6 +202,10 @@ def build(
         model, config, mesh=mesh, kernels=kernels, pin_memory=states.pins,
         has_other_sizes=targets.frozen is not None or (bool(training.seq_len_ramp) and not config.data.document_mask),
     )  # fmt: skip
+    whole = model
+    if model.stages:
+        whole = resolved.model.build()
+        choose_trained(whole, config)
     materialize(
         model,
         device=device,
@@ -287,7 +298,7 @@ def build(
         group=group,
         split=split,
     )
-    running = [it for it in (model, targets.frozen) if it]
+    running = [it for it in (whole, targets.frozen) if it]
 
     @cache
     def flops_at(length: int, causal: bool) -> float:  # a model counts its parameters for it
@@ -309,7 +320,7 @@ def build(
         group=world,
         phase=phase,
     )
-    replicas = count_parameter_replicas(model, world)
+    replicas = count_parameter_replicas(model, ranks_of_stage(mesh))
     run = Run(
         config=config,
         ranks=ranks,
@@ -318,9 +329,11 @@ def build(
         group=group,
         world=world,
         model=model,
+        whole=whole,
         replicas=replicas,
         optimizer=optimizer,
         gradients=gradients,
+        add_up=passes_of_step(config, model, mesh),
         loss_function=build_loss(training, kernels, targets, vocabulary=vocabulary),
         targets=targets,
         guard=guard,
@@ -353,6 +366,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     report_start(
         run.config,
         model=run.model,
+        whole=run.whole,
         optimizer=run.optimizer,
         mesh=run.mesh,
         samples=run.samples,

@@ -173,7 +173,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     batch = split_batch(config, mesh)(batch)
     scale_weights = weight_scaler(model, config.quantize.linear.float8)
     scale_weights()
-    replicas = count_parameter_replicas(model, world_group(mesh))
+    replicas = count_parameter_replicas(model, mesh.size())
     loss = build_loss(config.training, kernels, vocabulary=split_vocabulary(config, mesh))
 
     def step() -> None:

@@ -35,7 +35,7 @@ from titanlite.models.registry import ModelSpec
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.ranks import error_of_ranks, on_each, on_rank_0
+from titanlite.runtime.ranks import error_of_ranks, gather, on_each, on_rank_0
 from titanlite.schema import Checkpoint, Config
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.techniques import used
@@ -165,6 +165,7 @@ class Loader:
         settings: returns the settings that must match on resume, by the samples that the run has seen by then.
         may_change: globs of settings that may differ from the checkpoint's.
         open_weights: opens initial_load_path where other programs wrote it; returns None where titanlite did.
+        is_cut: ranks have tensors of different names.
     """
 
     def __init__(
@@ -176,8 +177,10 @@ class Loader:
         settings: Callable[[int], dict[str, Any]],
         may_change: Sequence[str],
         open_weights: Callable[[str], ForeignWeights | None] | None = None,
+        is_cut: bool = False,
     ) -> None:
         self.config = config
+        self.is_cut = is_cut
         self.open_weights = open_weights
         self.may_change = may_change
         self.storage = storage
@@ -204,26 +207,14 @@ class Loader:
         where = self.storage.url_of(folder)
         reader = on_each(self.group, lambda: ShardReader(self.storage, folder, manifest))
         to_quantize(flat(state), reader.metadata, where)
-        found = difference(flat(state), reader.metadata, ["*"])
+        found = self._difference(flat(state), reader.metadata, ["*"])
         if AVERAGE in state and found != found.without(missing=[AVERAGE], unexpected=[AVERAGE]):
             for tensor in state[AVERAGE].values():
                 tensor.zero_()  # what a damaged checkpoint has left
             state = {part: tensors for part, tensors in state.items() if part != AVERAGE}
             logger.info(f"{where} has no such average of the weights: it begins anew at step {manifest.step}")
-        if wrong := found.without(missing=[AVERAGE], unexpected=[AVERAGE]):
-            if wrong.is_of_quantization():
-                mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items())
-                raise UserError(
-                    f"{where} keeps moments that this layout keeps in another format:\n{wrong}\n"
-                    f"Shards below {MIN_ELEMENTS:,} elements keep float32 moments, larger ones quantized moments, so "
-                    "the state of the same optimizer differs with another number of shards. Use the number that saved "
-                    f"it ({mesh}), or begin a new run with another optimizer for these parameters in "
-                    "[[optimizer.groups]]"
-                )
-            section = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
-            raise UserError(
-                f"{where} is of another {section}:\n{wrong}\nRestore [{section}], or give the new run another job.name"
-            )
+        wrong = found.without(missing=[AVERAGE], unexpected=[AVERAGE])
+        on_each(self.group, lambda: _check_same(wrong, manifest, where))
         _read(reader, state, self.group)
         if self.config.load_step is not None:
             on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
@@ -248,7 +239,7 @@ class Loader:
         path, wanted = str(self.config.initial_load_path), [it for it in self.config.initial_load if it != PROGRESS]
         continues = PROGRESS in self.config.initial_load
         names = flat(state)
-        if nothing := [pattern for pattern in wanted if not any(selected(name, [pattern]) for name in names)]:
+        if nothing := [it for it in wanted if not any(selected(name, [it]) for name in self._everywhere(names))]:
             raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
         chosen = {name: tensor for name, tensor in names.items() if selected(name, wanted)}
         where, reader = self._open_initial(path)
@@ -265,14 +256,12 @@ class Loader:
             self._check_scale(reader, where)
         new |= {f"{name}_scale" for name in scales}
         chosen = {name: tensor for name, tensor in chosen.items() if name not in new}
-        found = difference(chosen, reader.metadata, wanted)
+        found = self._difference(chosen, reader.metadata, wanted)
         if isinstance(reader, ForeignWeights) and selected("model", wanted):
             found = Difference(found.missing, found.unexpected | reader.unknown)
         unexpected = [*self.config.allow_unexpected, *found.missing]  # one of another shape is listed once
-        if wrong := found.without(missing=self.config.allow_missing, unexpected=unexpected):
-            raise UserError(
-                f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.options()}"
-            )
+        wrong = found.without(missing=self.config.allow_missing, unexpected=unexpected)
+        on_each(self.group, lambda: _check_fits(wrong, where))
         if found:
             logger.warning(f"from {where} are not loaded, as allowed:\n{found}")
         try:
@@ -282,6 +271,15 @@ class Loader:
             raise UserError(f"checkpoint.initial_load_path: {damage}") from None
         logger.info(f"initial {', '.join(self.config.initial_load)} from {where}")
         return reader.manifest if continues and isinstance(reader, ShardReader) else None
+
+    def _everywhere(self, names: Collection[str]) -> set[str]:
+        """Return names of this rank and of all others."""
+        return {name for of_rank in gather([*names], self.group) for name in of_rank} if self.is_cut else {*names}
+
+    def _difference(self, wanted: dict[str, Tensor], there: Metadata, patterns: Sequence[str]) -> Difference:
+        """Compare names and shapes; of this rank and of all."""
+        found, names = difference(wanted, there, patterns), self._everywhere(wanted)
+        return Difference(found.missing, {name: it for name, it in found.unexpected.items() if name not in names})
 
     def _check_settings(self, manifest: Manifest, where: str) -> None:
         check_settings(self.settings(manifest.samples), manifest.settings, self.may_change, where)
@@ -363,6 +361,30 @@ class Loader:
             raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
         logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
         self.storage.quarantine(folder_name(step), DAMAGED)
+
+
+def _check_same(wrong: Difference, manifest: Manifest, where: str) -> None:
+    """Refuse a checkpoint of the run with other tensors."""
+    if not wrong:
+        return
+    if wrong.is_of_quantization():
+        mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items())
+        raise UserError(
+            f"{where} keeps moments that this layout keeps in another format:\n{wrong}\n"
+            f"Shards below {MIN_ELEMENTS:,} elements keep float32 moments, larger ones quantized moments, so the state "
+            f"of the same optimizer differs with another number of shards. Use the number that saved it ({mesh}), or "
+            "begin a new run with another optimizer for these parameters in [[optimizer.groups]]"
+        )
+    section = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
+    raise UserError(
+        f"{where} is of another {section}:\n{wrong}\nRestore [{section}], or give the new run another job.name"
+    )
+
+
+def _check_fits(wrong: Difference, where: str) -> None:
+    """Refuse initial weights with other tensors than those that may differ."""
+    if wrong:
+        raise UserError(f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.options()}")
 
 
 def _read(

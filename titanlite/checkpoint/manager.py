@@ -106,8 +106,9 @@ class CheckpointManager:
         self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
         may_change = [*config.allow_changes, *may_change]
         self._loader = Loader(
-            config, storage, group=group, settings=self._settings, may_change=may_change, open_weights=open_weights
-        )
+            config, storage, group=group, settings=self._settings, may_change=may_change, open_weights=open_weights,
+            is_cut=bool(getattr(model, "stages", ())),
+        )  # fmt: skip
         self._group = group
         self._clock = StepClock(device)
         self._in_flight: tuple[int, Future[Saved]] | None = None

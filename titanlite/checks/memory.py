@@ -73,7 +73,7 @@ def weight_bytes(model: Model, config: Config) -> int:
 
 def even_share(model: Model, degrees: Degrees) -> float:
     """Return the number of elements of a model that a rank has if parameters split evenly: no rank can have fewer."""
-    return _count(model) / (degrees.sharded * degrees.tensor)
+    return _count(model) / (degrees.sharded * degrees.tensor * degrees.pipeline)
 
 
 def _count(model: Model) -> int:

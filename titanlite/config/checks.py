@@ -38,7 +38,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         ((), lambda: exclusions(config)),
     ]
     if world_size is not None:
-        further = ("context", "expert", "tensor")
+        further = ("context", "expert", "tensor", "pipeline")
         axes = ("data_parallel_replicate", "data_parallel_shard", *(f"{axis}_parallel" for axis in further))
         degrees = tuple(f"parallelism.{axis}_degree" for axis in axes)
         batch = ("training.global_batch_size", "training.local_batch_size", "training.batch_ramp")

@@ -45,6 +45,7 @@ def report_start(
     config: Config,
     *,
     model: Model,
+    whole: Model,
     optimizer: torch.optim.Optimizer,
     mesh: DeviceMesh,
     samples: Samples,
@@ -53,7 +54,7 @@ def report_start(
     steps: int,
 ) -> None:
     training = config.training
-    parameters = sum(parameter.numel() for _, parameter in unique_parameters(model))
+    parameters = sum(parameter.numel() for _, parameter in unique_parameters(whole))
     ranks = data_parallel_rank(mesh)[1]
     share = training.global_batch_size // ranks
     readers = f"{ranks} processes" if mesh.size() == ranks else f"{ranks} groups of {mesh.size() // ranks} processes"
@@ -64,14 +65,14 @@ def report_start(
         name = attention_backend(model.args, model.kernels, config, torch.device(mesh.device_type))
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
         logger.info(f"kernels  attention by {name}{chosen}")
-    logger.info(f"applied  {', '.join(applied(config, blocks=len(model.layers)))}")
+    logger.info(f"applied  {', '.join(applied(config, blocks=len(whole.layers)))}")
     logger.info(
         f"mesh     {axes} on {mesh.device_type}; "
         f"global batch {training.global_batch_size} = {readers} x {accumulation} micro-batches x "
         f"{share // accumulation} sequences of {training.seq_len} tokens"
     )
     _report_device(mesh)
-    for number, line in enumerate(format_groups(parameter_groups(config.optimizer, model))):
+    for number, line in enumerate(format_groups(parameter_groups(config.optimizer, whole))):
         logger.info(("         " if number else "updates  ") + line)
     for source in samples.sources:
         _report_source(source, share=source.weight / sum(other.weight for other in samples.sources))

@@ -236,6 +236,9 @@ class Model(nn.Module):
 
     layers: nn.ModuleList
 
+    stages: Sequence[nn.Module] = ()
+    """Modules that compute the stages of a pipeline which this process has. `techniques/pipeline` sets it."""
+
     args: Any
     """Arguments that the model was built with."""
 

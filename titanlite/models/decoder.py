@@ -154,8 +154,9 @@ class Decoder(Model):
         ]
         x_BLD = self.tok_embeddings(tokens)
         masks = self._masks(x_BLD, documents)
-        for block, attention, mask in zip(self.layers, self.attentions, masks, strict=True):
-            x_BLD = block(x_BLD, *ropes[attention.rope or 0], mask)
+        for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
+            layer = int(name)
+            x_BLD = block(x_BLD, *ropes[self.attentions[layer].rope or 0], masks[layer])
         return self.head(x_BLD, loss)
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:

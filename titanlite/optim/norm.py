@@ -4,7 +4,6 @@ from collections.abc import Mapping, Sequence
 from functools import reduce
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.runtime.dtensor import count_replicas
@@ -24,9 +23,9 @@ def gradient_norms(gradients: Sequence[Tensor]) -> list[Tensor]:
     return foreach_norms(gradients, dtype=torch.float32)
 
 
-def count_parameter_replicas(model: nn.Module, group: dist.ProcessGroup) -> dict[nn.Parameter, int]:
-    """Return how many ranks of a group hold the same part, for each parameter."""
-    return {parameter: count_replicas(parameter, group) for parameter in model.parameters()}
+def count_parameter_replicas(model: nn.Module, ranks: int) -> dict[nn.Parameter, int]:
+    """Return how many of the ranks that hold a part of a parameter hold the same one, for each parameter."""
+    return {parameter: count_replicas(parameter, ranks) for parameter in model.parameters()}
 
 
 def sums_of_squares(

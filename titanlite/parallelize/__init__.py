@@ -1,9 +1,10 @@
 """The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
 The order matters. First the dtype of the weights, and which of them are frozen, or get an adapter. Then float8. Both
-swap linear layers: all later techniques must see the new ones. Then layers are split over ranks. Checkpointing of
-activations before compile, so that the compiler sees what is recomputed. Compile before sharding, so that FSDP's hooks
-stay outside of compiled code. Sharding last, bottom up. All change the model in place, and no parameter's name.
+swap linear layers: all later techniques must see the new ones. Then layers are split over ranks, and blocks that other
+ranks have are left out. Checkpointing of activations before compile, so that the compiler sees what is recomputed.
+Compile before sharding, so that FSDP's hooks stay outside of compiled code. Sharding last, bottom up. All change the
+model in place, and no parameter's name.
 
 Each technique of `titanlite.techniques` is imported where the config asks for it, so that a plain run reads as short as
 it is.
@@ -15,10 +16,14 @@ from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.mesh import build_mesh, context_group, expert_meshes, shard_degree_of, tensor_mesh
+from titanlite.mesh import build_mesh, context_group, expert_meshes, pipeline_mesh, shard_degree_of, tensor_mesh
 from titanlite.models.base import Model
 from titanlite.ops.kernels import Kernels, set_kernels
-from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
+from titanlite.parallelize.activation_checkpoint import (
+    RecomputePolicy,
+    apply_activation_checkpoint,
+    recompute_policies,
+)
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
 from titanlite.parallelize.fsdp import DTYPES, reduces_once, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
@@ -124,10 +129,15 @@ def parallelize(
         separate = distribute_experts(
             model, mesh=sharding, parts=parts, kernels=kernels, is_compiled=compile.enable, exchange=exchange
         )
+    policies = recompute_policies(activation_checkpoint, len(model.layers))
+    if pipeline_mesh(mesh):
+        from titanlite.techniques.pipeline.stages import cut_to_stages
+
+        cut_to_stages(model, mesh, parallelism)
+    kept: list[RecomputePolicy] = [policies[int(layer)] for layer, _ in model.layers.named_children()]
     if compile.enable:
         compile_around_exchange(model, backend=compile_backend, has_other_sizes=has_other_sizes)
-    policies = recompute_policies(activation_checkpoint, len(model.layers))
-    apply_activation_checkpoint(model, policies, is_compiled=compile.enable)
+    apply_activation_checkpoint(model, kept, is_compiled=compile.enable)
     if compile.enable:
         compile_blocks(model, backend=compile_backend, has_other_sizes=has_other_sizes)
     reduce_scatter = None

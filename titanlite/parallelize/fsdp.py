@@ -128,7 +128,7 @@ def shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
     shard_degree = shard_degree_of(mesh)
     placement = partial(placement_of, shard_degree=shard_degree)
-    reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
+    reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree, is_pipelined=bool(model.stages))
     units = fsdp_units(model, min_params=parallelism.fsdp_min_unit_params)
     head = head_of(model)
     ignored = separate.parameters if separate else None
@@ -137,8 +137,10 @@ def shard(
         together = unit if len(unit) > 1 else unit[0]
         policies = {"reshard_after_forward": False if keeps else reshard, "shard_placement_fn": placement}
         fully_shard(together, ignored_params=ignored, **policies, **options)
-    fully_shard(model, reshard_after_forward=reshard, **options)
-    sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), model) if isinstance(it, FSDPModule)]
+    roots = [*model.stages] or [model]
+    for root in roots:
+        fully_shard(root, reshard_after_forward=reshard, **options)
+    sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), *roots) if isinstance(it, FSDPModule)]
     adapt = partial(
         kernels.adapt_fsdp,
         keeps_gradients=keeps_reduced_gradients(
@@ -153,12 +155,12 @@ def shard(
         awaited=head if [head] in units and can_wait(mesh, training) else None,
         reduce_scatter=reduce_scatter,
     )
-    adapt(sharded[:-1], shard_degree=shard_degree)
-    adapt(sharded[-1:], shard_degree=shard_degree)  # the root, which no unit gathers ahead
+    adapt(sharded[: len(units)], shard_degree=shard_degree)
+    adapt(sharded[len(units) :], shard_degree=shard_degree)  # roots, which no unit gathers ahead
     if separate:
         others = separate.shard(reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never", **options)
         adapt(others, shard_degree=separate.mesh.size(-1))
-    _prefetch(sharded[:-1], parallelism)
+    _prefetch(sharded[: len(units)], parallelism)
     quantized = quantized_parameters(model)  # they are others now
     for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
@@ -210,11 +212,11 @@ def fsdp_units(model: Model, *, min_params: int = 0) -> list[list[nn.Module]]:
     return units
 
 
-def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int) -> bool | int:
+def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int, is_pipelined: bool) -> bool | int:
     policy = parallelism.fsdp_reshard_after_forward
     if isinstance(policy, int):
         return policy if policy > 1 else False  # a 1/1 shard is the whole parameter
-    return policy != "never" and (shard_degree > 1 or policy == "always")
+    return policy == "always" or (policy == "default" and shard_degree > 1 and not is_pipelined)
 
 
 def _prefetch(units: list[FSDPModule], parallelism: Parallelism) -> None:

@@ -5,7 +5,6 @@ from itertools import product
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Placement
@@ -41,15 +40,11 @@ def count_shards(tensor: Tensor) -> int:
     )
 
 
-def count_replicas(tensor: Tensor, group: dist.ProcessGroup) -> int:
-    """Count the ranks of a group that hold the same part of a tensor.
-
-    Args:
-        group: spans every mesh axis that shards the tensor.
-    """
+def count_replicas(tensor: Tensor, ranks: int) -> int:
+    """Count the ranks that hold the same part of a tensor, of those that hold one."""
     shards = count_shards(tensor)
-    assert group.size() % shards == 0, "the group does not span all shards"
-    return group.size() // shards
+    assert ranks % shards == 0, "the ranks do not hold all shards"
+    return ranks // shards
 
 
 def chunk_sizes(size: int, chunks: int) -> list[int]:

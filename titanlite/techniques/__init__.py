@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from titanlite.ops.cross_entropy import SplitVocabulary
     from titanlite.runtime.state_memory import StateMemory
     from titanlite.runtime.weight_average import WeightAverage
-    from titanlite.step import Gradients
+    from titanlite.step import AddUp, Gradients
 
 Found = TypeVar("Found")
 
@@ -36,6 +36,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "float8": ("quantize.linear.float8",),
     "tensor": ("parallelism.tensor_parallel_degree",),
     "expert": ("parallelism.expert_parallel_degree",),
+    "pipeline": ("parallelism.pipeline_parallel_degree",),
     "offload": ("offload", "training.enable_cpu_offload"),
     "in_backward": ("optimizer.in_backward",),
     "average": ("average",),
@@ -138,6 +139,13 @@ def build_gradients(config: Config, **parts: Any) -> "Gradients":
     from titanlite.step import Gradients
 
     return _first(technique.gradients(config, **parts) for technique in used(config)) or Gradients()
+
+
+def passes_of_step(config: Config, model: "Model", mesh: "DeviceMesh") -> "AddUp":
+    """Return what makes the forward and backward passes of steps; see `Technique.passes_of_step`."""
+    from titanlite.step import accumulate
+
+    return _first(technique.passes_of_step(config, model, mesh) for technique in used(config)) or accumulate
 
 
 def after_updates(config: Config, model: "Model") -> Callable[[], None]:

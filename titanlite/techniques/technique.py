@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from titanlite.runtime.hardware import Hardware
     from titanlite.runtime.state_memory import StateMemory
     from titanlite.runtime.weight_average import WeightAverage
-    from titanlite.step import Gradients
+    from titanlite.step import AddUp, Gradients
     from titanlite.train import Run
 
 Conflict = tuple[str, str]
@@ -174,6 +174,15 @@ class Technique:
 
         Args:
             parts: model, optimizer, mesh, state and should_skip; see `techniques.build_gradients`.
+        """
+        return None
+
+    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "AddUp | None":
+        """Return what makes the forward and backward passes of a step; None if the technique leaves that as it is. Only
+        asked if it is used.
+
+        Args:
+            model: as it is trained, with memory.
         """
         return None
 

@@ -4,7 +4,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from titanlite.mesh import pipeline_mesh
 from titanlite.observer import Phase, StepObserver
+from titanlite.runtime.ranks import gather
 from titanlite.runtime.state_hash import hash_tensors, join_hashes
 from titanlite.schedule import is_due
 
@@ -34,6 +36,8 @@ class StateHashes(StepObserver):
         if name is Phase.METRICS and is_due(self._step, self._freq, last=self._step == self._run.steps):
             with self._run.metrics.profiling():
                 hashes = hash_tensors(self._run.state())
+                if stages := pipeline_mesh(self._run.mesh):
+                    hashes = {name: it for own in gather(hashes, stages.get_group()) for name, it in own.items()}
             if self._file:
                 self._file.write({"step": self._step, "hash": join_hashes(hashes), "tensors": hashes})
 

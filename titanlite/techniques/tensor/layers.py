@@ -117,7 +117,7 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
         return
     roles = roles_of(model)
     if split_blocks(model):
-        model.layers[0].register_forward_pre_hook(_first_argument(ranks.own))
+        take_own_tokens(model.layers[0], ranks)
         head_of(model).register_forward_pre_hook(_first_argument(ranks.join))
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
@@ -138,6 +138,11 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
             _look_up_part(module, ranks)
         elif role == "vocabulary":  # for logits; the loss takes the weight alone
             module.register_forward_hook(_whole_logits(ranks))
+
+
+def take_own_tokens(block: nn.Module, ranks: TensorRanks) -> None:
+    """Let a block that gets all tokens compute this rank's part of them."""
+    block.register_forward_pre_hook(_first_argument(ranks.own))
 
 
 def _part_of(parameter: Tensor, axis: DeviceMesh, dim: int | None) -> DTensor:

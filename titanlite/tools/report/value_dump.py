@@ -319,6 +319,8 @@ def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -
     config = load(path, overrides, world_size=ranks.world_size)
     if config.parallelism.tensor_parallel_degree > 1:
         raise UserError("parallelism.tensor_parallel_degree: values of parts of layers cannot be compared yet: set 1")
+    if config.parallelism.pipeline_parallel_degree > 1:
+        raise UserError("parallelism.pipeline_parallel_degree: values of stages cannot be compared yet: set 1")
     start_logging(ranks.rank)
     device = pick_device(ranks)
     resolved = preflight(config, ranks, device, find_text=find_files, open_model=open_model)

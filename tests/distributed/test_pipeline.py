@@ -1,0 +1,230 @@
+"""Pipeline parallelism: every schedule and combination trains as one process does, and checkpoints load anywhere."""
+
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from tests.helpers import TinyRun, built, mentions, one_process, run_in_turn, titanlite, train_on_this_rank
+from tests.layouts import FLOAT8, LORA, degrees, trace_blocks, whole
+from tests.unit.test_average import checkpoint, stored
+from titanlite.schema import Config
+from titanlite.train import finish, train
+
+SIZES = "dim=32, n_layers=4, n_heads=4, n_kv_heads=2"
+DENSE = [f"--model.args={{{SIZES}, hidden_dim=64, vocab_size=260}}"]
+EXPERTS = [f"--model={{name='qwen3_moe', flavor='debug', args={{{SIZES}, vocab_size=260}}}}"]
+COMMON = ["--training.local_batch_size=1", "--training.steps=3", "--validation.enable", "--validation.freq=3"]
+SCHEDULE = "--parallelism.pipeline_parallel_schedule={}"
+SCHEDULES = [
+    "1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV",
+]  # fmt: skip
+TWO = degrees(1, 1, pipeline=2)
+LAYOUTS: dict[str, tuple[list[str], list[str]]] = {
+    "p4": (degrees(1, 1, pipeline=4), DENSE),
+    "p2-s2": (degrees(1, 2, pipeline=2), DENSE),
+    "p2-s2-zero-bubble": ([*degrees(1, 2, pipeline=2), SCHEDULE.format("ZBVZeroBubble")], DENSE),
+    "p2-s2-resharded": ([*degrees(1, 2, pipeline=2), "--parallelism.fsdp_reshard_after_forward=always"], DENSE),
+    "p2-r2": (degrees(2, 1, pipeline=2), DENSE),
+    "p2-c2": (degrees(1, 1, context=2, pipeline=2), DENSE),
+    "p2-t2": (degrees(1, 1, tensor=2, pipeline=2), DENSE),
+    "p2-t2-interleaved": ([*degrees(1, 1, tensor=2, pipeline=2), SCHEDULE.format("Interleaved1F1B")], DENSE),
+    "p2-e2": (degrees(1, 2, expert=2, pipeline=2), EXPERTS),
+}
+TECHNIQUES: dict[str, list[str]] = {
+    "mask": [*DENSE, "--data.document_mask"],
+    "bfloat16": [*DENSE, "--training.mixed_precision_param=bfloat16"],
+    "recomputed": [*DENSE, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
+    "muon": [*DENSE, "--optimizer.name=Muon"],
+    "average": [*DENSE, "--average.decay=0.75"],
+    "lora": [*DENSE, *LORA],
+    "freeze": [*DENSE, "--freeze.parameters=['tok_embeddings.*', 'layers.0.*']"],
+    "frozen stage": [
+        *DENSE,
+        "--freeze.parameters=['tok_embeddings.*', 'layers.0.*']",
+        SCHEDULE.format("Interleaved1F1B"),
+    ],
+    "offload": [*DENSE, "--training.enable_cpu_offload"],
+    "float8": [*DENSE, *FLOAT8["float8 gathered"]],
+    "z-loss": [*DENSE, "--training.z_loss=1e-3"],
+    "lengths": [*DENSE, "--training.seq_len_ramp=[{until_tokens=512, seq_len=16}]"],
+    "batches": [*DENSE, "--training.batch_ramp=[{until_tokens=256, global_batch_size=4}]"],
+    "tasks": [*DENSE, "--validation.tasks=['number_choice']"],
+    "experts": EXPERTS,
+}
+
+
+def train_here(rank: int, world_size: int, config: Config) -> None:
+    train_on_this_rank(config, rank, world_size)
+
+
+def configured(tiny: TinyRun, name: str, *words: str, world_size: int = 1) -> Config:
+    validation = f"--validation.path={tiny.text}", "--validation.sequences=5"
+    return tiny.config(*COMMON, *validation, *words, f"--job.name={name}", world_size=world_size)
+
+
+def on_one(tiny: TinyRun, name: str, *words: str) -> None:
+    with one_process():
+        train_here(0, 1, configured(tiny, name, *words))
+
+
+def assert_equal(tiny: TinyRun, name: str, reference: str) -> None:
+    ours, its = tiny.records(name), tiny.records(reference)
+    assert len(ours) == len(its) > 0
+    for key in ("loss", "grad_norm", "samples", *(it for it in ("busiest_expert",) if it in its[0])):
+        assert [it[key] for it in ours] == pytest.approx([it[key] for it in its], rel=1e-6), (name, key)
+    validations = [tiny.records(it, file="validation.jsonl") for it in (name, reference)]
+    assert validations[0][-1]["loss"] == pytest.approx(validations[1][-1]["loss"], rel=1e-6), name
+    assert validations[0][-1].get("tasks") == validations[1][-1].get("tasks")
+
+
+def test_every_schedule_trains_as_one_process(tiny: TinyRun) -> None:
+    on_one(tiny, "one", *DENSE)
+    words = [*DENSE, *TWO]
+    run_in_turn(train_here, 2, [configured(tiny, it, *words, SCHEDULE.format(it), world_size=2) for it in SCHEDULES])
+    for name in SCHEDULES:
+        assert_equal(tiny, name, "one")
+
+
+@pytest.mark.slow
+def test_stages_combine_with_every_other_axis(tiny: TinyRun) -> None:
+    """And the names, the values and the states of a checkpoint are those of one process."""
+    saves = ["--checkpoint.interval=3", "--debug.hash_freq=3"]
+    for name, model in (("dense", DENSE), ("experts", EXPERTS)):
+        on_one(tiny, name, *model, *saves)
+    configs = [configured(tiny, name, *m, *words, *saves, world_size=4) for name, (words, m) in LAYOUTS.items()]
+    run_in_turn(train_here, 4, configs)
+    for name, (_, model) in LAYOUTS.items():
+        reference = "experts" if model is EXPERTS else "dense"
+        assert_equal(tiny, name, reference)
+        ours, its = (dict(stored(checkpoint(tiny, it, 3))) for it in (name, reference))
+        assert ours.keys() == its.keys()
+        [hashed], [expected] = (tiny.records(it, file="hashes.jsonl") for it in (name, reference))
+        assert hashed["tensors"].keys() == expected["tensors"].keys()
+        for key, value in its.items():
+            assert (ours[key].double() - value.double()).abs().max() <= 2e-3 * value.abs().max() + 1e-9, (name, key)
+
+
+@pytest.mark.slow
+def test_stages_combine_with_techniques(tiny: TinyRun) -> None:
+    for name, words in TECHNIQUES.items():
+        on_one(tiny, f"{name}-one", *(it for it in words if "pipeline" not in it))
+    configs = [configured(tiny, name, *words, *TWO, world_size=2) for name, words in TECHNIQUES.items()]
+    run_in_turn(train_here, 2, configs)
+    for name in TECHNIQUES:
+        assert_equal(tiny, name, f"{name}-one")
+
+
+def train_compiled(rank: int, world_size: int, config: Config) -> None:
+    with patch("titanlite.parallelize.compile_blocks", trace_blocks):
+        train_here(rank, world_size, config)
+
+
+@pytest.mark.slow
+def test_compiled_blocks_train_as_others(tiny: TinyRun) -> None:
+    on_one(tiny, "one", *DENSE)
+    words = [*DENSE, *TWO, "--compile.enable"]
+    run_in_turn(train_compiled, 2, [configured(tiny, "compiled", *words, world_size=2)])
+    assert_equal(tiny, "compiled", "one")
+
+
+def values_of(rank: int, world_size: int, config: Config) -> dict[str, Any]:
+    """Return the values that a run begins with, and train."""
+    run = built(rank, world_size, config)
+    found = {name: whole(it) for name, it in run.state().items()}
+    finish(run, train(run))
+    return found
+
+
+@pytest.mark.slow
+def test_a_checkpoint_continues_on_other_degrees(tiny: TinyRun) -> None:
+    """From stages to one process, shards and split layers, and back: the same bits, and the same losses."""
+    on_one(tiny, "whole", *DENSE, "--training.steps=4")
+    places = {
+        "p4": degrees(1, 1, pipeline=4), "p2-s2": degrees(1, 2, pipeline=2), "s4": degrees(1, 4),
+        "t2": degrees(1, 2, tensor=2),
+    }  # fmt: skip
+    chain = ["p4", "p2-s2", "s4", "p4", "t2", "p2-s2"]
+    pairs = [*pairwise(chain)]
+
+    def config(pair: tuple[str, str], place: str, steps: int) -> Config:
+        words = [*DENSE, *places[place], "--checkpoint.interval=2", f"--training.steps={steps}"]
+        return configured(tiny, "-".join(pair), *words, world_size=4)
+
+    run_in_turn(train_here, 4, [config(pair, pair[0], 2) for pair in pairs])
+    second = [config(pair, pair[1], 4) for pair in pairs]
+    begun = run_in_turn(values_of, 4, second)
+    for (a, b), of_ranks in zip(pairs, begun, strict=True):
+        saved = dict(stored(checkpoint(tiny, f"{a}-{b}", 2)))
+        loaded = {name: it for of_rank in of_ranks for name, it in of_rank.items()}
+        for name, value in loaded.items():
+            if name in saved:
+                assert (value == saved[name]).all(), (a, b, name)
+        assert {name for name in saved if name.startswith("model.")} <= loaded.keys()
+        assert tiny.losses(f"{a}-{b}") == pytest.approx(tiny.losses("whole"), rel=1e-6), (a, b)
+
+
+def exchanged(rank: int, world_size: int, config: Config) -> None:
+    from titanlite.techniques.pipeline import stages
+
+    def backwards(*arguments: Any) -> list[range]:
+        return found[::-1] if len(found := right(*arguments)) else found
+
+    right = stages.blocks_of_stages
+    with patch.object(stages, "blocks_of_stages", backwards):
+        train_here(rank, world_size, config)
+
+
+def used_twice(rank: int, world_size: int, config: Config) -> None:
+    from titanlite.techniques.pipeline.passes import PipelinePasses
+
+    right = PipelinePasses.forward
+
+    def wrong(self: PipelinePasses, stage: Any, hidden: Any) -> Any:
+        if self.begun[stage.number] == 1:
+            self.batches = [self.batches[0], self.batches[0], *self.batches[2:]]
+        return right(self, stage, hidden)
+
+    with patch.object(PipelinePasses, "forward", wrong):
+        train_here(rank, world_size, config)
+
+
+def without_scale(rank: int, world_size: int, config: Config) -> None:
+    from titanlite.step import Gradients
+
+    with patch.object(Gradients, "scale", lambda self, valid_tokens, **_: 1 / (2 * valid_tokens)):
+        train_here(rank, world_size, config)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mistake", [exchanged, used_twice, without_scale])
+def test_planted_mistakes_show(tiny: TinyRun, mistake: Callable[..., None]) -> None:
+    on_one(tiny, "one", *DENSE)
+    run_in_turn(mistake, 2, [configured(tiny, "wrong", *DENSE, *TWO, world_size=2)])
+    with pytest.raises(AssertionError):
+        assert_equal(tiny, "wrong", "one")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--model.args.n_layers=1"], ["pipeline_parallel_degree", "2"]),
+        (["--model.args.tied_head=true"], ["tied_head"]),
+        (["--training.local_batch_size=8"], ["micro-batches", "training.local_batch_size", "4"]),
+        ([SCHEDULE.format("Interleaved1F1B"), "--model.args.n_layers=3"], ["4", "3"]),
+        (["--parallelism.pipeline_parallel_layers_per_stage=2"], ["3", "stages"]),
+        (["--freeze.parameters=['tok_embeddings.*', 'layers.0.*', 'layers.1.*']"], ["rank 0", "train", "0, 1"]),
+        (["--metrics.layers.freq=1"], ["metrics.layers.freq", "parallelism.pipeline_parallel_degree"]),
+        (["--optimizer.in_backward", "--training.max_norm=0"], ["optimizer.in_backward"]),
+        (["--compile.enable", SCHEDULE.format("ZBVZeroBubble")], ["compile.enable", "ZBVZeroBubble"]),
+    ],
+)
+def test_what_does_not_fit_is_one_line(tiny: TinyRun, tmp_path: Path, words: list[str], named: list[str]) -> None:
+    common = [*DENSE, "--training.local_batch_size=1", *TWO, *words]
+    code, _, errors = titanlite("check", "--config", str(tiny.toml), *common, WORLD_SIZE="2")
+    assert code == 2
+    assert len([line for line in errors if "pipeline" in line]) == 1, errors
+    assert mentions("\n".join(errors), *named)

@@ -1,0 +1,198 @@
+"""Forward and backward passes of the micro-batches of a step through the stages of a pipeline.
+
+`torch.distributed.pipelining` orders them, and sends hidden states and their gradients. Each rank reads the same
+micro-batches: the first stage takes the tokens, the last the labels, and all the boundaries of documents. FSDP reduces
+gradients once, after the last backward pass of a stage.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from functools import cache, partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.utils._pytree import tree_map_only
+
+from titanlite.batch import Batch
+from titanlite.loss import LossFunction, Targets, TokenLoss
+from titanlite.mesh import pipeline_mesh
+from titanlite.models.base import Model
+from titanlite.observer import Phase, StepObserver
+from titanlite.ops.attention import document_arguments
+from titanlite.runtime.dtypes import torch_dtype
+from titanlite.schema import Config
+from titanlite.step import Gradients, checked_loss, count_valid_tokens
+from titanlite.techniques.pipeline.stages import Stage, rank_of_stage
+from titanlite.techniques.tensor.layers import split_blocks, tensor_ranks
+
+YES = SimpleNamespace(item=lambda: 1)
+"""Stands for a tensor, which has no value in a plan."""
+
+
+class _Stage(PipelineStage):
+    """A stage as the schedule calls it, with one micro-batch after the other."""
+
+    compute: Callable[[Any, Tensor], Tensor]
+    is_alone: bool
+
+    def _warmup_forward_vote(self, *args: Any, **options: Any) -> Any:
+        """Agree with the other ranks that shapes are known."""
+        return YES if self.is_alone else super()._warmup_forward_vote(*args, **options)
+
+    def _warmup_backward_result(self, *args: Any, **options: Any) -> Any:
+        return YES if self.is_alone else super()._warmup_backward_result(*args, **options)
+
+    def forward_maybe_with_nosync(self, *args: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return self.compute(self.submod, args[0])
+
+
+class PipelinePasses:
+    """Passes of the stages that this rank has. Validation calls the model, whose forward then goes through all stages.
+
+    Args:
+        model: cut to the stages of this rank, sharded, with memory.
+    """
+
+    def __init__(self, model: Model, config: Config, mesh: DeviceMesh) -> None:
+        axis = pipeline_mesh(mesh)
+        assert axis is not None, "the mesh has no pipeline axis"
+        self.stages = [it for it in model.stages if isinstance(it, Stage)]
+        self.dim, self.device, count = model.args.dim, torch.device(mesh.device_type), self.stages[0].count
+        self.group, self.rank = axis.get_group(), axis.get_local_rank()
+        self.dtype = torch_dtype(config.training.mixed_precision_param)
+        self.schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
+        self.rank_of = partial(rank_of_stage, parallelism=config.parallelism)
+        self.last_rank = self.rank_of(count - 1)
+        self.has_own_loss = config.training.loss is not None
+        self.is_alone = dist.get_backend(self.group) == "fake"
+        """Whether the other ranks do not exist, as in a plan."""
+        self.ranks = tensor_ranks(mesh) if split_blocks(model) else None
+        """Ranks that have different tokens between blocks."""
+        self.own_counters, self.end_own_step = model.counters, model.end_step
+        model.__dict__.update(forward=self.evaluate, counters=self.counters, end_step=self.end_step)
+
+    def add_up(
+        self,
+        model: Model,
+        batches: Sequence[Batch],
+        *,
+        group: dist.ProcessGroup,
+        loss_function: LossFunction,
+        targets: Targets,
+        gradients: Gradients,
+        reduce_once: bool,
+        observer: StepObserver,
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """See `titanlite.step.accumulate`. Ranks without the last stage return zeros."""
+        valid_tokens = count_valid_tokens(batches, group)
+        self.batches, self.observer = batches, observer
+        self.loss_of = [partial(loss_function, labels_BL=it["labels"], **targets(it, observer)) for it in batches]
+        self.factor = gradients.scale(valid_tokens, ranks=group.size(), micro_batches=len(batches))
+        self.losses: list[TokenLoss] = []
+        self.begun = {stage.number: 0 for stage in self.stages}
+        places = torch.empty(len(batches))  # of what is split: each stage knows which micro-batch is next
+        first = (places,) if self.rank_of(0) == self.rank else ()
+        schedule = self._schedule(len(batches), *batches[0]["tokens"].shape)
+        try:
+            schedule.step(*first, target=places, return_outputs=False)
+        except RuntimeError as error:  # the schedule wraps what a stage raises
+            raise error.__cause__ or error from None
+        zero = torch.zeros((), device=self.device)
+        losses = self.losses or [TokenLoss(zero, zero, dict.fromkeys(self._names_of_metrics(), zero))] * len(batches)
+        sums = [torch.stack([it.cross_entropy, it.total, *it.metrics.values()]) for it in losses]
+        micro_losses, totals, *metrics = torch.stack(sums, dim=1) / valid_tokens
+        return micro_losses, totals, dict(zip(self._names_of_metrics(), metrics, strict=True))
+
+    @cache  # noqa: B019 (as long as the run)
+    def _names_of_metrics(self) -> list[str]:
+        """Return the names of the metrics of the loss, which the first step knows where the last stage is."""
+        names = [[*self.losses[0].metrics] if self.losses else []]
+        if self.has_own_loss and not self.is_alone:
+            dist.broadcast_object_list(names, group=self.group, group_src=self.last_rank, device=self.device)
+        return names[0]
+
+    def counters(self) -> list[Tensor]:
+        """Return the counters of the whole model, which ranks add up: zeros where other ranks have the blocks."""
+        own = iter(self.own_counters())
+        return [
+            next(own) if is_own else torch.zeros(shape, device=self.device) for shape, is_own in self.stages[0].counters
+        ]
+
+    def end_step(self, taken: Tensor) -> dict[str, Tensor]:
+        """See `Model.end_step`. Of each metric, all ranks return the largest value of a stage."""
+        own, names = self.end_own_step(taken), self.stages[0].metrics
+        if not names:
+            return {}
+        least = torch.full((), -math.inf, device=self.device)
+        values = torch.stack([own.get(name, least) for name in names])
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        return dict(zip(names, values, strict=True))
+
+    @cache  # noqa: B019 (as long as the run)
+    def _schedule(self, micro_batches: int, size: int, length: int) -> Any:
+        """Return the schedule for micro-batches of a shape."""
+        hidden = self._empty_hidden(size, length, device=torch.device("meta")).requires_grad_()
+        place, loss = torch.empty(1, device="meta"), torch.empty((), device="meta", requires_grad=True)
+        stages = []
+        for module in self.stages:
+            stage = _Stage(
+                module, module.number, module.count, self.device, group=self.group,
+                input_args=hidden if module.number else place,
+                output_args=hidden if not module.is_last else loss,
+                dw_builder=_full_backward if module.is_last else None,
+            )  # fmt: skip
+            stage.compute, stage.is_alone = self.forward, self.is_alone
+            stages.append(stage)
+        made_of: Any = stages[0] if issubclass(self.schedule, PipelineScheduleSingle) else stages
+        return self.schedule(made_of, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+
+    def _empty_hidden(self, size: int, length: int, device: torch.device) -> Tensor:
+        """Return hidden states as they are sent, without values."""
+        part = length // (self.ranks.ranks if self.ranks else 1)
+        return torch.empty(size, part, self.dim, dtype=self.dtype, device=device)
+
+    def forward(self, stage: Stage, hidden_BLD: Tensor) -> Tensor:
+        """Return the hidden states of the next micro-batch behind a stage; of the last one, its loss for backward."""
+        number = self.begun[stage.number]
+        self.begun[stage.number] += 1
+        batch = self.batches[number]
+        self.observer.phase(Phase.FORWARD)
+        inputs = self._whole_tokens(hidden_BLD) if stage.number else batch["tokens"]
+        out = stage(inputs, loss=self.loss_of[number], **document_arguments(batch))
+        if stage.is_last:
+            loss = checked_loss(out)
+            self.losses.append(tree_map_only(Tensor, Tensor.detach, loss))
+            out = loss.total * self.factor
+        if out.requires_grad:  # not if all up to here is frozen
+            out.register_hook(lambda _: self.observer.phase(Phase.BACKWARD))
+        return out
+
+    def _whole_tokens(self, hidden_BLD: Tensor) -> Tensor:
+        """Return the hidden states of all tokens, of which the first block takes this rank's part again."""
+        return self.ranks.join(hidden_BLD) if self.ranks else hidden_BLD
+
+    def evaluate(self, tokens: Tensor, **arguments: Any) -> Any:
+        """Forward of the model without gradients: through all stages -> the result of the last one, on every rank."""
+        out, result = tokens, [None]
+        for stage in self.stages:
+            if stage.number and (source := self.rank_of(stage.number - 1)) != self.rank:
+                out = self._empty_hidden(*tokens.shape, device=self.device)
+                dist.recv(out, group=self.group, group_src=source)
+            out = stage(self._whole_tokens(out) if stage.number else tokens, **arguments)
+            if stage.is_last:
+                result = [tree_map_only(Tensor, Tensor.cpu, out)]
+            elif (target := self.rank_of(stage.number + 1)) != self.rank:
+                dist.send(out.contiguous(), group=self.group, group_dst=target)
+        dist.broadcast_object_list(result, group=self.group, group_src=self.last_rank, device=self.device)
+        return tree_map_only(Tensor, lambda it: it.to(self.device), result[0])
+
+
+def _full_backward() -> Callable[[], None]:
+    """Compute gradients of weights with those of hidden states, and nothing later: the loss has both at once."""
+    return lambda: None

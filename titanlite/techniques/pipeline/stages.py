@@ -1,0 +1,195 @@
+"""The stages of a pipeline: which blocks each has, and a model that is cut to those of one rank.
+
+Names of parameters stay, so that checkpoints, initial values and groups of parameters do not know of stages. A stage
+passes hidden states [B, L, D] on in the place of logits, and takes them in the place of tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from titanlite.mesh import pipeline_mesh
+from titanlite.models.base import Model, head_of, unique_parameters
+from titanlite.runtime.errors import UserError
+from titanlite.schema import Parallelism
+from titanlite.techniques.tensor.layers import split_blocks, take_own_tokens, tensor_ranks
+
+ONE_STAGE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
+"""Schedules of one stage on each rank, and those of two of which the last rank's follow each other."""
+SPLIT_BACKWARD = "InterleavedZeroBubble", *V_SHAPED
+"""Schedules that compute gradients of weights later than those of activations."""
+
+
+class Blocks(nn.ModuleList):
+    """Some of the blocks of a model, under their names in it."""
+
+    def __init__(self, blocks: Iterable[tuple[str, nn.Module]]) -> None:
+        super().__init__()
+        for name, block in blocks:
+            self.add_module(name, block)
+
+    def __getitem__(self, index: int) -> nn.Module:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return [*self][index]
+
+
+class Received(nn.Module):
+    """Stands for the embedding where hidden states come from another stage."""
+
+    def forward(self, hidden_BLD: Tensor) -> Tensor:
+        return hidden_BLD
+
+
+class Passed(nn.Module):
+    """Stands for the head where hidden states go to another stage."""
+
+    def forward(self, hidden_BLD: Tensor, loss: Any = None) -> Tensor:
+        return hidden_BLD
+
+
+def embedding_of(model: nn.Module) -> str:
+    """Return the name of the embedding: of the first direct child."""
+    return next(name for name, _ in model.named_children())
+
+
+def blocks_of_stages(blocks: int, parallelism: Parallelism) -> list[range]:
+    """Return the blocks of each stage: as equal numbers as can be, where embedding and head count as some blocks.
+
+    Raises:
+        ValueError: there is a stage without a block, or ranks have different numbers of stages.
+    """
+    first, last = (
+        parallelism.pipeline_parallel_first_stage_less_layers,
+        parallelism.pipeline_parallel_last_stage_less_layers,
+    )
+    ranks, per_stage = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_layers_per_stage
+    single = parallelism.pipeline_parallel_schedule in ONE_STAGE
+    stages = -(-(blocks + first + last) // per_stage) if per_stage else ranks * (1 if single else 2)
+    if per_stage and (stages % ranks or (stages == ranks) != single):
+        wanted = f"{ranks}" if single else f"a multiple of {ranks} from {2 * ranks} on"
+        raise ValueError(
+            f"{per_stage} blocks a stage make {stages} stages of {blocks} blocks, {first} for the embedding and {last} "
+            f"for the head; {parallelism.pipeline_parallel_schedule} on {ranks} ranks needs {wanted}"
+        )
+    if stages > blocks:
+        raise ValueError(f"{stages} stages need as many blocks, and the model has {blocks}")
+    counts, loads = [1] * stages, [1.0] * stages
+    loads[0] += first
+    loads[-1] += last
+    for _ in range(blocks - stages):
+        stage = loads.index(min(loads))
+        counts[stage] += 1
+        loads[stage] += 1
+    ends = [sum(counts[: stage + 1]) for stage in range(stages)]
+    return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+class Stage(nn.Module):
+    """The children of a model that compute a stage. They stand for those of the model in its forward.
+
+    FSDP takes it for a root. Names of parameters are those of the model.
+    """
+
+    metrics: Sequence[str] = ()
+    """Names of the metrics that the whole model gives after a step."""
+    counters: Sequence[tuple[torch.Size, bool]] = ()
+    """Shapes of the counters of the whole model, and whether this rank has them."""
+
+    def __init__(self, model: nn.Module, stages: list[range], number: int) -> None:
+        super().__init__()
+        children = dict(model.named_children())
+        layers, embedding, head = children["layers"], embedding_of(model), [*children][-1]
+        self.number, self.is_last = number, number == len(stages) - 1
+        self.count = len(stages)
+        self.add_module(embedding, children[embedding] if number == 0 else Received())
+        self.layers = Blocks((str(it), layers.get_submodule(str(it))) for it in stages[number])
+        self.add_module(head, children[head] if self.is_last else Passed())
+        self._model = (model,)  # no child
+
+    def forward(self, inputs: Tensor, **arguments: Any) -> Any:
+        """Return what the model's forward does: hidden states, and of the last stage its result."""
+        [model] = self._model
+        whole = {name: model.get_submodule(name) for name, _ in self.named_children()}
+        try:
+            for name, part in self.named_children():
+                setattr(model, name, part)
+            return type(model).forward(model, inputs, **arguments)
+        finally:
+            for name, child in whole.items():
+                setattr(model, name, child)
+
+
+def rank_of_stage(stage: int, parallelism: Parallelism) -> int:
+    """Return the rank on the axis that has a stage."""
+    ranks = parallelism.pipeline_parallel_degree
+    turns_back = parallelism.pipeline_parallel_schedule in V_SHAPED and stage >= ranks
+    return 2 * ranks - 1 - stage if turns_back else stage % ranks
+
+
+def cut_to_stages(model: Model, mesh: DeviceMesh, parallelism: Parallelism) -> None:
+    """Leave out of a meta model what other ranks have, in place, and set its `stages`."""
+    axis = pipeline_mesh(mesh)
+    assert axis is not None, "the mesh has no pipeline axis"
+    blocks = blocks_of_stages(len(model.layers), parallelism)
+    own = [it for it in range(len(blocks)) if rank_of_stage(it, parallelism) == axis.get_local_rank()]
+    if ranks := tensor_ranks(mesh) if split_blocks(model) else None:
+        for number in {*own} - {0}:  # the first block has the hook, since the embedding gives all tokens, too
+            take_own_tokens(model.layers[blocks[number][0]], ranks)
+    model.stages = stages = [Stage(model, blocks, number) for number in own]
+    counters, metrics = model.counters(), [*model.end_step(torch.ones((), device="meta"))]
+    for name, _ in [*model.named_children()]:
+        parts = [stage.get_submodule(name) for stage in model.stages]
+        kept = next((part for part in parts if not isinstance(part, Received | Passed)), parts[0])
+        setattr(model, name, Blocks(it for part in parts for it in part.named_children()) if name == "layers" else kept)
+    own_counters = {id(it) for it in model.counters()}
+    for stage in stages:
+        stage.metrics = metrics
+        stage.counters = [(it.shape, id(it) in own_counters) for it in counters]
+
+
+def check_stages(model: Model, parallelism: Parallelism) -> None:
+    """Check that a model can be cut: its forward must be embedding, blocks, head, in which hidden states may stand for
+    tokens. Each rank must train something.
+
+    Args:
+        model: on the meta device, with its frozen parameters marked.
+
+    Raises:
+        UserError: it cannot.
+    """
+    name = type(model).__name__
+    try:
+        stages = blocks_of_stages(len(model.layers), parallelism)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    children = [child for child, module in model.named_children() if any(True for _ in module.parameters())]
+    if len(children) != 3 or children[1] != "layers":
+        raise UserError(
+            f"needs a model of an embedding, `layers` and a head, and {name} has {', '.join(children)}: make one "
+            "module of what is before the layers, or set 1"
+        )
+    if shared := {id(it) for it in model.get_submodule(children[0]).parameters()} & {
+        id(it) for it in head_of(model).parameters()
+    }:
+        weight = next(key for key, it in unique_parameters(model) if id(it) in shared)
+        raise UserError(
+            f"embedding and head share {weight}, and are on different stages: set model.args.tied_head = false, or the "
+            "degree to 1"
+        )
+    parts = [Stage(model, stages, number) for number in range(len(stages))]
+    for rank in range(parallelism.pipeline_parallel_degree):
+        own = [part for part in parts if rank_of_stage(part.number, parallelism) == rank]
+        if not any(it.requires_grad for part in own for it in part.parameters()):
+            blocks = ", ".join(str(layer) for part in own for layer, _ in part.layers.named_children())
+            raise UserError(f"rank {rank} would train nothing, with the blocks {blocks}: freeze less, or set 1")
+    tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")
+    x = tokens
+    try:
+        for part in parts:
+            x = part(x)
+    except Exception as error:  # code of the user's own may raise anything
+        raise UserError(f"{name}.forward fails with hidden states in the place of tokens: {error}, or set 1") from error
+    if x.shape != model(tokens).shape:
+        raise UserError(f"{name}.forward does not compute stages one after the other: set 1")
