@@ -37,12 +37,13 @@ from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
 from titanlite.loss import Targets, build_loss
-from titanlite.mesh import loss_group
+from titanlite.mesh import data_parallel_rank, loss_group, ranks_of_stage
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
+from titanlite.optim.norm import count_parameter_replicas
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
@@ -52,7 +53,7 @@ from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
 from titanlite.step import train_step
-from titanlite.techniques import build_gradients, places, state_memory
+from titanlite.techniques import build_gradients, passes_of_step, places, state_memory
 from titanlite.tools.plan.estimate import planned_targets
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
@@ -220,11 +221,13 @@ def train(
     gradients = build_gradients(
         config, model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip
     )
-    micro_batch_size, accumulation = training.batch_split(ranks)
-    source = random_batches(config, micro_batch_size, args.vocab_size, seed=rank)
+    reader, readers = data_parallel_rank(mesh)
+    micro_batch_size, accumulation = training.batch_split(readers)
+    source = random_batches(config, micro_batch_size, args.vocab_size, seed=reader)
     targets = planned_targets(config, vocab_size=args.vocab_size)
     draw_frozen(targets, config, mesh=mesh, kernels=kernels)
-    loss_function = build_loss(training, kernels, targets)
+    loss_function, add_up = build_loss(training, kernels, targets), passes_of_step(config, model, mesh)
+    replicas = count_parameter_replicas(model, ranks_of_stage(mesh))
     size = 0
     for step in range(1, steps + 1):
         with record.span(f"step {step},"):
@@ -234,7 +237,7 @@ def train(
             train_step(
                 model, batches, optimizer=optimizer, group=loss_group(mesh), decide=guard.decide,
                 max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
-                targets=targets, reduce_once=reduces_gradients_once(config, mesh),
+                targets=targets, reduce_once=reduces_gradients_once(config, mesh), add_up=add_up, replicas=replicas,
             )  # fmt: skip
             del batches
     return model, optimizer, size, targets

@@ -48,6 +48,7 @@ SHAPE = [
     "--model.args.n_layers=6", "--model.args.n_heads=4", "--model.args.n_kv_heads=2", "--model.args.hidden_dim=704",
     "--model.args.vocab_size=2048",
 ]  # fmt: skip
+PIPELINE = "--parallelism.pipeline_parallel_degree="
 REPLICATE = "--parallelism.data_parallel_replicate_degree="
 RESHARD = "--parallelism.fsdp_reshard_after_forward="
 RECOMPUTE = "--activation_checkpoint.mode="
@@ -74,6 +75,16 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("HSDP, 2 x 2, updates in backward", 4,
      [*SHAPE, "--training.global_batch_size=16", REPLICATE + "2", "--training.max_norm=0",
       "--optimizer.in_backward=true"]),
+    ("pipeline 2, 4 micro-batches", 2,
+     [*SHAPE, "--training.global_batch_size=8", "--training.local_batch_size=2", PIPELINE + "2"]),
+    ("pipeline 4, 8 micro-batches", 4,
+     [*SHAPE, "--training.global_batch_size=16", "--training.local_batch_size=2", PIPELINE + "4"]),
+    ("pipeline 2 x shard 2, interleaved", 4,
+     [*SHAPE, "--training.global_batch_size=16", "--training.local_batch_size=2", PIPELINE + "2",
+      "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"]),
+    ("pipeline 2, all forward passes first", 2,
+     [*SHAPE, "--training.global_batch_size=8", "--training.local_batch_size=2", PIPELINE + "2",
+      "--parallelism.pipeline_parallel_schedule=GPipe"]),
     ("vocabulary 32,768", 2, [*SHAPE, "--training.global_batch_size=4", "--model.args.vocab_size=32768"]),
     ("sequences of 1,024", 2, [*SHAPE, "--training.global_batch_size=2", "--training.seq_len=1024"]),
     ("documents", 1, [*SHAPE, "--training.global_batch_size=4", "--data.document_mask=true"]),

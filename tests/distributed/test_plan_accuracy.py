@@ -34,6 +34,17 @@ def test_predicted_peak_is_the_measured_one(name: str) -> None:
         assert rank.breakdown.get("teacher", 0) == predicted.most("teacher")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["pipeline 2, 4 micro-batches"])
+def test_each_stage_needs_what_is_planned(name: str) -> None:
+    """The first stage has more micro-batches in flight, and the last one the head."""
+    processes, overrides = next((processes, overrides) for case, processes, overrides in CPU_CASES if case == name)
+    config = load(DEBUG, overrides, world_size=processes)
+    hardware = replace(find_hardware("H100"), measured=True)
+    measured = [rank.peak for rank in measure(config, processes=processes)]
+    assert [*planned(config, processes, hardware, processes).stages.values()] == pytest.approx(measured, rel=0.02)
+
+
 GPUS = [json.loads((ROOT / "benchmarks" / "gpu" / f"{name}.json").read_text()) for name in ("h100", "h200")]
 SLOWER = {"document mask": 0.74, "Muon": 0.88, "reproducible layouts": 0.78, "micro-batches of one": 0.86}
 """Planned / measured time of techniques whose kernels the plan does not know, or not those of torch 2.11."""

@@ -1,6 +1,6 @@
 """Estimate: how much memory and time a config takes on given devices."""
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from math import lcm
 from typing import Any
 
@@ -64,6 +64,8 @@ class Trace:
     """Elements of the whole model."""
     flops_per_token: float = 0.0
     """FLOPs as MFU counts them, those of a frozen model included."""
+    received: int = 0
+    """Bytes that a stage of a pipeline receives of a micro-batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +93,8 @@ class Plan(Profile):
     """Tokens of a step, over all ranks."""
     mfu: float
     """Share of the device's peak for mixed_precision_param."""
+    stages: dict[str, int] = field(default_factory=dict)
+    """Reserved bytes of ranks with different stages of a pipeline."""
 
     @property
     def fits(self) -> bool:
@@ -166,6 +170,10 @@ def plan(config: Config, layout: Layout, *, whole: bool = False) -> Plan:
     Raises:
         UserError: the degrees do not fit the number of processes, or the step cannot be traced.
     """
+    if config.parallelism.pipeline_parallel_degree > 1:
+        from titanlite.tools.plan.pipeline import plan_stages
+
+        return plan_stages(config, layout)
     return estimate(trace(config, layout, whole=whole), config, layout)
 
 
@@ -196,7 +204,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
     targets = planned_targets(config, vocab_size=spec.args.vocab_size)
-    traces = [_traced(config, spec.model_cls, shape, targets, layout) for shape in shapes]
+    traces = [trace_model(config, spec.model_cls, shape, targets, layout) for shape in shapes]
     found = traces[0]
     if len(traces) > 1:
         found = _extended(*traces, blocks=depth, few=few + period, edge=edge, period=period)
@@ -207,16 +215,27 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     )
 
 
-def _traced(config: Config, model_cls: type[Model], args: ModelArgs, targets: Targets, layout: Layout) -> Trace:
-    """Trace a step of the whole model of these arguments."""
+def trace_model(
+    config: Config, model_cls: type[Model], args: ModelArgs, targets: Targets, layout: Layout, *, rank: int = 0
+) -> Trace:
+    """Trace a step of the whole model of these arguments, on a rank."""
     fuse = config.compile.enable and layout.is_gpu
     _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
-    recorder = trace_step(config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets)
+    recorder = trace_step(
+        config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets, rank=rank
+    )
     return Trace(
         profile(recorder, gpu=layout.is_gpu, compiled=fuse, hidden=[*_away(config, layout)]),
         workload_of(recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
-        traffic_of(recorder, accumulation=accumulation),
+        traffic_of(recorder, accumulation=accumulation, gathers_once=gathers_once(config)),
+        received=recorder.received // recorder.micro_batches,
     )
+
+
+def gathers_once(config: Config) -> bool:
+    """Return whether parameters are gathered once a step: by a pipeline that keeps them."""
+    parallelism = config.parallelism
+    return parallelism.pipeline_parallel_degree > 1 and parallelism.fsdp_reshard_after_forward in ("default", "never")
 
 
 def _away(config: Config, layout: Layout) -> dict[str, str]:

@@ -31,6 +31,9 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
         f"{layout.usable / GIB:.1f} ({hardware.memory / GIB:.1f} {rest}), allocated {planned.peak / GIB:.1f} "
         f"({phase_title(planned.peak_phase)})"
     )
+    if planned.stages:
+        of_ranks = (f"{name} {size / GIB:.1f} GiB" for name, size in planned.stages.items())
+        yield f"           ranks of the pipeline: {', '.join(of_ranks)}"
     for category, size in sorted(planned.breakdown.items(), key=lambda item: -item[1]):
         if size:
             yield f"           {category:15s}{size / GIB:8.2f} GiB{size / planned.peak:7.0%}"
@@ -116,6 +119,7 @@ def plan_record(planned: Plan) -> dict[str, Any]:
             "host_of_node": planned.host_of_node,
             "disk": planned.disk,
         },
+        "stages": planned.stages,
         "flops_of_all_ranks": planned.flops,
         "model_flops_of_all_ranks": planned.model_flops,
         "traffic": [

@@ -105,6 +105,8 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
         self.sent: list[Sent] = []
         self.micro_batches = 0
         """Number of recorded micro-batches."""
+        self.received = 0
+        """Bytes that this rank has received from single ranks."""
         self.phases: list[tuple[int, str]] = [(0, "start")]
         """(time, name of the phase from then on)."""
         self._number_of: dict[Hashable, int] = {}
@@ -266,9 +268,11 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
 
     def _collective(self, func: Any, args: Any, inputs: list[Any]) -> None:
         collective = COLLECTIVES.get(str(func.overloadpacket))
+        if str(func.overloadpacket) == "c10d.recv_":
+            self.received += sum(tensor.numel() * tensor.element_size() for _, tensor in inputs)
         group = next((group for leaf in args if (group := unboxed_group(leaf)) is not None), None)
         name = group.group_name if group else args[-1]
-        is_inside = group is None and (True, name) in self._groups
+        is_inside = (group is None or collective == "send") and (True, name) in self._groups
         if collective is None or not (is_inside or group or (False, name) in self._groups):
             return
         if self._unit and str(func.overloadpacket) == "c10d.alltoall_base_":
@@ -287,6 +291,7 @@ COLLECTIVES: dict[str, CollectiveName] = {
     "c10d._reduce_scatter_base_": "reduce_scatter",
     "c10d.allreduce_": "all_reduce",
     "c10d.alltoall_base_": "all_gather",
+    "c10d.send": "send",
     "_c10d_functional.all_gather_into_tensor": "all_gather",
     "_c10d_functional.all_reduce": "all_reduce",
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",

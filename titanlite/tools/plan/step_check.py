@@ -99,11 +99,12 @@ def _tokens(source: Source, seq_len: int) -> int:
 def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> str:
     """Trace one step of one micro-batch of one sequence. Compiled blocks run as they are."""
     degree = config.parallelism.degrees(ranks.world_size).data_parallel
-    training = config.training.model_copy(update={"local_batch_size": 1, "global_batch_size": degree})
+    stages = config.parallelism.pipeline_parallel_degree
+    training = config.training.model_copy(update={"local_batch_size": 1, "global_batch_size": degree * stages})
     compiler = config.compile.model_copy(update={"enable": False})
     small = config.model_copy(update={"training": training, "compile": compiler})
     spec = resolved.model
-    if not config.model.file:  # else each block is tried
+    if not config.model.file and stages == 1:  # else each block is tried
         spec = _few_blocks(spec, config, 2 * period_of(config, spec.build()))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
     targets = copy(resolved.targets)

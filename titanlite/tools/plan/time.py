@@ -46,7 +46,7 @@ class Kernel(NamedTuple):
     launches: int = 1
 
 
-CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+CollectiveName = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 
 
 class Group(NamedTuple):
@@ -62,7 +62,7 @@ class Collective(NamedTuple):
 
     op: CollectiveName
     bytes: int
-    """Size of the whole, unsharded buffer; of an all-to-all, of all that a rank sends."""
+    """Size of the whole, unsharded buffer; of an all-to-all and of a send, of all that a rank sends."""
     group: Group
 
 
@@ -125,6 +125,10 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
     if size == 1:
         return 0.0
     nodes = -(-size // per_node)
+    if collective.op == "send":  # to a neighbour
+        is_near = nodes == 1
+        rate = hardware.link_bandwidth if is_near else hardware.network_bandwidth
+        return collective.bytes / (rate * BUS_EFFICIENCY) + (HOP_SECONDS if is_near else NETWORK_HOP_SECONDS)
     if collective.op == "all_to_all":
         return _all_to_all_time(collective, hardware)
     bus = hardware.link_bandwidth * BUS_EFFICIENCY

@@ -16,11 +16,12 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.batch import Batch
 from titanlite.loss import Targets, build_loss
-from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
+from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, ranks_of_stage, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
+from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
@@ -42,6 +43,7 @@ from titanlite.techniques import (
     after_updates,
     build_gradients,
     keeps_gradients,
+    passes_of_step,
     places,
     split_batch,
     split_vocabulary,
@@ -64,10 +66,12 @@ def trace_step(
     world_size: int,
     gpu: bool,
     targets: Targets | None = None,
+    rank: int = 0,
 ) -> Recorder:
-    """Return the record of a step on rank 0, which has the largest shards. The optimizer has its states already.
+    """Return the record of a step on a rank. The optimizer has its states already.
 
     Args:
+        rank: 0 has the largest shards, and the first stage of a pipeline.
         gpu: whether the kernels are those of an NVIDIA GPU, or those of this machine's CPU.
         targets: of the config; see `planned_targets`. Their model is made here. Default: labels only.
 
@@ -79,7 +83,7 @@ def trace_step(
         raise UserError("gradients do not last until after backward, and this step would have several backward passes")
     attention = config.training.attention_backend
     kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else FakeCpuKernels()
-    with fake_ranks(world_size), _fresh_compiler(config):
+    with fake_ranks(world_size, rank=rank), _fresh_compiler(config):
         targets = targets or Targets()
         frozen = targets.frozen
         model, mesh = parallelized(
@@ -137,6 +141,8 @@ def trace_step(
                     targets=targets,
                     gradients=gradients,
                     reduce_once=reduces_gradients_once(config, mesh),
+                    add_up=passes_of_step(config, model, mesh),
+                    replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
                     observer=recorder,
                 )
                 recorder.unit("end")
@@ -255,11 +261,19 @@ def _trained(optimizer: Any) -> list[nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
+def traced_micro_batches(config: Config, accumulation: int) -> int:
+    """Return the number of micro-batches of a traced step: with a pipeline, at least as many as a stage ever keeps."""
+    ranks, schedule = config.parallelism.pipeline_parallel_degree, config.parallelism.pipeline_parallel_schedule
+    if ranks > 1 and schedule in ("GPipe", "LoopedBFS"):
+        return accumulation
+    return min(accumulation, MICRO_BATCHES if ranks == 1 else ranks + 1 if schedule == "1F1B" else 2 * ranks)
+
+
 def _batches(config: Config, ranks: int, targets: Targets) -> list[Batch]:
     size, accumulation = config.training.batch_split(ranks)
     seq_len = config.training.seq_len
     batches = []
-    for _ in range(min(MICRO_BATCHES, accumulation)):
+    for _ in range(traced_micro_batches(config, accumulation)):
         tokens = torch.zeros(size, seq_len, dtype=torch.int64)
         batch = {"tokens": tokens, "labels": torch.zeros_like(tokens)}
         if config.data.document_mask:

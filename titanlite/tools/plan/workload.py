@@ -81,16 +81,17 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
     return Workload(tuple(units), update, tuple(_collective(it, gpus_per_node) for it in sent[""]))
 
 
-def traffic_of(recorder: Recorder, *, accumulation: int) -> Traffic:
+def traffic_of(recorder: Recorder, *, accumulation: int, gathers_once: bool = False) -> Traffic:
     """Return the bytes of a step with all its micro-batches.
 
     Args:
         accumulation: number of micro-batches in the step.
+        gathers_once: whether parameters are gathered once a step, and not once a micro-batch.
     """
     total: Traffic = {}
     reduced_once = _reduced_once(recorder)
     for it in recorder.sent:
-        each_micro_batch = it.is_inside or (it.unit and not _is_once(it, reduced_once))
+        each_micro_batch = it.is_inside or (it.unit and not gathers_once and not _is_once(it, reduced_once))
         size = it.bytes * accumulation // recorder.micro_batches if each_micro_batch else it.bytes
         total[it.collective, it.axis] = total.get((it.collective, it.axis), 0) + size
     return total
