@@ -145,7 +145,21 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
         },
         [],
     ),
-    ("parallelism.pipeline_parallel_degree = 4", 4, {}, ["parallelism.pipeline_parallel_degree"]),
+    (
+        "training.local_batch_size = 8\n"
+        "parallelism = {pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2, "
+        "pipeline_parallel_schedule = 'Interleaved1F1B', pipeline_parallel_layers_per_stage = 4}",
+        8,
+        {
+            "parallelism.pipeline_parallel_degree": 4,
+            "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
+            "parallelism.pipeline_parallel_layers_per_stage": 4,
+            "training.local_batch_size": 2,
+            "training.global_batch_size": 16,
+        },
+        [],
+    ),
+    ("parallelism.expert_tensor_parallel_degree = 4", 4, {}, ["parallelism.expert_tensor_parallel_degree"]),
     ("model.flavor = '8B_varlen'", 1, {"model.flavor": "8B", "data.document_mask": True}, []),
     ("model.flavor = 'debugmodel_flex_attn'", 1, {"model.args.dim": 256, "data.document_mask": True}, []),
     ("model = {name = 'qwen3', flavor = '0.6B'}", 1, {"model.name": "qwen3", "model.flavor": "0.6B"}, []),
@@ -350,12 +364,12 @@ def test_without_out_the_toml_is_on_stdout(tmp_path: Path, capsys: pytest.Captur
 
 def test_with_out_the_report_is_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     old, new = tmp_path / "old.toml", tmp_path / "new.toml"
-    old.write_text(GOOD + "[parallelism]\npipeline_parallel_degree = 2\n")
+    old.write_text(GOOD + "[parallelism]\nexpert_tensor_parallel_degree = 2\n")
     assert command(old, "--out", new, "--world-size=2") == 1
     captured = capsys.readouterr()
-    assert mentions(captured.out, "LOST", "parallelism.pipeline_parallel_degree = 2")
+    assert mentions(captured.out, "LOST", "parallelism.expert_tensor_parallel_degree = 2")
     [line] = captured.err.splitlines()
-    assert mentions(line, "error", "parallelism.pipeline_parallel_degree")
+    assert mentions(line, "error", "parallelism.expert_tensor_parallel_degree")
     assert tomli.loads(new.read_text())["model"]["flavor"] == "8B"
     assert old.read_text().startswith(GOOD)
 

@@ -41,6 +41,8 @@ SAME: dict[str, dict[str, Any]] = {
     "parallelism": {
         "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "context_parallel_degree": 1,
         "tensor_parallel_degree": 1, "expert_parallel_degree": 1, "fsdp_reshard_after_forward": "default",
+        "pipeline_parallel_degree": 1, "pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": int,
+        "pipeline_parallel_first_stage_less_layers": 1, "pipeline_parallel_last_stage_less_layers": 1,
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
     "compile": {"enable": False},
@@ -60,6 +62,7 @@ SAME: dict[str, dict[str, Any]] = {
 
 OTHERS: dict[str, tuple[str, Any]] = {
     "metrics.enable_tensorboard": ("metrics.loggers", False),
+    "parallelism.pipeline_parallel_microbatch_size": ("training.local_batch_size", 1),
     "metrics.enable_wandb": ("metrics.loggers", False),
     "model.tokenizer_path": ("data.tokenizer", str),
     "model.hf_assets_path": ("data.tokenizer", "./tests/assets/tokenizer"),
@@ -80,9 +83,13 @@ OTHERS: dict[str, tuple[str, Any]] = {
 
 LOSES: dict[str, tuple[Any, str]] = {
     "the schedule always spans training.steps": (None, "lr_scheduler: total_steps"),
-    "titanlite has no such axis: use FSDP, HSDP, context, expert or tensor parallelism, and activation checkpointing "
-    "or training.enable_cpu_offload where memory is short":
-        (1, "parallelism: pipeline_parallel_degree expert_tensor_parallel_degree"),
+    "titanlite has no such axis: use FSDP, HSDP, context, expert, tensor or pipeline parallelism, and activation "
+    "checkpointing or training.enable_cpu_offload where memory is short":
+        (1, "parallelism: expert_tensor_parallel_degree"),
+    "stages are cut by numbers of blocks: pipeline_parallel_layers_per_stage, and those that the first and the last "
+    "stage have less": (None, "parallelism: module_fqns_per_model_part"),
+    "a schedule is one of PyTorch's: set parallelism.pipeline_parallel_schedule":
+        ("", "parallelism: pipeline_parallel_schedule_csv"),
     "model.file names a model of your own; what else this code does is lost":
         ("", "job: custom_config_module; experimental: custom_import custom_args_module"),
     "optimizer.in_backward = true does this, if training.max_norm is 0 and nothing is accumulated":
@@ -104,10 +111,7 @@ DROPS = """
     model: print_after_conversion;
     optimizer: implementation;
     training: gc_freq gc_debug;
-    parallelism: enable_compiled_autograd pipeline_parallel_layers_per_stage pipeline_parallel_schedule
-        pipeline_parallel_schedule_csv pipeline_parallel_microbatch_size
-        pipeline_parallel_first_stage_less_layers pipeline_parallel_last_stage_less_layers
-        pipeline_parallel_expert_parallel_overlap module_fqns_per_model_part expert_parallel_comm_backend
+    parallelism: enable_compiled_autograd pipeline_parallel_expert_parallel_overlap expert_parallel_comm_backend
         context_parallel_rotate_method context_parallel_load_balancer disable_loss_parallel
         enable_async_tensor_parallel;
     checkpoint: create_seed_checkpoint enable_first_step_checkpoint last_save_model_only load_only
@@ -187,6 +191,10 @@ class Old:
         return self.given.get(key, RULES[key].default)
 
     @property
+    def is_pipeline(self) -> bool:
+        return self["parallelism.pipeline_parallel_degree"] > 1
+
+    @property
     def model_parallel_degree(self) -> int:
         """Ranks that share the data of one."""
         axes = ("tensor", "pipeline", "context")
@@ -233,8 +241,13 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
                 note = f"means {local} for each data parallel rank: migrate with --world-size N, or set it yourself"
                 return Outcome({}, note, lost=True)
             value, note = local * ranks, f"{local} for each of {ranks} ranks"
-        case "parallelism.tensor_parallel_degree":
+        case "parallelism.tensor_parallel_degree" | "parallelism.pipeline_parallel_degree":
             value = max(1, value)
+        case "parallelism.pipeline_parallel_microbatch_size":
+            return Outcome({}, f"is {to}" if old.is_pipeline else "does nothing without a pipeline")
+        case "training.local_batch_size" if old.is_pipeline:
+            value = old["parallelism.pipeline_parallel_microbatch_size"]
+            note = "parallelism.pipeline_parallel_microbatch_size: what passes through the stages at once"
         case "metrics.enable_tensorboard" | "metrics.enable_wandb":
             value = [name for name in ("tensorboard", "wandb") if old[f"metrics.enable_{name}"]]
         case _ if key.startswith("profiling."):
