@@ -5,10 +5,11 @@
     python measure.py CONFIG [--world=8] [--device=H100] [--steps=3] [--no-expandable] [--no-plan] [--top=N]
         [--waits] [--json] [--section.key=value ...]
 
-The process is rank 0 of `world` ranks: NCCL's collectives return at once, so no other rank is needed. The config is a
+The process is one of `world` ranks: NCCL's collectives return at once, so no other rank is needed. The config is a
 shipped one, or a path. It is built by titanlite's own steps, but for initial values, and makes `steps` steps to warm up
 and one that is counted. `plan` is the prediction for the same config, made in another process without a GPU.
 
+    --rank=N         the stages of another rank than 0, of a pipeline
     --device=NAME    the device of the plan; the stand-in has its memory
     --no-expandable  PyTorch's own setting of the caching allocator, not titanlite's
     --top=N          the N most frequent kernels, and all other events
@@ -37,6 +38,7 @@ def main() -> None:
     )
     parser.add_argument("config")
     parser.add_argument("--world", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=0)
     parser.add_argument("--device", default="H100")
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--no-expandable", dest="expandable", action="store_false")
@@ -48,16 +50,17 @@ def main() -> None:
     parser.add_argument("--name")
     options, overrides = parser.parse_known_args()
     if options.only_plan:
-        print(json.dumps(predict(options.config, overrides, options.world, options.device)))
+        print(json.dumps(predict(options.config, overrides, options.world, options.device, options.rank)))
         return
-    plan = start_plan(options.config, overrides, options.world, options.device) if options.plan else None
+    rank = options.rank
+    plan = start_plan(options.config, overrides, options.world, options.device, rank) if options.plan else None
     if options.expandable:
         from titanlite.runtime.allocator import use_expandable_segments
 
         use_expandable_segments(os.environ)
     found = measure(
         options.config, overrides, world_size=options.world, device_name=options.device, steps=options.steps,
-        waits=options.waits,
+        waits=options.waits, rank=rank,
     )  # fmt: skip
     found = {"name": options.name or " ".join([options.config, *overrides]), "expandable": options.expandable, **found}
     if plan:
@@ -74,8 +77,8 @@ def main() -> None:
     os._exit(0)
 
 
-def start_plan(config: str, overrides: list[str], world_size: int, device: str) -> subprocess.Popen[str]:
-    words = [config, f"--world={world_size}", f"--device={device}", "--only-plan", *overrides]
+def start_plan(config: str, overrides: list[str], world_size: int, device: str, rank: int) -> subprocess.Popen[str]:
+    words = [config, f"--world={world_size}", f"--device={device}", f"--rank={rank}", "--only-plan", *overrides]
     environ = {key: value for key, value in os.environ.items() if key not in ("LD_PRELOAD", "LD_LIBRARY_PATH")}
     return subprocess.Popen(
         [sys.executable, __file__, *words], env=environ, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
@@ -90,17 +93,20 @@ def read_config(name: str, overrides: list[str], world_size: int) -> Any:
     return load(path, overrides, world_size=world_size)
 
 
-def predict(name: str, overrides: list[str], world_size: int, device: str) -> dict[str, float]:
+def predict(name: str, overrides: list[str], world_size: int, device: str, rank: int) -> dict[str, float]:
     from titanlite.tools.plan.estimate import Layout, plan
     from titanlite.tools.plan.hardware import find_hardware
 
     made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware(device), 8), whole=True)
+    for stage in made.stages:
+        if stage.rank == rank:
+            return {"allocated": stage.allocated / GIB, "reserved": stage.reserved / GIB}
     reserved = getattr(made, "reserved", None)
     return {"allocated": made.peak / GIB, **({"reserved": reserved / GIB} if isinstance(reserved, int | float) else {})}
 
 
 def measure(
-    name: str, overrides: list[str], *, world_size: int, device_name: str, steps: int, waits: bool
+    name: str, overrides: list[str], *, world_size: int, device_name: str, steps: int, waits: bool, rank: int
 ) -> dict[str, Any]:
     import torch
     import torch.distributed as dist
@@ -116,6 +122,8 @@ def measure(
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=world_size, device_id=device)
+    if rank:
+        give_rank_0_the_stages_of(rank * config.parallelism.pipeline_parallel_degree // world_size)
     step = build_step(config, device, world_size)
     for _ in range(steps):
         step()
@@ -138,19 +146,31 @@ def measure(
     }
 
 
+def give_rank_0_the_stages_of(place: int) -> None:
+    """Let this process, rank 0, have the stages of another rank of the pipeline: NCCL would ask rank 0 for an id."""
+    from titanlite.techniques.pipeline import passes, stages
+
+    right = stages.rank_of_stage
+
+    def shifted(stage: int, parallelism: Any) -> int:
+        return (right(stage, parallelism) - place) % parallelism.pipeline_parallel_degree
+
+    stages.rank_of_stage = passes.rank_of_stage = shifted
+
+
 def build_step(config: Any, device: Any, world_size: int) -> Any:
-    """Build rank 0's model and optimizer; the result makes one step."""
+    """Build this rank's model and optimizer; the result makes one step."""
     import torch
 
     from titanlite.loss import build_loss
-    from titanlite.mesh import loss_group, world_group
+    from titanlite.mesh import loss_group, ranks_of_stage, world_group
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
     from titanlite.optim.norm import count_parameter_replicas
     from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
     from titanlite.parallelize.materialize import allocate
     from titanlite.step import train_step
-    from titanlite.techniques import build_gradients, split_batch, split_vocabulary
+    from titanlite.techniques import build_gradients, passes_of_step, split_batch, split_vocabulary
     from titanlite.techniques.float8.layers import weight_scaler
     from titanlite.tools.plan.estimate import model_of
 
@@ -173,14 +193,17 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     batch = split_batch(config, mesh)(batch)
     scale_weights = weight_scaler(model, config.quantize.linear.float8)
     scale_weights()
-    replicas = count_parameter_replicas(model, mesh.size())
+    replicas, add_up = count_parameter_replicas(model, ranks_of_stage(mesh)), passes_of_step(config, model, mesh)
+    if model.stages:
+        passes: Any = add_up
+        passes.__self__.is_alone = True  # nothing is received
     loss = build_loss(config.training, kernels, vocabulary=split_vocabulary(config, mesh))
 
     def step() -> None:
         train_step(
             model, [batch] * accumulation, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
             replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, gradients=gradients,
-            reduce_once=reduces_gradients_once(config, mesh),
+            reduce_once=reduces_gradients_once(config, mesh), add_up=add_up,
         )  # fmt: skip
         scale_weights()
 

@@ -10,16 +10,21 @@ EXPERT = "--parallelism.expert_parallel_degree="
 CONTEXT = "--parallelism.context_parallel_degree="
 TENSOR = "--parallelism.tensor_parallel_degree="
 REPLICATE = "--parallelism.data_parallel_replicate_degree="
+PIPELINE, SCHEDULE = "--parallelism.pipeline_parallel_degree=", "--parallelism.pipeline_parallel_schedule="
+PIPELINE_2 = PIPELINE + "2", "--training.global_batch_size=16", "--training.local_batch_size=1"
+PIPELINE_8 = PIPELINE + "8", TENSOR + "4", "--training.global_batch_size=32", "--training.local_batch_size=1"
+PIPELINE_16 = PIPELINE + "16", TENSOR + "8", "--training.global_batch_size=32", "--training.local_batch_size=1"
 
 
 @dataclass(frozen=True)
 class Variant:
-    """Rank 0 of `world_size` ranks. The local batch size is 1 by default."""
+    """A rank of `world_size` ranks. The local batch size is 1 by default."""
 
     name: str
     options: tuple[str, ...] = ()
     config: str = "llama3_8b"
     world_size: int = 8
+    rank: int = 0
     device: str = "H100"
     """Device of the plan. The stand-in has its memory."""
     waits: int = 0
@@ -31,7 +36,7 @@ class Variant:
         batch = () if any("global_batch" in it for it in self.options) else (
             f"--training.global_batch_size={self.world_size}",
         )  # fmt: skip
-        run = [f"--world={self.world_size}", f"--device={self.device}", f"--name={self.name}"]
+        run = [f"--world={self.world_size}", f"--rank={self.rank}", f"--device={self.device}", f"--name={self.name}"]
         return [self.config, *run, *batch, *self.options]
 
     @property
@@ -110,6 +115,17 @@ VARIANTS = [
         config="qwen3_30b_a3b",
         world_size=16,
         waits=192,
+    ),
+    Variant("pipeline 2, first stage", PIPELINE_2),
+    Variant("pipeline 2, last stage", PIPELINE_2, rank=4),
+    Variant("pipeline 2, interleaved, compiled", (*PIPELINE_2, SCHEDULE + "Interleaved1F1B", *COMPILE)),
+    *(
+        Variant(f"70B, 64 GPUs, pipeline 8, tensor 4, rank {rank}", PIPELINE_8, "llama3_70b", 64, rank)
+        for rank in (0, 8, 56)
+    ),
+    *(
+        Variant(f"405B, 128 GPUs, pipeline 16, tensor 8, rank {rank}", PIPELINE_16, "llama3_405b", 128, rank)
+        for rank in (0, 8, 120)
     ),
     Variant("float8 tensorwise, batch 2, compiled", (*BATCH_2, *FLOAT8)),
     Variant("float8 rowwise, batch 2, compiled", (*BATCH_2, *FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),

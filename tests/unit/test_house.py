@@ -194,6 +194,14 @@ REPLACED = {
     "parallelize/compile.py": {
         "block.forward": "Module.compile() compiles the hooks of FSDP too; only the forward is compiled here",
     },
+    "techniques/pipeline/passes.py": {
+        "model.forward": "validation and tasks call the model, and go through all stages without knowing of them",
+    },
+    "techniques/pipeline/stages.py": {
+        "setattr(model, name, part)": "a stage is the model's own forward, in which stand-ins replace what it has not",
+        "setattr(model, name, child)": "after it, the model has its own children again",
+        "setattr(model, name, kept)": "a rank keeps its blocks only, and their names in the model",
+    },
     "runtime/private_torch/fsdp.py": {
         "parameter.__class__": "quantized parameters keep their types; gathered parts of layers have hooks",
         "unit.__class__": "the plan records the collectives and the memory of each FSDP unit; no run does",

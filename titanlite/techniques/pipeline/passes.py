@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.utils._pytree import tree_map_only
 
 from titanlite.batch import Batch
 from titanlite.loss import LossFunction, Targets, TokenLoss
@@ -75,7 +74,8 @@ class PipelinePasses:
         self.ranks = tensor_ranks(mesh) if split_blocks(model) else None
         """Ranks that have different tokens between blocks."""
         self.own_counters, self.end_own_step = model.counters, model.end_step
-        model.__dict__.update(forward=self.evaluate, counters=self.counters, end_step=self.end_step)
+        model.counters, model.end_step = self.counters, self.end_step
+        model.forward = self.evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
     def add_up(
         self,
@@ -167,7 +167,7 @@ class PipelinePasses:
         out = stage(inputs, loss=self.loss_of[number], **document_arguments(batch))
         if stage.is_last:
             loss = checked_loss(out)
-            self.losses.append(tree_map_only(Tensor, Tensor.detach, loss))
+            self.losses.append(_each(loss, Tensor.detach))
             out = loss.total * self.factor
         if out.requires_grad:  # not if all up to here is frozen
             out.register_hook(lambda _: self.observer.phase(Phase.BACKWARD))
@@ -186,11 +186,19 @@ class PipelinePasses:
                 dist.recv(out, group=self.group, group_src=source)
             out = stage(self._whole_tokens(out) if stage.number else tokens, **arguments)
             if stage.is_last:
-                result = [tree_map_only(Tensor, Tensor.cpu, out)]
+                result = [_each(out, Tensor.cpu)]
             elif (target := self.rank_of(stage.number + 1)) != self.rank:
                 dist.send(out.contiguous(), group=self.group, group_dst=target)
         dist.broadcast_object_list(result, group=self.group, group_src=self.last_rank, device=self.device)
-        return tree_map_only(Tensor, lambda it: it.to(self.device), result[0])
+        return _each(result[0], lambda it: it.to(self.device))
+
+
+def _each(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Return the result of a head, a tensor or a `TokenLoss`, with each tensor changed."""
+    if isinstance(result, Tensor):
+        return change(result)
+    metrics = {name: change(it) for name, it in result.metrics.items()}
+    return TokenLoss(change(result.total), change(result.cross_entropy), metrics)
 
 
 def _full_backward() -> Callable[[], None]:

@@ -142,7 +142,9 @@ def cut_to_stages(model: Model, mesh: DeviceMesh, parallelism: Parallelism) -> N
     for name, _ in [*model.named_children()]:
         parts = [stage.get_submodule(name) for stage in model.stages]
         kept = next((part for part in parts if not isinstance(part, Received | Passed)), parts[0])
-        setattr(model, name, Blocks(it for part in parts for it in part.named_children()) if name == "layers" else kept)
+        if name == "layers":
+            kept = Blocks(it for part in parts for it in part.named_children())
+        setattr(model, name, kept)
     own_counters = {id(it) for it in model.counters()}
     for stage in stages:
         stage.metrics = metrics

@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass, field, replace
 from math import lcm
-from typing import Any
+from typing import Any, NamedTuple
 
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
@@ -15,11 +15,13 @@ from titanlite.runtime.hardware import Hardware
 from titanlite.schedule import known_steps
 from titanlite.schema import Config, Degrees
 from titanlite.techniques import choose_trained, places, used
+from titanlite.techniques.pipeline.stages import blocks_of_stages
 from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
+from titanlite.tools.plan.pipeline import gathers_once, pipeline_time, traced_ranks, with_buffers
 from titanlite.tools.plan.time import StepTime, host_time, step_time
-from titanlite.tools.plan.trace import trace_step
+from titanlite.tools.plan.trace import trace_step, traced_micro_batches
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 
 OUTSIDE = 2 * 2**30
@@ -68,6 +70,15 @@ class Trace:
     """Bytes that a stage of a pipeline receives of a micro-batch."""
 
 
+class StageMemory(NamedTuple):
+    """Memory of a rank of a pipeline, in bytes."""
+
+    rank: int
+    """Among all ranks."""
+    allocated: int
+    reserved: int
+
+
 @dataclass(frozen=True, kw_only=True)
 class Plan(Profile):
     """Memory and time of one step, on the rank with the largest shards. The profile is of device memory."""
@@ -93,8 +104,8 @@ class Plan(Profile):
     """Tokens of a step, over all ranks."""
     mfu: float
     """Share of the device's peak for mixed_precision_param."""
-    stages: dict[str, int] = field(default_factory=dict)
-    """Reserved bytes of ranks with different stages of a pipeline."""
+    stages: list["StageMemory"] = field(default_factory=list)
+    """Memory of ranks with different stages of a pipeline."""
 
     @property
     def fits(self) -> bool:
@@ -171,10 +182,50 @@ def plan(config: Config, layout: Layout, *, whole: bool = False) -> Plan:
         UserError: the degrees do not fit the number of processes, or the step cannot be traced.
     """
     if config.parallelism.pipeline_parallel_degree > 1:
-        from titanlite.tools.plan.pipeline import plan_stages
-
         return plan_stages(config, layout)
     return estimate(trace(config, layout, whole=whole), config, layout)
+
+
+def plan_stages(config: Config, layout: Layout) -> Plan:
+    """Return the plan of the rank of a pipeline that reserves the most memory, with the time of all.
+
+    Raises:
+        UserError: as `plan`.
+    """
+    spec, parallelism = model_of(config), config.parallelism
+    degree = parallelism.pipeline_parallel_degree
+    ranks, of_rank = traced_ranks(degree), layout.world_size // degree
+    model, targets = trained_model(spec, config), planned_targets(config, vocab_size=spec.args.vocab_size)
+    _, accumulation = config.training.batch_split(parallelism.degrees(layout.world_size).data_parallel)
+    untraced = accumulation - traced_micro_batches(config, accumulation)
+    plans, workloads = list[Plan](), list[Workload]()
+    for place in ranks:
+        found = trace_model(config, spec.model_cls, spec.args, targets, layout, rank=place * of_rank)
+        found = replace(
+            found,
+            profile=with_buffers(found.profile, untraced * found.received),
+            parameters=sum(it.numel() for it in model.parameters()),
+            flops_per_token=model.flops_per_token(config.training.seq_len),
+        )
+        plans.append(estimate(found, config, layout))
+        workloads.append(found.workload)
+    time = pipeline_time(
+        workloads,
+        parallelism,
+        hardware=layout.hardware,
+        gpus_per_node=layout.gpus_per_node,
+        accumulation=accumulation,
+        stages_of_rank=len(blocks_of_stages(len(model.layers), parallelism)) // degree,
+    )
+    largest = max(plans, key=lambda it: it.reserved)
+    flops = sum(count * it.flops for count, it in zip(ranks.values(), plans, strict=True))
+    return replace(
+        largest,
+        time=time,
+        mfu=largest.mfu * largest.time.total / time.total,
+        flops=flops / degree,
+        stages=[StageMemory(place * of_rank, it.peak, it.reserved) for place, it in zip(ranks, plans, strict=True)],
+    )
 
 
 def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
@@ -227,15 +278,9 @@ def trace_model(
     return Trace(
         profile(recorder, gpu=layout.is_gpu, compiled=fuse, hidden=[*_away(config, layout)]),
         workload_of(recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
-        traffic_of(recorder, accumulation=accumulation, gathers_once=gathers_once(config)),
+        traffic_of(recorder, accumulation=accumulation, gathers_once=gathers_once(config.parallelism)),
         received=recorder.received // recorder.micro_batches,
     )
-
-
-def gathers_once(config: Config) -> bool:
-    """Return whether parameters are gathered once a step: by a pipeline that keeps them."""
-    parallelism = config.parallelism
-    return parallelism.pipeline_parallel_degree > 1 and parallelism.fsdp_reshard_after_forward in ("default", "never")
 
 
 def _away(config: Config, layout: Layout) -> dict[str, str]:

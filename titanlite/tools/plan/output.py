@@ -32,8 +32,8 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
         f"({phase_title(planned.peak_phase)})"
     )
     if planned.stages:
-        of_ranks = (f"{name} {size / GIB:.1f} GiB" for name, size in planned.stages.items())
-        yield f"           ranks of the pipeline: {', '.join(of_ranks)}"
+        of_ranks = (f"rank {it.rank} {it.reserved / GIB:.1f} GiB" for it in planned.stages)
+        yield f"           reserved by stages: {', '.join(of_ranks)}"
     for category, size in sorted(planned.breakdown.items(), key=lambda item: -item[1]):
         if size:
             yield f"           {category:15s}{size / GIB:8.2f} GiB{size / planned.peak:7.0%}"
@@ -119,7 +119,7 @@ def plan_record(planned: Plan) -> dict[str, Any]:
             "host_of_node": planned.host_of_node,
             "disk": planned.disk,
         },
-        "stages": planned.stages,
+        "stages": [it._asdict() for it in planned.stages],
         "flops_of_all_ranks": planned.flops,
         "model_flops_of_all_ranks": planned.model_flops,
         "traffic": [
