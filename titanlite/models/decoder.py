@@ -64,6 +64,11 @@ class DecoderArgs(ModelArgs):
         return self.dim // self.n_heads
 
     @property
+    def rotary_dims(self) -> int:
+        """First dims of a head that positions rotate."""
+        return self.head_size
+
+    @property
     def ropes(self) -> tuple[Rope, ...]:
         """Rotary positions, one for each table that layers use."""
         return (Rope(theta=self.rope_theta),)
@@ -116,7 +121,7 @@ class Decoder(Model):
         self.head = Head(args.dim, args.vocab_size, args.norm_eps)
         if args.tied_head:
             self.head.output.weight = self.tok_embeddings.weight
-        shape = len(args.ropes), args.max_seq_len, args.head_size
+        shape = len(args.ropes), args.max_seq_len, args.rotary_dims
         self.register_buffer("rope_cos", torch.empty(shape), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape), persistent=False)
 
@@ -175,6 +180,8 @@ class Decoder(Model):
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         std = 0.02
         match name.split(".")[-2:]:
+            case [_, "bias"]:
+                return Constant(0.0)
             case [("attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm"), "weight"]:
                 return Constant(1.0)
             case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
@@ -188,7 +195,7 @@ class Decoder(Model):
 
     def init_buffers(self) -> None:
         args = self.args
-        tables = [rope_cos_sin(args.head_size, args.max_seq_len, rope) for rope in args.ropes]
+        tables = [rope_cos_sin(args.rotary_dims, args.max_seq_len, rope) for rope in args.ropes]
         self.rope_cos, self.rope_sin = (torch.stack(several) for several in zip(*tables, strict=True))
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
