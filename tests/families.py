@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor
 
 from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.deepseek_v3 import DeepseekV3, DeepseekV3Args
 from titanlite.models.olmo3 import Olmo3, Olmo3Args
 from titanlite.models.smollm3 import SmolLM3, SmolLM3Args
 from titanlite.ops.cpu import CpuKernels
@@ -18,21 +19,28 @@ SHAPE: dict[str, Any] = {
     "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 101, "max_seq_len": 64,
     "rope_theta": 10000.0,
 }  # fmt: skip
+LATENT: dict[str, Any] = SHAPE | {"n_kv_heads": 4, "kv_rank": 20, "nope_dim": 12, "rope_dim": 8, "v_dim": 10}
 FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
     "smollm3": (SmolLM3, SmolLM3Args(**SHAPE, tied_head=True)),
+    "deepseek_v3": (DeepseekV3, DeepseekV3Args(**LATENT, q_rank=24)),
+    "moonlight": (DeepseekV3, DeepseekV3Args(**LATENT, q_rank=0, rope_scaling_factor=1.0)),
     "olmo3": (Olmo3, Olmo3Args(**SHAPE, window=7)),
 }
 
 
-def built(family: str, **changes: Any) -> Decoder:
-    """Return a small model whose attention is far from uniform."""
+def built(family: str, scale: float = 5, **changes: Any) -> Decoder:
+    """Return a small model whose attention is far from uniform.
+
+    Args:
+        scale: of matrices, beyond the initial one.
+    """
     model_cls, args = FAMILIES[family]
     model = model_cls(type(args)(**{**vars(args), **changes}))
     draw_weights(model, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             if parameter.ndim == 2:
-                parameter.mul_(5)
+                parameter.mul_(scale)
             else:  # norms that are not 1
                 parameter.mul_(torch.linspace(0.5, 1.5 + number / 100, len(parameter)))
     model.init_buffers()

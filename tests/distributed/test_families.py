@@ -8,6 +8,11 @@ from tests.layouts import compare_with_one
 SIZES = "dim=48, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=260"
 OLMO = ["--model.name=olmo3", f"--model.args={{{SIZES}, window=5, rope_scaling_factor=8.0}}"]
 SMOL = ["--model.name=smollm3", f"--model.args={{{SIZES}}}"]
+DEEPSEEK = [
+    "--model.name=deepseek_v3",
+    "--model.args={dim=48, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=64, vocab_size=260, q_rank=24, kv_rank=16, "
+    "nope_dim=12, rope_dim=8, v_dim=10}",
+]
 MASK = ["--data.document_mask"]
 FURTHER = {
     "olmo3, AC op": [*OLMO, *MASK, "--activation_checkpoint.mode=selective"],
@@ -18,7 +23,12 @@ FURTHER = {
 
 
 def test_two_ranks_train_as_one(tiny: TinyRun) -> None:
-    compare_with_one(tiny, {"olmo3, mask": [*OLMO, *MASK]}, [(1, 2), (1, 1, 2), (1, 1, 1, 2)], steps=4)
+    compare_with_one(
+        tiny,
+        {"olmo3, mask": [*OLMO, *MASK], "deepseek, mask": [*DEEPSEEK, *MASK]},
+        [(1, 2), (1, 1, 2), (1, 1, 1, 2)],
+        steps=4,
+    )
 
 
 @pytest.mark.nightly

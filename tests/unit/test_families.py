@@ -11,7 +11,8 @@ from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
 from titanlite.models.decoder import Decoder, LayerAttention
 from titanlite.models.initial import Constant, Scaled
-from titanlite.models.layers import Attention
+from titanlite.models.layers import Attention, yarn_size
+from titanlite.models.mla import LatentAttention
 from titanlite.models.registry import resolve_model
 from titanlite.ops.cpu import CpuKernels
 from titanlite.schema import ActivationCheckpoint, Config, Optimizer
@@ -42,6 +43,14 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str) -> None:
     other = oracle(model)
     assert logits_apart(model, other) < 1e-5
     models.assert_gradients_equal(model, other, lambda tensors: renamed(model, tensors))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps_lose_as_much_as_with_transformers(family: str) -> None:
+    model = built(family, scale=1)
+    models.assert_steps_equal(model, oracle(model))
 
 
 def attend_otherwise(model: Decoder, **changes: Any) -> None:
@@ -75,7 +84,49 @@ def norm_of_each_head(model: Decoder) -> None:
                 norm.weight = torch.nn.Parameter(norm.weight[:16])  # type: ignore[index]
 
 
+def latent_attention(model: Decoder) -> list[LatentAttention]:
+    return [module for module in model.modules() if isinstance(module, LatentAttention)]
+
+
+def latent_queries_without_a_norm(model: Decoder) -> None:
+    for module in latent_attention(model):
+        module.register_module("q_norm", torch.nn.Identity())
+
+
+def latent_keys_without_a_norm(model: Decoder) -> None:
+    for module in latent_attention(model):
+        module.register_module("kv_norm", torch.nn.Identity())
+
+
+def scores_without_their_factor(model: Decoder) -> None:
+    for module in latent_attention(model):
+        module.score_factor = 1.0
+
+
+def factor_of_positions_too(model: Decoder) -> None:
+    size = yarn_size(model.args.ropes[0].factor)
+    model.rope_cos, model.rope_sin = model.rope_cos * size, model.rope_sin * size
+
+
+class PositionsOfFirstHead(CpuKernels):
+    def attend(self, q_BNLH: Any, k_BKLH: Any, v_BKLH: Any, mask: Any, key_source: Any = None) -> torch.Tensor:
+        k_BKLH[:, 1:, :, 12:] = 0
+        return super().attend(q_BNLH, k_BKLH, v_BKLH, mask, key_source)
+
+
+def positions_in_keys_of_one_head(model: Decoder) -> None:
+    for module in latent_attention(model):
+        module.kernels = PositionsOfFirstHead()
+
+
 PLANTED = {
+    "deepseek_v3": (
+        latent_queries_without_a_norm,
+        latent_keys_without_a_norm,
+        scores_without_their_factor,
+        factor_of_positions_too,
+        positions_in_keys_of_one_head,
+    ),
     "olmo3": (window_one_too_short, window_one_too_long, scaled_positions_in_windows, norm_of_each_head),
     "smollm3": (positions_in_every_layer,),
 }
@@ -111,6 +162,13 @@ def test_flops_count_what_a_window_leaves() -> None:
     assert whole - part == pytest.approx(12 * args.dim * 3 * (seen_by_hand(40) - seen_by_hand(7)))
 
 
+def test_flops_count_values_by_their_own_size() -> None:
+    _, args = FAMILIES["deepseek_v3"]
+    longer, shorter = (built("deepseek_v3", v_dim=it).flops_per_token(40) for it in (11, 10))
+    a_head = 20 + args.dim + 40  # latent dims, the output, and the tokens that one sees
+    assert longer - shorter == 6 * args.n_layers * args.n_heads * a_head
+
+
 def test_the_plan_counts_what_a_window_leaves() -> None:
     q_TNH, offsets = torch.empty(80, 4, 16, device="meta"), torch.empty(3, device="meta")
     operator, window = SimpleNamespace(overloadpacket="torch_attn._varlen_attn"), [6, 0]
@@ -143,6 +201,11 @@ def test_branches_shrink_with_the_depth_by_their_norms() -> None:
         ("olmo3", {"rope_scaling_factor": 0.5}),
         ("olmo3", {"dim": 60, "n_heads": 8, "n_kv_heads": 8}),
         ("smollm3", {"no_rope_every": 0}),
+        ("deepseek_v3", {"v_dim": 21}),
+        ("deepseek_v3", {"kv_rank": 0}),
+        ("deepseek_v3", {"q_rank": -1}),
+        ("deepseek_v3", {"rope_dim": 7}),
+        ("deepseek_v3", {"n_kv_heads": 2}),
     ],
 )
 def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> None:
@@ -155,6 +218,8 @@ def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> 
     [
         ("olmo3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("olmo3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
     ],
@@ -166,7 +231,7 @@ def test_configs_that_a_family_cannot_compute_are_refused(family: str, changes: 
     config = hugging_face.to_config(args)
     with pytest.raises(ValueError, match=named):
         hugging_face.to_args({**config, **changes})
-    del config["num_hidden_layers"], config["layer_types" if family == "olmo3" else "no_rope_layers"]
+    config = {key: value for key, value in config.items() if key not in (*changes, "num_hidden_layers", "layer_types")}
     with pytest.raises(ValueError, match="num_hidden_layers is missing"):
         hugging_face.to_args(config)
 
@@ -174,6 +239,15 @@ def test_configs_that_a_family_cannot_compute_are_refused(family: str, changes: 
 def test_layers_of_a_family() -> None:
     assert built("olmo3").attentions == [LayerAttention(window=7)] * 3 + [LayerAttention(rope=1)]
     assert built("smollm3").attentions == [LayerAttention()] * 3 + [LayerAttention(rope=None)]
+
+
+def test_latent_dims_grow_with_the_width() -> None:
+    old = FAMILIES["deepseek_v3"][1]
+    new = old.resized(width=32, depth=2)
+    changed = {name: value for name, value in vars(new).items() if value != vars(old)[name]}
+    assert changed == {
+        "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 48, "q_rank": 12, "kv_rank": 10,
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("family", FAMILIES)

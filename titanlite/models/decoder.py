@@ -59,8 +59,13 @@ class DecoderArgs(ModelArgs):
 
     @property
     def head_size(self) -> int:
-        """Dims of one attention head."""
+        """Dims of a query or key of one attention head."""
         return self.dim // self.n_heads
+
+    @property
+    def rope_size(self) -> int:
+        """Dims of a head that have rotary positions."""
+        return self.head_size
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
@@ -115,7 +120,7 @@ class Decoder(Model):
         self.head = Head(args.dim, args.vocab_size, args.norm_eps)
         if args.tied_head:
             self.head.output.weight = self.tok_embeddings.weight
-        shape = len(args.ropes), args.max_seq_len, args.head_size
+        shape = len(args.ropes), args.max_seq_len, args.rope_size
         self.register_buffer("rope_cos", torch.empty(shape), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape), persistent=False)
 
@@ -123,7 +128,7 @@ class Decoder(Model):
         attention, feed_forward = self.build_attention(layer), self.build_feed_forward(layer)
         return Block(self.args, attention=attention, feed_forward=feed_forward)
 
-    def build_attention(self, layer: int) -> Attention:
+    def build_attention(self, layer: int) -> nn.Module:
         args, attention = self.args, self.attentions[layer]
         return Attention(
             args.dim,
@@ -138,6 +143,15 @@ class Decoder(Model):
     def attention_options(self) -> dict[str, Any]:
         """Arguments of `Attention` that all layers of the family share."""
         return {}
+
+    def attention_weights(self, layer: int) -> int:
+        """Weights of a block's attention that a token is multiplied with."""
+        args = self.args
+        return args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
+
+    def attention_dims(self, layer: int) -> int:
+        """Dims of queries and values over all heads, which a token is multiplied with for each token that it sees."""
+        return self.args.n_heads * 2 * self.args.head_size
 
     def build_feed_forward(self, layer: int) -> nn.Module:
         return FeedForward(self.args.dim, self.args.hidden_dim)
@@ -186,28 +200,29 @@ class Decoder(Model):
 
     def init_buffers(self) -> None:
         args = self.args
-        tables = [rope_cos_sin(args.head_size, args.max_seq_len, rope) for rope in args.ropes]
+        tables = [rope_cos_sin(args.rope_size, args.max_seq_len, rope) for rope in args.ropes]
         self.rope_cos, self.rope_sin = (torch.stack(several) for several in zip(*tables, strict=True))
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Floating point operations of forward and backward for one token.
 
-        Each weight of a matmul costs 2 operations forward and 4 backward. Attention's two matmuls cost 12 a layer, head
-        dim and visible position: seq_len or the window, and with a causal mask what it leaves on average. A frozen
-        weight has no gradient, which saves 2. Backward ends at the first block with a trained parameter. Adapters are
-        weights of matmuls, too.
+        Each weight of a matmul costs 2 operations forward and 4 backward. So do the dims of queries and values, for
+        each visible position: seq_len or the window, and with a causal mask what it leaves on average. A frozen weight
+        has no gradient, which saves 2. Backward ends at the first block with a trained parameter. Adapters are weights
+        of matmuls, too.
         """
         args = self.args
-        attention = args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
-        blocks = [attention + self.feed_forward_weights(layer) for layer in range(args.n_layers)]
+        layers = range(args.n_layers)
+        blocks = [self.attention_weights(layer) + self.feed_forward_weights(layer) for layer in layers]
         weights = sum(blocks) + args.dim * args.vocab_size
         weights += sum(parameter.numel() for parameter in added_parameters(self).values())
         windows = [min(it.window or seq_len, seq_len) for it in self.attentions]
-        scores = [args.n_heads * args.head_size * (seen_causally(n, seq_len) if causal else n) for n in windows]
+        seen = [seen_causally(n, seq_len) if causal else n for n in windows]
+        scores = [self.attention_dims(layer) * seen[layer] for layer in layers]
         frozen = sum(self._weights_per_token(name, p) for name, p in unique_parameters(self) if not p.requires_grad)
         first = self._blocks_without_backward()
-        skipped = 2 * sum(blocks[:first]) + 8 * sum(scores[:first])
-        return 6 * weights + 12 * sum(scores) - 2 * frozen - skipped
+        skipped = 2 * sum(blocks[:first]) + 4 * sum(scores[:first])
+        return 6 * weights + 6 * sum(scores) - 2 * frozen - skipped
 
     def _weights_per_token(self, name: str, parameter: Tensor) -> float:
         """Weights of a parameter that a token is multiplied with. A lookup in a table multiplies none."""

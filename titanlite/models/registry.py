@@ -31,7 +31,14 @@ class _Families(Mapping[str, type[Model]]):
 
 
 MODELS = _Families(
-    {"llama3": "Llama3", "olmo3": "Olmo3", "qwen3": "Qwen3", "qwen3_moe": "Qwen3Moe", "smollm3": "SmolLM3"}
+    {
+        "deepseek_v3": "DeepseekV3",
+        "llama3": "Llama3",
+        "olmo3": "Olmo3",
+        "qwen3": "Qwen3",
+        "qwen3_moe": "Qwen3Moe",
+        "smollm3": "SmolLM3",
+    }
 )
 """The built-in model families by `[model] name`: a file of titanlite/models/ each, and the class in it."""
 
