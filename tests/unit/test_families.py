@@ -1,11 +1,13 @@
 """Families whose layers attend in different ways, against transformers' models, with planted mistakes."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
@@ -17,6 +19,7 @@ from titanlite.models.registry import resolve_model
 from titanlite.ops.cpu import CpuKernels
 from titanlite.schema import ActivationCheckpoint, Config, Optimizer
 from titanlite.techniques.parametrization import find_scaling
+from titanlite.tools import cli
 from titanlite.tools.convert.generation import Generator
 from titanlite.tools.plan.estimate import period_of
 from titanlite.tools.plan.recorder import flops_of
@@ -51,6 +54,19 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str) -> None:
 def test_twenty_steps_lose_as_much_as_with_transformers(family: str) -> None:
     model = built(family, scale=1)
     models.assert_steps_equal(model, oracle(model))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_transformers_return_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    oracle(built(family)).to(dtype).save_pretrained(tmp_path / "theirs")
+    assert cli.run(["checkpoint", "import", f"{tmp_path}/theirs", "--out", f"{tmp_path}/ours"]) == 0
+    ours, back = f"{tmp_path}/ours/step-00000000", f"{tmp_path}/back"
+    assert cli.run(["checkpoint", "export", ours, "--out", back, "--no-tokenizer"]) == 0
+    found, expected = (load_file(tmp_path / it / "model.safetensors") for it in ("back", "theirs"))
+    assert {name: it.dtype for name, it in found.items()} == {name: it.dtype for name, it in expected.items()}
+    assert all(torch.equal(found[name], it) for name, it in expected.items())
 
 
 def attend_otherwise(model: Decoder, **changes: Any) -> None:
