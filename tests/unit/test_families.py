@@ -20,7 +20,7 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.schema import ActivationCheckpoint, Config, Optimizer
 from titanlite.techniques.parametrization import find_scaling
 from titanlite.tools import cli
-from titanlite.tools.convert.generation import Generator
+from titanlite.tools.convert.generation import Generator, Sampler
 from titanlite.tools.plan.estimate import period_of
 from titanlite.tools.plan.recorder import flops_of
 
@@ -277,3 +277,15 @@ def test_logits_with_a_cache_are_those_of_the_whole_sequence(family: str) -> Non
         assert torch.allclose(cached.next_logits(tokens[:end].tolist()), whole[end - 1], rtol=1e-4, atol=1e-4), end
         if end == 3:
             cached = Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=64)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    model, prompt = built(family), TOKENS[:1, :9]
+    other = oracle(model)
+    other.generation_config.eos_token_id = None
+    expected = other.generate(prompt, max_new_tokens=40, do_sample=False)[0, 9:].tolist()
+    assert len(expected) == 40
+    ours = Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=64)
+    assert [*ours.stream(prompt[0].tolist(), max_new_tokens=40, sampler=Sampler())] == expected
