@@ -1,16 +1,19 @@
-"""Models of a user's own, one file for `model.file`: a dense one, and one with experts of its own."""
+"""Models of a user's own, one file for `model.file`: a dense one, and two with experts."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.base import TensorPlan
-from titanlite.models.initial import Constant, InitialValues
+from titanlite.models.base import ModelArgs, TensorPlan
+from titanlite.models.experts import DecoderOfExperts, ExpertArgs, ExpertOptions
+from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe, Qwen3MoeArgs
+from titanlite.ops.functions import clamped_swiglu
 
 
 class Wide(nn.Module):
@@ -58,3 +61,31 @@ class OwnExperts(Qwen3Moe):
 
     def build_feed_forward(self, layer: int) -> nn.Module:
         return Ungated(self.args)
+
+
+@dataclass(frozen=True, kw_only=True)
+class VariantsArgs(ExpertArgs):
+    n_dense_layers: int = 1
+
+    @property
+    def experts(self) -> ExpertOptions:
+        return ExpertOptions(
+            scores="sigmoid", scale=2.5, n_groups=4, n_active_groups=2, router_has_bias=True, shared_dim=16,
+            have_biases=True, activation=clamped_swiglu, n_dense_layers=self.n_dense_layers, dense_dim=48,
+        )  # fmt: skip
+
+
+class Variants(DecoderOfExperts):
+    """A dense layer, and experts with all that can be declared. Their biases begin as other values than 0."""
+
+    draws_random = False
+    flavors: ClassVar[dict[str, ModelArgs]] = {
+        "debug": VariantsArgs(
+            dim=32, n_layers=2, n_heads=2, n_kv_heads=2, hidden_dim=24, vocab_size=260, max_seq_len=8192, norm_eps=1e-5,
+            rope_theta=1e4, n_experts=8, n_active_experts=3, balance_rate=0.01,
+        ),
+    }  # fmt: skip
+
+    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
+        is_bias = name.rpartition(".")[2] in ("b1", "b2", "b3", "router_bias")
+        return Normal(std=0.5) if is_bias else super().init_weight(name, shape)

@@ -49,6 +49,7 @@ FURTHER = {
     "Muon": MUON,
     "own model": [f"--model.file={own_models.__file__}", "--model.name=OwnExperts"],
 }
+VARIANTS = [f"--model={{name='Variants', flavor='debug', file='{own_models.__file__}'}}"]
 TWO = 1, 2, 1, 1, 2
 """With degree 2 of expert parallelism."""
 SHARED = {name: ["--optimizer.lr=3e-3", *words] for name, words in (ON_FURTHER_AXES | ADAPTERS | OWN_LOSS).items()}
@@ -139,6 +140,11 @@ def compared(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[in
     compare_with_one(tiny, {name: [*MOE, *words] for name, words in techniques.items()}, layouts)
 
 
+def test_declared_variants_on_two_ranks(tiny: TinyRun) -> None:
+    """A dense layer, a shared expert, and biases that ranks of a layer add once."""
+    compare_with_one(tiny, {"variants": VARIANTS}, [(1, 2), (1, 1, 1, 2), TWO], steps=4)
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize("techniques", [FURTHER, SHARED], ids=["further", "shared"])
 def test_further_techniques(tiny: TinyRun, techniques: dict[str, list[str]]) -> None:
@@ -149,6 +155,9 @@ def test_further_techniques(tiny: TinyRun, techniques: dict[str, list[str]]) -> 
 def test_four_ranks(tiny: TinyRun) -> None:
     layouts = [(1, 4, 1, 1, 4), (1, 4, 1, 1, 2), (2, 2, 1, 1, 2), (1, 2, 2, 1, 2), (1, 2, 2, 1, 4)]
     compared(tiny, {"plain": [], "Muon": MUON}, *layouts)
+    variants = {"variants": VARIANTS, "variants, AC op": [*VARIANTS, "--activation_checkpoint.mode=selective"]}
+    variants |= {"variants, compile": [*VARIANTS, "--compile.enable"], "variants, Muon": [*VARIANTS, *MUON]}
+    compare_with_one(tiny, variants, [(1, 2, 1, 2, 2), (1, 2, 1, 2), (1, 4, 1, 1, 2), (1, 2, 2, 1, 2), (1, 1, 1, 4)])
 
 
 @pytest.mark.nightly

@@ -29,10 +29,10 @@ def test_models_that_are_refused() -> None:
         check_experts(model, 3, 3)
     with pytest.raises(UserError, match=r"^2 .* 128 .*\[24, 64\]"):
         check_experts(model, 2, 256)
-    check_experts(model, 2, 16, split_layers=True)
+    check_experts(model, 2, 16, tensor=2)
     check_experts(model, 2, 48)
     with pytest.raises(UserError, match=r"^2 .* 24 .*\[64\]"):
-        check_experts(model, 2, 48, split_layers=True)
+        check_experts(model, 2, 48, tensor=2)
     llama = build_on_meta(Llama3, Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=99))
     with pytest.raises(UserError, match=r"experts.* Llama3"):
         check_experts(llama, 2, 2)

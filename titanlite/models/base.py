@@ -29,7 +29,8 @@ TensorRole = Literal["tokens", "split", "columns", "rows", "norm", "experts", "v
 
 split: a module whose input is the same on all ranks, and inside of which each rank computes its part.
 
-columns, rows: linear layers in it whose outputs, or inputs, are split. The outputs of rows are summed over ranks.
+columns, rows: linear layers in it whose outputs, or inputs, are split. The outputs of rows are summed over ranks, but
+for those in experts, whose sum is that of the whole layer.
 norm: an `RMSNorm` of the outputs of columns, over all of them.
 experts: an `ExpertLayer`. Each of its experts is split by `hidden_dims`, and its output is summed over ranks.
 vocabulary: an embedding, or the linear layer of the head, whose tokens are split. No split module is around it.
@@ -76,11 +77,14 @@ class TokenExchange(Protocol):
 class ExpertLayer(nn.Module):
     """Layer that sends each token through some of its experts."""
 
-    stacks: ClassVar[tuple[str, ...]]
+    stacks: tuple[str, ...]
     """Names of the parameters that each expert has a part of: [E, ...]."""
-    hidden_dims: ClassVar[tuple[int, ...]] = ()
+    hidden_dims: tuple[int | None, ...] = ()
     """Dim of each of `stacks` that is the hidden one of an expert. The output is a sum over it, so that tensor
-    parallelism can split it. (): it is not split."""
+    parallelism can split it. None: the stack has no such dim. (): experts are not split."""
+    share_of_unsplit: float = 1.0
+    """Factor for stacks without a hidden dim, since outputs of the ranks that split the others are summed. Tensor
+    parallelism sets it."""
     exchange: TokenExchange | None = None
     """None: this process has all experts. `parallelize.expert` sets it."""
 
@@ -103,6 +107,17 @@ class ExpertLayer(nn.Module):
 def expert_layers(model: nn.Module) -> list[ExpertLayer]:
     """Return the layers of a model that have several experts."""
     return [module for module in model.modules() if isinstance(module, ExpertLayer)]
+
+
+def vector_names(model: nn.Module) -> set[str]:
+    """Return the names of parameters with fewer than two dimensions, or with fewer for each expert."""
+    stacks = {
+        f"{prefix}.{name}"
+        for prefix, layer in model.named_modules()
+        if isinstance(layer, ExpertLayer)
+        for name in layer.stacks
+    }
+    return {name for name, parameter in unique_parameters(model) if parameter.ndim - (name in stacks) < 2}
 
 
 def exchanges_tokens(block: nn.Module) -> bool:

@@ -17,6 +17,7 @@ from titanlite.models.base import (
     Roles,
     added_parameters,
     unique_parameters,
+    vector_names,
 )
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import (
@@ -219,14 +220,16 @@ class Decoder(Model):
         windows = [min(it.window or seq_len, seq_len) for it in self.attentions]
         seen = [seen_causally(n, seq_len) if causal else n for n in windows]
         scores = [self.attention_dims(layer) * seen[layer] for layer in layers]
-        frozen = sum(self._weights_per_token(name, p) for name, p in unique_parameters(self) if not p.requires_grad)
+        vectors, parameters = vector_names(self), unique_parameters(self)
+        matrices = ((name, p) for name, p in parameters if name not in vectors and not p.requires_grad)
+        frozen = sum(self._weights_per_token(name, parameter) for name, parameter in matrices)
         first = self._blocks_without_backward()
         skipped = 2 * sum(blocks[:first]) + 4 * sum(scores[:first])
         return 6 * weights + 6 * sum(scores) - 2 * frozen - skipped
 
     def _weights_per_token(self, name: str, parameter: Tensor) -> float:
-        """Weights of a parameter that a token is multiplied with. A lookup in a table multiplies none."""
-        if parameter.ndim < 2 or (name.startswith("tok_embeddings.") and not self.args.tied_head):
+        """Weights of a matrix that a token is multiplied with. A lookup in a table multiplies none."""
+        if name.startswith("tok_embeddings.") and not self.args.tied_head:
             return 0
         return parameter.numel() * (self.share_of_experts() if parameter.ndim == 3 else 1)
 

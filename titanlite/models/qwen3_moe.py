@@ -1,28 +1,9 @@
-"""Qwen3-MoE (arXiv:2505.09388): Qwen3 whose feed-forward layers are experts, of which a router picks a few a token.
+"""Qwen3-MoE (arXiv:2505.09388): Qwen3 whose feed-forward layers are experts, of which a router picks a few a token."""
 
-Experts are kept equally busy without an auxiliary loss (arXiv:2408.15664): each has a bias that counts only when
-experts are picked, and after each step it goes up if the expert had less than its share of the global batch, else down.
-So the loss stays what it is, and the balance does not depend on how the batch is split.
-
-Shape suffixes: as in `layers`; E experts, K those of one token, S = T * K.
-"""
-
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
-
-from titanlite.models.base import (
-    BRANCHES_OF_DECODER,
-    DECODER_OF_EXPERTS,
-    ExpertLayer,
-    ModelArgs,
-    Roles,
-    TensorPlan,
-)
+from titanlite.models.base import ModelArgs
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
@@ -34,78 +15,22 @@ from titanlite.models.decoder_formats import (
     read_plain_rope,
     write_plain_rope,
 )
+from titanlite.models.experts import DecoderOfExperts, ExpertArgs, Experts
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.qwen3 import Qwen3, Qwen3Args
-from titanlite.ops.functions import swiglu
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
-from titanlite.runtime.private_torch.tensors import reshape_result
+
+__all__ = ["Experts", "Qwen3Moe", "Qwen3MoeArgs"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoeArgs(Qwen3Args):
+class Qwen3MoeArgs(Qwen3Args, ExpertArgs):
     """hidden_dim is that of one expert."""
 
     n_experts: int = 128
     n_active_experts: int = 8
     balance_rate: float = 5e-3
     """Change of an expert's bias in a step, in units of the router's logits; 0 turns balancing off. This default is
-    like 1e-3 for the sigmoid of the paper. Short runs at a high learning rate need more (`busiest_expert`)."""
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 1 <= self.n_active_experts <= self.n_experts:
-            raise ValueError(
-                f"n_active_experts must be between 1 and n_experts ({self.n_experts}), got {self.n_active_experts}"
-            )
-        if self.n_active_experts == 1:
-            raise ValueError(
-                "n_active_experts = 1 never trains the router: a softmax over one expert is always 1, and its gradient "
-                "0. Use 2 or more"
-            )
-
-
-class Experts(ExpertLayer):
-    """SwiGLU feed-forward layers, each token through the K that the router weighs most."""
-
-    kernels: Kernels = DEFAULT_KERNELS
-    stacks = ("w1", "w2", "w3")
-    hidden_dims = (2, 1, 2)
-    bias_E: Tensor
-    load_E: Tensor
-
-    def __init__(self, args: Qwen3MoeArgs) -> None:
-        super().__init__()
-        self.n_active = args.n_active_experts
-        E, D, F_ = args.n_experts, args.dim, args.hidden_dim
-        self.router = nn.Parameter(torch.empty(E, D))
-        self.w1 = nn.Parameter(torch.empty(E, D, F_))
-        self.w2 = nn.Parameter(torch.empty(E, F_, D))
-        self.w3 = nn.Parameter(torch.empty(E, D, F_))
-        self.register_buffer("bias_E", torch.zeros(E))
-        self.register_buffer("load_E", torch.zeros(E), persistent=False)
-
-    def forward(self, x_BLD: Tensor) -> Tensor:
-        x_TD = x_BLD.flatten(0, 1)
-        logits_TE = F.linear(x_TD.float(), self.router.float())
-        chosen_TK = (logits_TE + self.bias_E).topk(self.n_active, dim=-1).indices
-        weights_TK = logits_TE.gather(-1, chosen_TK).softmax(dim=-1)  # of the softmax over all, scaled to a sum of 1
-        expert_S, order_S = chosen_TK.flatten().sort(stable=True)
-        experts_E = torch.arange(len(self.bias_E), device=x_TD.device)
-        ends_E = torch.searchsorted(expert_S, experts_E, right=True).to(torch.int32)
-        if self.training and torch.is_grad_enabled():
-            # With activation checkpointing a block counts twice, which changes no expert's share.
-            self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
-        x_SD = x_TD.index_select(0, order_S // self.n_active)
-        out_SD = self.pass_through_experts(x_SD, ends_E)
-        out_TKD = torch.empty_like(out_SD).index_copy(0, order_S, out_SD).unflatten(0, chosen_TK.shape)
-        return reshape_result(torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD), x_BLD.shape)
-
-    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        w1_EDF, w2_EFD, w3_EDF = weights
-        grouped_mm = self.kernels.grouped_mm
-        hidden_SF = swiglu(grouped_mm(x_SD, w1_EDF, ends_E), grouped_mm(x_SD, w3_EDF, ends_E))
-        return grouped_mm(hidden_SF, w2_EFD, ends_E)
+    like 1e-3 for the sigmoid of arXiv:2408.15664. Short runs at a high learning rate need more (`busiest_expert`)."""
 
 
 def _write_rest(args: Qwen3MoeArgs) -> ConfigJson:
@@ -141,10 +66,8 @@ TORCHTITAN_EXPERTS = (
 )
 
 
-class Qwen3Moe(Qwen3):
+class Qwen3Moe(DecoderOfExperts, Qwen3):  # pyright: ignore[reportIncompatibleVariableOverride]
     draws_random = False
-    tensor_plan: ClassVar[TensorPlan] = DECODER_OF_EXPERTS
-    roles: ClassVar[Roles] = {"layers.*.feed_forward.router": "output", **BRANCHES_OF_DECODER}
     formats = Formats(
         hugging_face=HuggingFace(
             architecture="Qwen3MoeForCausalLM",
@@ -178,43 +101,3 @@ class Qwen3Moe(Qwen3):
     }  # fmt: skip
 
     args: Qwen3MoeArgs  # pyright: ignore[reportIncompatibleVariableOverride]
-
-    def build_feed_forward(self, layer: int) -> nn.Module:
-        return Experts(self.args)
-
-    def feed_forward_weights(self, layer: int) -> int:
-        args = self.args
-        return args.n_active_experts * 3 * args.dim * args.hidden_dim + args.dim * args.n_experts
-
-    def share_of_experts(self) -> float:
-        return self.args.n_active_experts / self.args.n_experts
-
-    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
-        if name.endswith("feed_forward.router"):
-            return Normal(std=0.02)
-        matrix = f"{name}.weight" if ".feed_forward." in name else name  # stacks of matrices: as FeedForward's
-        return super().init_weight(matrix, shape)
-
-    def init_buffers(self) -> None:
-        super().init_buffers()
-        for experts in self.experts():  # new ones: with offload, the old ones are where parameters are
-            experts.bias_E, experts.load_E = torch.zeros(self.args.n_experts), torch.zeros(self.args.n_experts)
-
-    def experts(self) -> list[Experts]:
-        layers = (block.feed_forward for block in self.layers)
-        return [layer for layer in layers if isinstance(layer, Experts)]
-
-    def counters(self) -> list[Tensor]:
-        return [experts.load_E for experts in self.experts()]
-
-    @torch.no_grad()
-    def end_step(self, taken: Tensor) -> dict[str, Tensor]:
-        """`busiest_expert`: its tokens over an even share of them, in the layer where that is most."""
-        busiest = []
-        for experts in self.experts():
-            mean = experts.load_E.mean()
-            busiest.append(experts.load_E.max() / mean)
-            if experts.router.requires_grad:  # the bias of a frozen router is frozen, too
-                experts.bias_E += self.args.balance_rate * torch.sign(mean - experts.load_E) * taken
-            experts.load_E.zero_()
-        return {"busiest_expert": torch.stack(busiest).max()}

@@ -144,6 +144,38 @@ class _SwiGLU(torch.autograd.Function):
         return d_gate, F.silu(gate).mul_(gradients[0])
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """(up + 1) * gate * sigmoid(1.702 gate), elementwise, with gate at most 7 and up within 7 of 0 (gpt-oss,
+    arXiv:2508.10925)."""
+    if torch.compiler.is_compiling():
+        gate = gate.clamp(max=LIMIT)
+        return (up.clamp(-LIMIT, LIMIT) + 1) * (gate * torch.sigmoid(SLOPE * gate))
+    return _ClampedSwiGLU.apply(gate, up)
+
+
+SLOPE, LIMIT = 1.702, 7.0
+
+
+class _ClampedSwiGLU(torch.autograd.Function):
+    """Autograd would keep seven tensors. Two suffice, as for SwiGLU."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        gate = gate.clamp(max=LIMIT)
+        return torch.sigmoid(SLOPE * gate).mul_(gate).mul_(up.clamp(-LIMIT, LIMIT).add_(1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        gate, up = ctx.saved_tensors
+        limited = gate.clamp(max=LIMIT)
+        share = torch.sigmoid(SLOPE * limited)
+        d_up = (limited * share).mul_(gradients[0]).mul_(up.abs() <= LIMIT)
+        d_gate = (1 - share).mul_(limited).mul_(SLOPE).add_(1).mul_(share)
+        d_gate.mul_(up.clamp(-LIMIT, LIMIT).add_(1)).mul_(gradients[0]).mul_(gate <= LIMIT)
+        return d_gate, d_up
+
+
 def linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """x @ weight^T for each weight."""
     return _CommonInput.apply(x, *weights)

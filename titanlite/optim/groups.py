@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from titanlite.models.base import Scaling, trainable_parameters
+from titanlite.models.base import Scaling, trainable_parameters, vector_names
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.schema import Optimizer, OptimizerGroup
 
@@ -32,7 +32,7 @@ class ParameterGroup:
 def parameter_groups(config: Optimizer, model: nn.Module) -> list[ParameterGroup]:
     """Put every trained parameter into exactly one group.
 
-    Parameters with fewer than two dimensions become a group without weight decay, unless their group sets the decay.
+    Vectors (`vector_names`) become a group without weight decay, unless their group sets the decay.
     Groups of a model with `scaling` are split by the factors of their parameters.
 
     Args:
@@ -41,27 +41,29 @@ def parameter_groups(config: Optimizer, model: nn.Module) -> list[ParameterGroup
     Raises:
         ConfigError: a parameter is in no group or in several, or a group has none.
     """
-    groups = _groups_of(config, trainable_parameters(model))
+    groups = _groups_of(config, trainable_parameters(model), vector_names(model))
     if scaling := getattr(model, "scaling", None):
         return [part for group in groups for part in _split_by_factors(group, scaling, eps=config.eps)]
     return groups
 
 
-def _groups_of(config: Optimizer, parameters: dict[str, nn.Parameter]) -> list[ParameterGroup]:
+def _groups_of(config: Optimizer, parameters: dict[str, nn.Parameter], vectors: set[str]) -> list[ParameterGroup]:
     if config.groups:
-        return _configured_groups(config, parameters)
+        return _configured_groups(config, parameters, vectors)
     everything = ParameterGroup("", config.name, config.lr, config.weight_decay, config.args, parameters)
     if config.name != "Muon":
-        return _split_vectors(everything)
-    inside = {name: p for name, p in parameters.items() if name.startswith("layers.") and p.ndim in (2, 3)}
+        return _split_vectors(everything, vectors)
+    inside = {n: p for n, p in parameters.items() if n.startswith("layers.") and n not in vectors and p.ndim < 4}
     rest = {name: p for name, p in parameters.items() if name not in inside}
     return [
         replace(everything, label="matrices in layers", parameters=inside),
-        *_split_vectors(replace(everything, label="other ", name="AdamW", args={}, parameters=rest)),
+        *_split_vectors(replace(everything, label="other ", name="AdamW", args={}, parameters=rest), vectors),
     ]
 
 
-def _configured_groups(config: Optimizer, parameters: dict[str, nn.Parameter]) -> list[ParameterGroup]:
+def _configured_groups(
+    config: Optimizer, parameters: dict[str, nn.Parameter], vectors: set[str]
+) -> list[ParameterGroup]:
     numbers_by_name = {
         name: tuple(
             number
@@ -78,11 +80,11 @@ def _configured_groups(config: Optimizer, parameters: dict[str, nn.Parameter]) -
         if not members:
             known = ", ".join(collapse_names(parameters))
             problems.append(Problem(f"optimizer.{label}.match", f"matches no parameter; there are {known}"))
-        vectors = collapse_names(name for name, parameter in members.items() if parameter.ndim not in (2, 3))
-        if class_name == "Muon" and vectors:
-            message = f"Muon is for matrices; give these a group with another optimizer: {', '.join(vectors)}"
+        others = collapse_names(name for name, parameter in members.items() if name in vectors or parameter.ndim > 3)
+        if class_name == "Muon" and others:
+            message = f"Muon is for matrices; give these a group with another optimizer: {', '.join(others)}"
             problems.append(Problem(f"optimizer.{label}.name", message))
-        found += _configured_group(config, group, label, members)
+        found += _configured_group(config, group, label, members, vectors)
     if problems:
         raise ConfigError(problems)
     return found
@@ -106,22 +108,22 @@ def _check_unique(numbers_by_name: Mapping[str, tuple[int, ...]]) -> list[Proble
 
 
 def _configured_group(
-    config: Optimizer, group: OptimizerGroup, label: str, members: dict[str, nn.Parameter]
+    config: Optimizer, group: OptimizerGroup, label: str, members: dict[str, nn.Parameter], vectors: set[str]
 ) -> list[ParameterGroup]:
     name = group.name or config.name
     args = (config.args if name == config.name else {}) | group.args
     lr = config.lr if group.lr is None else group.lr
     if group.weight_decay is not None:
         return [ParameterGroup(label, name, lr, group.weight_decay, args, members)]
-    return _split_vectors(ParameterGroup(f"{label}: ", name, lr, config.weight_decay, args, members))
+    return _split_vectors(ParameterGroup(f"{label}: ", name, lr, config.weight_decay, args, members), vectors)
 
 
-def _split_vectors(group: ParameterGroup) -> list[ParameterGroup]:
-    matrices = {name: p for name, p in group.parameters.items() if p.ndim >= 2}
-    vectors = {name: p for name, p in group.parameters.items() if p.ndim < 2}
+def _split_vectors(group: ParameterGroup, vectors: set[str]) -> list[ParameterGroup]:
+    matrices = {name: p for name, p in group.parameters.items() if name not in vectors}
+    others = {name: p for name, p in group.parameters.items() if name in vectors}
     groups = [
         replace(group, label=f"{group.label}matrices", parameters=matrices),
-        replace(group, label=f"{group.label}vectors", parameters=vectors, weight_decay=0.0),
+        replace(group, label=f"{group.label}vectors", parameters=others, weight_decay=0.0),
     ]
     return [group for group in groups if group.parameters]
 

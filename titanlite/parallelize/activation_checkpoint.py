@@ -7,7 +7,7 @@ from typing import Any, Literal
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.models.base import Model, added_parameters, exchanges_tokens
+from titanlite.models.base import Model, added_parameters, exchanges_tokens, vector_names
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS, local_tensor
 from titanlite.schema import ActivationCheckpoint
 
@@ -39,13 +39,13 @@ def apply_activation_checkpoint(
         if policy == "full":
             _checkpoint(block, preserve_rng_state=draws_random)
         elif policy == "op":
-            adapters = {*added_parameters(block).values()}
-            own = [local_tensor(parameter) for parameter in block.parameters() if parameter not in adapters]
-            wide = sum(it.ndim > 1 and not _is_narrow(it.mT if it.ndim == 2 else it) for it in own)
+            adapters, vectors = added_parameters(block), vector_names(block)
+            own = [local_tensor(it) for name, it in block.named_parameters() if name not in {*adapters, *vectors}]
+            wide = sum(not _is_narrow(it.mT if it.ndim == 2 else it) for it in own)
             save = partial(
                 _save_expensive_ops,
                 saves_first=is_compiled or wide % 2 == 0,
-                cheap={tuple(adapter.mT.shape) for adapter in adapters},
+                cheap={tuple(adapter.mT.shape) for adapter in adapters.values()},
                 in_parts=is_compiled and exchanges_tokens(block),
             )
             _checkpoint(block, preserve_rng_state=draws_random, context_fn=save)
@@ -69,8 +69,9 @@ def _save_expensive_ops(**options: Any) -> Any:
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Return True if the outputs of a weight [..., in, out] have at most a quarter of its inputs' size."""
-    return 4 * weight.shape[-1] <= weight.shape[-2]
+    """Return True if the outputs of a weight [..., in, out] have at most a quarter of its inputs' size, or if it is a
+    bias of experts, which has 8 inputs."""
+    return 4 * weight.shape[-1] <= weight.shape[-2] or (weight.ndim == 3 and weight.shape[1] == 8)
 
 
 class _SaveExpensiveOps:

@@ -15,7 +15,7 @@ from titanlite.schema import Config
 from titanlite.techniques.technique import Conflict, Technique, reads
 
 if TYPE_CHECKING:
-    from torch import Tensor, nn
+    from torch import nn
 
     from titanlite.models.base import Model, Role, Scaling
     from titanlite.schema import Optimizer
@@ -81,14 +81,15 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
     Raises:
         ConfigError: the model has no base of this size, or shares weights that need different factors.
     """
-    from titanlite.models.base import Scaling, head_of, initial_values, unique_parameters
+    from titanlite.models.base import Scaling, head_of, initial_values, unique_parameters, vector_names
     from titanlite.models.initial import Scaled
     from titanlite.models.registry import ModelSpec
     from titanlite.optim.parametrization import adamw_factors
 
     kind, head = type(model), {*head_of(model).parameters()}
     parameters = dict(unique_parameters(model))
-    roles: dict[str, Role] = {name: role_of(model, name, parameter) for name, parameter in parameters.items()}
+    vectors = vector_names(model)
+    roles: dict[str, Role] = {name: role_of(model, name, is_vector=name in vectors) for name in parameters}
     shared = [name for name, parameter in parameters.items() if parameter in head and roles[name] == "input"]
     if shared:
         problem = f"cannot be used with a head that shares {shared[0]}: untie them (model.args.tied_head = false)"
@@ -114,11 +115,11 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
         raise ConfigError([Problem("optimizer.parametrization", f"{kind.__name__} {lacks} (docs/add_a_model.md)")])
     growth = parameters[inputs[0]].numel() / of_base[inputs[0]].numel()
     found = {}
-    for name, parameter in parameters.items():
+    for name in parameters:
         values = initial_values(base, names_in_base[name], of_base[names_in_base[name]].shape)
         scaling = Scaling(
             role=roles[name],
-            is_matrix=parameter.ndim >= 2,
+            is_matrix=name not in vectors,
             in_layers=name.startswith("layers."),
             width=growth,
             depth=layers / depth,
@@ -129,16 +130,16 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
     return found
 
 
-def role_of(model: "Model", name: str, parameter: "Tensor") -> "Role":
+def role_of(model: "Model", name: str, *, is_vector: bool) -> "Role":
     """Return the role of a parameter in width and depth transfer.
 
-    Defaults where `Model.roles` has none: parameters with fewer than two dimensions are vectors, others are hidden in
-    `layers`, output in the head and input elsewhere.
+    Defaults where `Model.roles` has none: those of `vector_names` are vectors, others are hidden in `layers`, output in
+    the head and input elsewhere.
     """
     for pattern, role in model.roles.items():
         if fnmatchcase(name, pattern):
             return role
-    if parameter.ndim < 2:
+    if is_vector:
         return "vector"
     if name.startswith("layers."):
         return "hidden"

@@ -63,7 +63,7 @@ class ExpertParallel(Technique):
             model,
             parallelism.expert_parallel_degree,
             parallelism.degrees(world_size).sharded,
-            split_layers=parallelism.tensor_parallel_degree > 1,
+            tensor=parallelism.tensor_parallel_degree,
         )
 
 

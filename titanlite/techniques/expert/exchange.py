@@ -6,6 +6,7 @@ counts comes first. The host waits for the counts, as the sizes of tensors follo
 """
 
 from collections.abc import Callable, Collection, Sequence
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -55,19 +56,21 @@ def distribute_experts(
             layer.register_parameter(name, nn.Parameter(part, requires_grad=old.requires_grad))
 
     def placement(weight: Tensor) -> Shard:
-        return Shard(even_dim(weight.shape, mesh.size(-1), taken=sharded_axes(weight).values()))
+        free = free_dims(weight.shape, taken=sharded_axes(weight).values(), ranks=parts.size(-1))
+        return Shard(next(dim for dim, size in free.items() if size % mesh.size(-1) == 0))
 
     weights = {layer.get_parameter(name) for layer in layers for name in layer.stacks}
     return SeparateUnits(layers, weights, mesh, placement)
 
 
-def even_dim(shape: torch.Size, degree: int, *, taken: Collection[int] = ()) -> int:
-    """Return the dim of a stack of experts, beyond that of the experts, which some ranks shard evenly.
+def free_dims(shape: torch.Size, *, taken: Collection[int | None], ranks: int) -> dict[int, int]:
+    """Return the dims of a stack of experts that further ranks can shard, and the size of a rank's part along each.
 
     Args:
-        taken: dims that other ranks shard.
+        taken: dims that other ranks shard. Only a stack of vectors is sharded twice along one dim.
+        ranks: number of those, along each of these dims.
     """
-    return next(dim for dim, size in enumerate(shape[1:], start=1) if size % degree == 0 and dim not in taken)
+    return {dim: size for dim, size in enumerate(shape) if dim and dim not in taken} or {1: shape[1] // ranks}
 
 
 class AllToAllExchange:
@@ -139,13 +142,13 @@ class _Exchange(torch.autograd.Function):
         return exchange_rows(gradients[0], *ctx.back), None, None, None
 
 
-def check_experts(model: Model, degree: int, sharded: int, *, split_layers: bool = False) -> None:
+def check_experts(model: Model, degree: int, sharded: int, *, tensor: int = 1) -> None:
     """Check that several processes can have different experts of a model.
 
     Args:
         degree: divides `sharded`.
         sharded: processes that a replica's parameters are sharded over.
-        split_layers: whether other processes split the hidden dims of experts.
+        tensor: processes that split the hidden dims of experts.
 
     Raises:
         UserError: they cannot.
@@ -153,17 +156,17 @@ def check_experts(model: Model, degree: int, sharded: int, *, split_layers: bool
     layers = expert_layers(model)
     if not layers:
         raise UserError(f"needs a model with experts, and {type(model).__name__} has none: set 1")
-    shapes = {
-        (getattr(layer, name).shape, *(layer.hidden_dims[index : index + 1] if split_layers else ()))
-        for layer in layers
-        for index, name in enumerate(layer.stacks)
-    }
-    for shape, *taken in sorted(shapes):
-        if shape[0] % degree:
-            raise UserError(f"{degree} does not divide the {shape[0]} experts of a layer: set a divisor of {shape[0]}")
-        free = [size for dim, size in enumerate(shape) if dim and dim not in taken]
-        if all(size % (sharded // degree) for size in free):
-            raise UserError(
-                f"{degree} leaves {sharded // degree} processes to share each expert, and no dim of {free} is "
-                "a multiple of that: set a higher degree"
-            )
+    for layer in layers:
+        hidden = layer.hidden_dims if tensor > 1 else ()
+        for name, dim in zip_longest(layer.stacks, hidden):
+            shape = layer.get_parameter(name).shape
+            if shape[0] % degree:
+                raise UserError(
+                    f"{degree} does not divide the {shape[0]} experts of a layer: set a divisor of {shape[0]}"
+                )
+            sizes = free_dims(shape, taken={dim}, ranks=tensor).values()
+            if all(size % (sharded // degree) for size in sizes):
+                raise UserError(
+                    f"{degree} leaves {sharded // degree} processes to share each expert, and no dim of "
+                    f"{sorted(sizes)} is a multiple of that: set a higher degree"
+                )

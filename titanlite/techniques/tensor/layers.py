@@ -131,8 +131,10 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
             module.register_parameter(attribute, new[parameter])
         if role in ("split", "experts", "vocabulary") and not isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(_first_argument(ranks.gather if has_part else ranks.enter))
-        if role in ("rows", "experts"):
+        if role == "experts" or (role == "rows" and not _is_in(name, roles, "experts")):
             module.register_forward_hook(_result(ranks.sum_own if has_part else ranks.total))
+        if isinstance(module, ExpertLayer) and role == "experts":
+            module.share_of_unsplit = 1 / ranks.ranks
         elif isinstance(module, RMSNorm) and role == "norm":
             module.mean_over_ranks = ranks.mean
         elif isinstance(module, nn.Embedding) and role == "vocabulary":
@@ -218,7 +220,8 @@ def roles_of(model: Model) -> dict[str, TensorRole]:
 def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
     """Return the dimension that a role splits of each of a module's own parameters, for those that it splits."""
     if isinstance(module, ExpertLayer) and role == "experts":
-        return dict(zip(module.stacks, module.hidden_dims, strict=True))
+        dims = zip(module.stacks, module.hidden_dims, strict=True)
+        return {stack: dim for stack, dim in dims if dim is not None}
     names = (name for name, _ in module.named_parameters(recurse=False))
     return dict.fromkeys(names, SPLIT_DIM[role]) if role in SPLIT_DIM else {}
 
@@ -255,8 +258,13 @@ def _has_part_of_tokens(name: str, roles: dict[str, TensorRole]) -> bool:
 
 def is_in_split(name: str, roles: dict[str, TensorRole]) -> bool:
     """Return whether a module is a split one, or is inside of one."""
+    return _is_in(name, roles, "split", "experts")
+
+
+def _is_in(name: str, roles: dict[str, TensorRole], *around: TensorRole) -> bool:
+    """Return whether a module, or one around it, has one of some roles."""
     parts = name.split(".")
-    return any(roles.get(".".join(parts[:end])) in ("split", "experts") for end in range(1, len(parts) + 1))
+    return any(roles.get(".".join(parts[:end])) in around for end in range(1, len(parts) + 1))
 
 
 # Checks of a model's table for tensor parallelism, and of the sizes that ranks split.

@@ -1,0 +1,230 @@
+"""The declared layer of experts against transformers' layers, with planted mistakes, and on two ranks."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeMoE
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssMLP
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+
+from titanlite.models.experts import ExpertArgs, ExpertOptions, Experts
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.functions import clamped_swiglu
+
+SIGMOID = ExpertOptions(scores="sigmoid", scale=2.5, n_groups=4, n_active_groups=2, shared_dim=48)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Args(ExpertArgs):
+    options: ExpertOptions
+
+    @property
+    def experts(self) -> ExpertOptions:
+        return self.options
+
+
+def args_of(options: ExpertOptions, **changes: Any) -> Args:
+    shape = {
+        "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 24, "vocab_size": 9, "max_seq_len": 8,
+        "norm_eps": 1e-5, "rope_theta": 1e4, "n_experts": 8, "n_active_experts": 3, "balance_rate": 1e-3,
+    }  # fmt: skip
+    return Args(**(shape | changes), options=options)
+
+
+def built(options: ExpertOptions) -> Experts:
+    """Return a layer with random weights and biases, whose router is far from uniform."""
+    layer = Experts(args_of(options))
+    draw = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.normal_(generator=draw)
+        layer.bias_E.normal_(std=0.3, generator=draw)
+    for module in layer.modules():
+        if hasattr(module, "kernels"):
+            module.kernels = CpuKernels()  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
+    return layer
+
+
+def gated(layer: Experts, tensor: Callable[[str], Any]) -> dict[str, Tensor]:
+    """Return weights of the layer, or their gradients, by the names of most families."""
+    found = {
+        "gate.weight": tensor("router"),
+        "experts.gate_up_proj": torch.cat([tensor("w1"), tensor("w3")], dim=2).transpose(1, 2),
+        "experts.down_proj": tensor("w2").transpose(1, 2),
+    }
+    names = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"} if layer.shared else {}
+    return found | {
+        f"shared_experts.{theirs}.weight": tensor(f"shared.{ours}.weight") for ours, theirs in names.items()
+    }
+
+
+def clamped(layer: Experts, tensor: Callable[[str], Any]) -> dict[str, Tensor]:
+    return {
+        "router.weight": tensor("router"),
+        "router.bias": tensor("router_bias"),
+        "experts.gate_up_proj": torch.stack([tensor("w1"), tensor("w3")], dim=-1).flatten(-2),
+        "experts.gate_up_proj_bias": torch.stack([tensor("b1"), tensor("b3")], dim=-1).flatten(-2),
+        "experts.down_proj": tensor("w2"),
+        "experts.down_proj_bias": tensor("b2"),
+    }
+
+
+SIZES: dict[str, Any] = {"hidden_size": 32, "moe_intermediate_size": 24, "num_experts_per_tok": 3}
+GROUPS: dict[str, Any] = {"n_routed_experts": 8, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 2.5}
+ONE_GROUP: dict[str, Any] = {**GROUPS, "n_group": 1, "topk_group": 1}
+
+
+@dataclass(frozen=True)
+class Case:
+    options: ExpertOptions
+    theirs: Callable[[], nn.Module]
+    names: Callable[[Experts, Callable[[str], Any]], dict[str, Tensor]] = gated
+    has_balance: bool = False
+    """Its router has the bias of balance."""
+
+
+def qwen(normalized: bool) -> nn.Module:
+    return Qwen3MoeSparseMoeBlock(Qwen3MoeConfig(**SIZES, num_experts=8, norm_topk_prob=normalized))
+
+
+CASES = {
+    "softmax of the chosen": Case(ExpertOptions(), lambda: qwen(True)),
+    "softmax": Case(ExpertOptions(normalized=False), lambda: qwen(False)),
+    "DeepSeek-V3": Case(
+        SIGMOID, lambda: DeepseekV3MoE(DeepseekV3Config(**SIZES, **GROUPS, n_shared_experts=2)), has_balance=True
+    ),
+    "GLM-4.5": Case(
+        replace(SIGMOID, n_groups=1, n_active_groups=1, normalized=False, shared_dim=24),
+        lambda: Glm4MoeMoE(Glm4MoeConfig(**SIZES, **ONE_GROUP, norm_topk_prob=False)),
+        has_balance=True,
+    ),
+    "gpt-oss": Case(
+        ExpertOptions(router_has_bias=True, have_biases=True, activation=clamped_swiglu),
+        lambda: GptOssMLP(
+            GptOssConfig(hidden_size=32, intermediate_size=24, num_local_experts=8, num_experts_per_tok=3)
+        ),
+        clamped,
+    ),
+}  # fmt: skip
+
+
+def pair(name: str) -> tuple[Experts, nn.Module]:
+    """Return our layer and that of transformers, with the same weights."""
+    case = CASES[name]
+    layer, other = built(case.options), case.theirs().float()
+    balance = {"gate.e_score_correction_bias": layer.bias_E} if case.has_balance else {}
+    if not case.has_balance:
+        layer.bias_E.zero_()
+    other.load_state_dict({**case.names(layer, layer.get_parameter), **balance})
+    return layer, other
+
+
+X = 2 * torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(1))
+
+
+def apart(layer: Experts, other: nn.Module) -> float:
+    """Return the largest difference of the outputs, over the largest output."""
+    with torch.no_grad():
+        found, expected = layer(X), other(X)
+    expected = expected[0] if isinstance(expected, tuple) else expected
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_outputs_and_gradients_equal_those_of_transformers(name: str) -> None:
+    layer, other = pair(name)
+    assert apart(layer, other) < 1e-5
+    inputs: list[Any] = []
+    for it in (layer, other):
+        inputs.append(X.clone().requires_grad_())
+        out = it(inputs[-1])
+        (out[0] if isinstance(out, tuple) else out).square().sum().backward()
+    gradients: dict[str, Any] = {it: parameter.grad for it, parameter in layer.named_parameters()}
+    assert None not in gradients.values()
+    found = CASES[name].names(layer, gradients.__getitem__) | {"": inputs[0].grad}
+    assert len(found) == len([*other.parameters()]) + 1
+    for their_name, gradient in found.items():
+        expected: Any = other.get_parameter(their_name).grad if their_name else inputs[1].grad
+        assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max(), their_name
+
+
+def planted(layer: Experts, **changes: Any) -> None:
+    layer.options = replace(layer.options, **changes)
+
+
+def scale_shared(layer: Experts) -> None:
+    assert layer.shared is not None
+    layer.shared.w2.weight.data *= layer.options.scale
+
+
+def weight_by_biased_scores(layer: Experts) -> None:
+    route = layer.route
+
+    def biased(x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        _, chosen_TK = route(x_TD)
+        weights_TK = (F.linear(x_TD, layer.router).sigmoid() + layer.bias_E).gather(-1, chosen_TK)
+        return 2.5 * weights_TK / weights_TK.sum(dim=-1, keepdim=True), chosen_TK
+
+    layer.route = biased
+
+
+PLANTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "shared experts are scaled": ("DeepSeek-V3", scale_shared),
+    "the bias of balance weighs": ("DeepSeek-V3", weight_by_biased_scores),
+    "the bias of balance is left out": ("DeepSeek-V3", lambda layer: layer.bias_E.zero_()),
+    "groups are ignored": ("DeepSeek-V3", lambda layer: planted(layer, n_active_groups=4)),
+    "weights are not scaled to 1": ("DeepSeek-V3", lambda layer: planted(layer, normalized=False)),
+    "weights are not scaled": ("GLM-4.5", lambda layer: planted(layer, scale=1.0)),
+    "softmax for sigmoid": ("GLM-4.5", lambda layer: planted(layer, scores="softmax")),
+    "softmax over all": ("gpt-oss", lambda layer: planted(layer, normalized=False)),
+    "no clamp": ("gpt-oss", lambda layer: planted(layer, activation=lambda g, u: (u + 1) * g * (1.702 * g).sigmoid())),
+    "the last bias is counted twice": ("gpt-oss", lambda layer: setattr(layer, "share_of_unsplit", 2.0)),
+    "the router's bias is left out": ("gpt-oss", lambda layer: layer.router_bias.data.zero_()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", PLANTED)
+def test_planted_mistakes_show(mistake: str) -> None:
+    name, plant = PLANTED[mistake]
+    layer, other = pair(name)
+    with torch.no_grad():
+        plant(layer)
+        assert apart(layer, other) > 1e-3
+
+
+def test_clamped_swiglu_has_the_gradient_of_autograd() -> None:
+    draw = torch.Generator().manual_seed(0)
+    gate, up = (5 * torch.randn(200, generator=draw, dtype=torch.float64) for _ in range(2))
+    leaves = gate.requires_grad_(), up.requires_grad_()
+    limited = gate.clamp(max=7)
+    expected = (up.clamp(-7, 7) + 1) * limited * torch.sigmoid(1.702 * limited)
+    assert torch.allclose(clamped_swiglu(gate, up), expected, rtol=1e-12)
+    weights = torch.randn(200, generator=draw, dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad(it, leaves, weights) for it in (clamped_swiglu(*leaves), expected))
+    for found, wanted in zip(ours, theirs, strict=True):
+        assert torch.allclose(found, wanted, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "named"),
+    [
+        (replace(SIGMOID, n_groups=3), {}, r"n_groups .* n_experts \(8\).*got 3"),
+        (replace(SIGMOID, n_groups=8), {}, "n_groups"),
+        (replace(SIGMOID, n_active_groups=5), {}, "n_active_groups"),
+        (replace(SIGMOID, n_active_groups=1), {}, "n_active_groups"),
+        (SIGMOID, {"n_active_experts": 9}, r"n_active_experts .* n_experts \(8\), got 9"),
+        (SIGMOID, {"n_active_experts": 1}, "never trains the router"),
+        (replace(SIGMOID, n_dense_layers=3), {}, r"n_dense_layers .* n_layers \(2\), got 3"),
+        (replace(SIGMOID, n_dense_layers=1), {}, "dense_hidden_dim"),
+    ],
+)
+def test_impossible_shapes_are_explained(options: ExpertOptions, changes: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        args_of(options, **changes)
+    args_of(replace(options, normalized=False, n_groups=1, n_active_groups=1, n_dense_layers=0), n_active_experts=1)

@@ -1,0 +1,248 @@
+"""Layers of experts, of which a router picks a few for each token, and the decoders that have them.
+
+A family declares its router and its experts by `ExpertOptions`. Experts are kept equally busy without an auxiliary loss
+(arXiv:2408.15664): each has a bias that counts only when experts are picked, and after each step it goes up if the
+expert had less than its share of the global batch, else down. So the loss stays what it is, and the balance does not
+depend on how the batch is split.
+
+Shape suffixes: as in `layers`; E experts, K those of one token, S = T * K, G groups.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from titanlite.models.base import BRANCHES_OF_DECODER, DECODER_OF_EXPERTS, ExpertLayer, Roles, TensorPlan, TensorRole
+from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.initial import Constant, InitialValues, Normal
+from titanlite.models.layers import FeedForward
+from titanlite.ops.functions import swiglu
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.runtime.private_torch.tensors import reshape_result
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertOptions:
+    """Variants of the router and the experts of a family."""
+
+    scores: Literal["softmax", "sigmoid"] = "softmax"
+    """Weights of the experts, from the router's logits. The bias of balance is added to the logits with softmax, and to
+    the scores with sigmoid, as `e_score_correction_bias` of DeepSeek-V3 (arXiv:2412.19437)."""
+    normalized: bool = True
+    """Scale the weights of a token's experts to a sum of 1. With softmax, that is a softmax over their logits."""
+    scale: float = 1.0
+    """Factor of the weights after that."""
+    n_groups: int = 1
+    """Groups of neighbouring experts, for sigmoid. A group's score is the sum of its two highest biased scores."""
+    n_active_groups: int = 1
+    """Groups with the highest scores, of which the experts of a token are."""
+    router_has_bias: bool = False
+    """The router has a trained bias."""
+    shared_dim: int = 0
+    """Hidden dim of a SwiGLU layer that each token passes, too. 0: there is none."""
+    have_biases: bool = False
+    """Each expert has biases."""
+    activation: Callable[[Tensor, Tensor], Tensor] = swiglu
+    """Of an expert: (gate, up) -> hidden, elementwise."""
+    n_dense_layers: int = 0
+    """First layers of the model that have no experts."""
+    dense_dim: int = 0
+    """Hidden dim of those."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertArgs(DecoderArgs):
+    """hidden_dim is that of one expert."""
+
+    n_experts: int
+    n_active_experts: int
+    balance_rate: float
+    """Change of an expert's bias in a step, in the unit of what it is added to; 0 turns balancing off."""
+
+    @property
+    def experts(self) -> ExpertOptions:
+        return ExpertOptions()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        options, n_experts, n_active = self.experts, self.n_experts, self.n_active_experts
+        if not 1 <= n_active <= n_experts:
+            raise ValueError(f"n_active_experts must be between 1 and n_experts ({n_experts}), got {n_active}")
+        if n_active == 1 and options.normalized:
+            raise ValueError(
+                "n_active_experts = 1 never trains the router: the weight of one expert, scaled to a sum of 1, is 1 "
+                "always, and its gradient 0. Use 2 or more"
+            )
+        groups, chosen = options.n_groups, options.n_active_groups
+        if groups < 1 or n_experts % groups or (groups > 1 and n_experts < 2 * groups):
+            raise ValueError(f"n_groups must divide n_experts ({n_experts}) into groups of 2 or more, got {groups}")
+        if not 1 <= chosen <= groups or n_active > chosen * (n_experts // groups):
+            raise ValueError(
+                f"n_active_groups must be between 1 and n_groups ({groups}), and have n_active_experts ({n_active}), "
+                f"got {chosen}"
+            )
+        assert groups == 1 or options.scores == "sigmoid"
+        if not 0 <= options.n_dense_layers <= self.n_layers:
+            raise ValueError(
+                f"n_dense_layers must be between 0 and n_layers ({self.n_layers}), got {options.n_dense_layers}"
+            )
+        if options.n_dense_layers and options.dense_dim < 1:
+            raise ValueError(f"dense_hidden_dim must be at least 1, got {options.dense_dim}")
+
+
+class Experts(ExpertLayer):
+    """Feed-forward layers with a gate, each token through the K that the router weighs most."""
+
+    kernels: Kernels = DEFAULT_KERNELS
+    stacks = ("w1", "w2", "w3")
+    hidden_dims = (2, 1, 2)
+    bias_E: Tensor
+    load_E: Tensor
+
+    def __init__(self, args: ExpertArgs) -> None:
+        super().__init__()
+        self.n_active, self.options = args.n_active_experts, args.experts
+        E, D, F_ = args.n_experts, args.dim, args.hidden_dim
+        self.router = nn.Parameter(torch.empty(E, D))
+        self.router_bias = nn.Parameter(torch.empty(E)) if self.options.router_has_bias else None
+        self.w1 = nn.Parameter(torch.empty(E, D, F_))
+        self.w2 = nn.Parameter(torch.empty(E, F_, D))
+        self.w3 = nn.Parameter(torch.empty(E, D, F_))
+        if self.options.have_biases:
+            self.stacks, self.hidden_dims = (*self.stacks, "b1", "b2", "b3"), (*self.hidden_dims, 1, None, 1)
+            self.b1 = nn.Parameter(torch.empty(E, F_))
+            self.b2 = nn.Parameter(torch.empty(E, D))
+            self.b3 = nn.Parameter(torch.empty(E, F_))
+        self.shared = FeedForward(D, self.options.shared_dim) if self.options.shared_dim else None
+        self.register_buffer("bias_E", torch.zeros(E))
+        self.register_buffer("load_E", torch.zeros(E), persistent=False)
+
+    def forward(self, x_BLD: Tensor) -> Tensor:
+        x_TD = x_BLD.flatten(0, 1)
+        weights_TK, chosen_TK = self.route(x_TD)
+        expert_S, order_S = chosen_TK.flatten().sort(stable=True)
+        experts_E = torch.arange(len(self.bias_E), device=x_TD.device)
+        ends_E = torch.searchsorted(expert_S, experts_E, right=True).to(torch.int32)
+        if self.training and torch.is_grad_enabled():
+            # With activation checkpointing a block counts twice, which changes no expert's share.
+            self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
+        x_SD = x_TD.index_select(0, order_S // self.n_active)
+        out_SD = self.pass_through_experts(x_SD, ends_E)
+        out_TKD = torch.empty_like(out_SD).index_copy(0, order_S, out_SD).unflatten(0, chosen_TK.shape)
+        out_BLD = reshape_result(torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD), x_BLD.shape)
+        return out_BLD if self.shared is None else out_BLD + self.shared(x_BLD)
+
+    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the float32 weights [T, K] and the int64 numbers [T, K] of the experts of each token."""
+        options, bias_E = self.options, self.router_bias
+        logits_TE = F.linear(x_TD.float(), self.router.float(), None if bias_E is None else bias_E.float())
+        scores_TE = logits_TE.sigmoid() if options.scores == "sigmoid" else logits_TE
+        chosen_TK = self._without_other_groups(scores_TE + self.bias_E).topk(self.n_active, dim=-1).indices
+        if options.scores == "softmax" and not options.normalized:
+            scores_TE = logits_TE.softmax(dim=-1)
+        weights_TK = scores_TE.gather(-1, chosen_TK)
+        if options.normalized and options.scores == "softmax":
+            weights_TK = weights_TK.softmax(dim=-1)
+        elif options.normalized:
+            weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # all may be 0 in float32
+        return (weights_TK if options.scale == 1 else weights_TK * options.scale), chosen_TK
+
+    def _without_other_groups(self, scores_TE: Tensor) -> Tensor:
+        """Return the scores with -inf for experts outside of each token's groups."""
+        options = self.options
+        if options.n_active_groups == options.n_groups:
+            return scores_TE
+        scores_TGX = scores_TE.unflatten(-1, (options.n_groups, -1))
+        groups_TG = scores_TGX.topk(2, dim=-1).values.sum(dim=-1)
+        best_TG = groups_TG.topk(options.n_active_groups, dim=-1).indices
+        is_other_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter(-1, best_TG, value=False)
+        return scores_TGX.masked_fill(is_other_TG.unsqueeze(-1), -torch.inf).flatten(-2)
+
+    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
+        w1_EDF, w2_EFD, w3_EDF, *biases = weights
+        b1_EF, b2_ED, b3_EF = biases or (None, None, None)
+        gate_SF, up_SF = self._linear(x_SD, w1_EDF, b1_EF, ends_E), self._linear(x_SD, w3_EDF, b3_EF, ends_E)
+        b2_ED = None if b2_ED is None else b2_ED * self.share_of_unsplit
+        return self._linear(self.options.activation(gate_SF, up_SF), w2_EFD, b2_ED, ends_E)
+
+    def _linear(self, x_SD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, ends_E: Tensor) -> Tensor:
+        out_SF = self.kernels.grouped_mm(x_SD, weight_EDF, ends_E)
+        if bias_EF is None:
+            return out_SF
+        # A matmul of ones adds up the bias' gradient in float32 and in a fixed order. Its kernels need 8 columns.
+        one_S8, bias_E8F = F.pad(x_SD.new_ones(len(x_SD), 1), (0, 7)), F.pad(bias_EF.unsqueeze(1), (0, 0, 0, 7))
+        return out_SF + self.kernels.grouped_mm(one_S8, bias_E8F, ends_E)
+
+
+class DecoderOfExperts(Decoder):
+    """Decoder whose feed-forward layers are `Experts`, after the first dense ones. It must be a family's first base."""
+
+    roles: ClassVar[Roles] = {
+        "layers.*.feed_forward.router": "output",
+        "layers.*.feed_forward.b2": "residual",
+        "layers.*.feed_forward.shared.w2.weight": "residual",
+        **BRANCHES_OF_DECODER,
+    }
+
+    args: ExpertArgs  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    @property
+    def tensor_plan(self) -> TensorPlan:  # pyright: ignore[reportIncompatibleVariableOverride]
+        options, plan = self.args.experts, dict[str, TensorRole]()
+        for layer in range(options.n_dense_layers):
+            plan[f"layers.{layer}.feed_forward"] = "split"
+        if options.n_dense_layers or options.shared_dim:  # linear layers; experts are parameters
+            plan |= {"layers.*.feed_forward.*w[13]": "columns", "layers.*.feed_forward.*w2": "rows"}
+        return {**plan, **DECODER_OF_EXPERTS}
+
+    def build_feed_forward(self, layer: int) -> nn.Module:
+        options = self.args.experts
+        return FeedForward(self.args.dim, options.dense_dim) if layer < options.n_dense_layers else Experts(self.args)
+
+    def feed_forward_weights(self, layer: int) -> int:
+        args, options = self.args, self.args.experts
+        if layer < options.n_dense_layers:
+            return 3 * args.dim * options.dense_dim
+        return args.dim * (3 * (args.n_active_experts * args.hidden_dim + options.shared_dim) + args.n_experts)
+
+    def share_of_experts(self) -> float:
+        return self.args.n_active_experts / self.args.n_experts
+
+    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
+        match name.rpartition(".")[2]:
+            case "router":
+                return Normal(std=0.02)
+            case "router_bias" | "b1" | "b2" | "b3":
+                return Constant(0.0)
+            case "w1" | "w2" | "w3":  # stacks of matrices: as FeedForward's
+                return super().init_weight(f"{name}.weight", shape)
+            case _:
+                return super().init_weight(name, shape)
+
+    def init_buffers(self) -> None:
+        super().init_buffers()
+        for experts in self.experts():  # new ones: with offload, the old ones are where parameters are
+            experts.bias_E, experts.load_E = torch.zeros(self.args.n_experts), torch.zeros(self.args.n_experts)
+
+    def experts(self) -> list[Experts]:
+        layers = (block.feed_forward for block in self.layers)
+        return [layer for layer in layers if isinstance(layer, Experts)]
+
+    def counters(self) -> list[Tensor]:
+        return [experts.load_E for experts in self.experts()]
+
+    @torch.no_grad()
+    def end_step(self, taken: Tensor) -> dict[str, Tensor]:
+        """`busiest_expert`: its tokens over an even share of them, in the layer where that is most."""
+        busiest = []
+        for experts in self.experts():
+            mean = experts.load_E.mean()
+            busiest.append(experts.load_E.max() / mean)
+            if experts.router.requires_grad:  # the bias of a frozen router is frozen, too
+                experts.bias_E += self.args.balance_rate * torch.sign(mean - experts.load_E) * taken
+            experts.load_E.zero_()
+        return {"busiest_expert": torch.stack(busiest).max()} if busiest else {}
