@@ -8,30 +8,34 @@ from tests.layouts import compare_with_one
 SIZES = "dim=48, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=260"
 OLMO = ["--model.name=olmo3", f"--model.args={{{SIZES}, window=5, rope_scaling_factor=8.0}}"]
 SMOL = ["--model.name=smollm3", f"--model.args={{{SIZES}}}"]
+LATENT = "q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=10"
+EXPERTS = "n_experts=8, n_active_experts=2, n_groups=4, n_active_groups=2, n_dense_layers=1, dense_hidden_dim=64"
 DEEPSEEK = [
     "--model.name=deepseek_v3",
-    "--model.args={dim=48, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=64, vocab_size=260, q_rank=24, kv_rank=16, "
-    "nope_dim=12, rope_dim=8, v_dim=10}",
+    "--model.args={dim=48, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=16, vocab_size=260, "
+    f"rope_scaling_factor=8.0, {LATENT}, {EXPERTS}}}",
 ]
 MASK = ["--data.document_mask"]
 FURTHER = {
     "olmo3, AC op": [*OLMO, *MASK, "--activation_checkpoint.mode=selective"],
     "olmo3, AC, compile": [*OLMO, "--activation_checkpoint.mode=full", "--compile.enable"],
     "olmo3, mask, compile": [*OLMO, *MASK, "--compile.enable", "--training.local_batch_size=1"],
+    "deepseek, AC op": [*DEEPSEEK, "--activation_checkpoint.mode=selective"],
+    "deepseek, mask, compile": [*DEEPSEEK, *MASK, "--compile.enable"],
     "smollm3, mask, AC": [*SMOL, *MASK, "--activation_checkpoint.mode=full"],
 }
 
 
 def test_two_ranks_train_as_one(tiny: TinyRun) -> None:
-    compare_with_one(
-        tiny,
-        {"olmo3, mask": [*OLMO, *MASK], "deepseek, mask": [*DEEPSEEK, *MASK]},
-        [(1, 2), (1, 1, 2), (1, 1, 1, 2)],
-        steps=4,
-    )
+    compare_with_one(tiny, {"olmo3, mask": [*OLMO, *MASK]}, [(1, 2), (1, 1, 2), (1, 1, 1, 2)], steps=4)
+
+
+def test_two_ranks_train_experts_as_one(tiny: TinyRun) -> None:
+    layouts = [(1, 2), (1, 1, 2), (1, 1, 1, 2), (1, 2, 1, 1, 2)]
+    compare_with_one(tiny, {"deepseek, mask": [*DEEPSEEK, *MASK]}, layouts, steps=4)
 
 
 @pytest.mark.nightly
 def test_four_ranks(tiny: TinyRun) -> None:
-    techniques = FURTHER | {"olmo3": OLMO, "smollm3": SMOL}
+    techniques = FURTHER | {"olmo3": OLMO, "smollm3": SMOL, "deepseek": DEEPSEEK}
     compare_with_one(tiny, techniques, [(2, 2), (1, 1, 4), (1, 2, 2), (1, 2, 1, 2), (1, 1, 2, 2)])

@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
+from tests.helpers import mentions
 from titanlite.models.decoder import Decoder, LayerAttention
 from titanlite.models.initial import Constant, Scaled
 from titanlite.models.layers import Attention, yarn_size
@@ -24,7 +25,14 @@ from titanlite.tools.convert.generation import Generator, Sampler
 from titanlite.tools.plan.estimate import period_of
 from titanlite.tools.plan.recorder import flops_of
 
-COUNTS = {("smollm3", "3B"): 3_075_098_624, ("olmo3", "7B"): 7_298_011_136, ("olmo3", "32B"): 32_233_522_176}
+COUNTS = {
+    ("smollm3", "3B"): 3_075_098_624,
+    ("olmo3", "7B"): 7_298_011_136,
+    ("olmo3", "32B"): 32_233_522_176,
+    ("deepseek_v3", "Moonlight-16B-A3B"): 15_960_108_544,
+    ("deepseek_v3", "671B"): 671_026_404_352,  # and 14,848 biases of experts, which are buffers
+    ("deepseek_v3", "Kimi-K2"): 1_026_408_209_408,
+}
 TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 
 
@@ -67,6 +75,21 @@ def test_weights_of_transformers_return_bit_for_bit(family: str, dtype: torch.dt
     found, expected = (load_file(tmp_path / it / "model.safetensors") for it in ("back", "theirs"))
     assert {name: it.dtype for name, it in found.items()} == {name: it.dtype for name, it in expected.items()}
     assert all(torch.equal(found[name], it) for name, it in expected.items())
+
+
+@pytest.mark.long
+def test_modules_that_predict_further_tokens_are_left_out_on_demand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "theirs"
+    oracle(built("deepseek_v3")).save_pretrained(theirs)
+    tensors = load_file(theirs / "model.safetensors")
+    tensors |= {name.replace(".3.", ".4."): it.clone() for name, it in tensors.items() if ".layers.3." in name}
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, theirs / "model.safetensors")
+    words = ["checkpoint", "import", str(theirs), "--out", str(tmp_path / "ours")]
+    assert cli.run(words) == 2
+    assert mentions(capsys.readouterr().err, "model.layers.4.eh_proj.weight", "--allow-unexpected")
+    assert cli.run([*words, "--allow-unexpected", "model.layers.4"]) == 0
 
 
 def attend_otherwise(model: Decoder, **changes: Any) -> None:
@@ -262,7 +285,8 @@ def test_latent_dims_grow_with_the_width() -> None:
     new = old.resized(width=32, depth=2)
     changed = {name: value for name, value in vars(new).items() if value != vars(old)[name]}
     assert changed == {
-        "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 48, "q_rank": 12, "kv_rank": 10,
+        "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 12, "q_rank": 12, "kv_rank": 10,
+        "dense_hidden_dim": 48,
     }  # fmt: skip
 
 

@@ -24,6 +24,18 @@ HF_FEED_FORWARD = (
     Entry("layers.{layer}.feed_forward.w2.weight", "model.layers.{layer}.mlp.down_proj.weight"),
     Entry("layers.{layer}.feed_forward.w3.weight", "model.layers.{layer}.mlp.up_proj.weight"),
 )
+HF_EXPERTS = (
+    Entry("layers.{layer}.feed_forward.router", "model.layers.{layer}.mlp.gate.weight"),
+    Entry(
+        "layers.{layer}.feed_forward.w1", "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", transposed=True
+    ),
+    Entry(
+        "layers.{layer}.feed_forward.w2", "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", transposed=True
+    ),
+    Entry(
+        "layers.{layer}.feed_forward.w3", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", transposed=True
+    ),
+)
 HF_FIELDS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",

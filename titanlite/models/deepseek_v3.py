@@ -1,7 +1,8 @@
 """DeepSeek-V3 (arXiv:2412.19437), and models of the same architecture: Moonlight (arXiv:2502.16982), Kimi K2
 (arXiv:2507.20534).
 
-Queries, keys and values come from latent vectors.
+Queries, keys and values come from latent vectors. Experts follow a few dense layers. One of them, which may be as wide
+as several, computes every token. Modules that predict further tokens (section 2.2) are not part of the model.
 """
 
 from dataclasses import dataclass, replace
@@ -11,16 +12,17 @@ import torch
 from torch import nn
 
 from titanlite.models.base import ModelArgs
-from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
+    HF_EXPERTS,
     HF_FEED_FORWARD,
     HF_FIELDS,
     rope_scaling,
     rope_theta,
     write_plain_rope,
 )
+from titanlite.models.experts import DecoderOfExperts, ExpertArgs, ExpertOptions
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import Rope, yarn_size
@@ -31,8 +33,8 @@ YARN = {"original_max_position_embeddings": 4096, "beta_slow": 1, "mscale": 1.0,
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Args(DecoderArgs):
-    """hidden_dim is that of layers without experts. Heads share no keys, so that n_kv_heads is n_heads."""
+class DeepseekV3Args(ExpertArgs):
+    """hidden_dim is that of one expert. Heads share no keys, so that n_kv_heads is n_heads."""
 
     vocab_size: int = 129280
     max_seq_len: int = 163840
@@ -51,6 +53,33 @@ class DeepseekV3Args(DecoderArgs):
     """Dims of a query or key with positions."""
     v_dim: int = 128
     """Dims of a value."""
+    n_experts: int = 256
+    n_active_experts: int = 8
+    balance_rate: float = 1e-3
+    n_shared_experts: int = 1
+    """Width of the expert of every token, in experts."""
+    n_groups: int = 8
+    """Groups of experts; see `ExpertOptions`."""
+    n_active_groups: int = 4
+    """Groups that a token's experts are of."""
+    routed_scale: float = 2.5
+    """Factor of what the router's experts add."""
+    n_dense_layers: int = 3
+    """First layers without experts."""
+    dense_hidden_dim: int = 18432
+    """Hidden dim of those."""
+
+    @property
+    def experts(self) -> ExpertOptions:
+        return ExpertOptions(
+            scores="sigmoid",
+            scale=self.routed_scale,
+            n_groups=self.n_groups,
+            n_active_groups=self.n_active_groups,
+            shared_dim=self.n_shared_experts * self.hidden_dim,
+            n_dense_layers=self.n_dense_layers,
+            dense_dim=self.dense_hidden_dim,
+        )
 
     @property
     def head_size(self) -> int:
@@ -72,7 +101,7 @@ class DeepseekV3Args(DecoderArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("kv_rank", "nope_dim", "v_dim", "rope_scaling_factor"):
+        for name in ("kv_rank", "nope_dim", "v_dim", "n_shared_experts", "rope_scaling_factor"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.q_rank < 0:
@@ -85,11 +114,11 @@ class DeepseekV3Args(DecoderArgs):
             raise ValueError(f"n_kv_heads {self.n_kv_heads} must be n_heads ({self.n_heads})")
 
     def resized(self, *, width: int, depth: int) -> "DeepseekV3Args":
-        """Latent vectors are in proportion to the width."""
+        """Latent vectors and dense layers are in proportion to the width, too."""
         resized = super().resized(width=width, depth=depth)
         assert isinstance(resized, DeepseekV3Args)
-        ranks = {name: round(getattr(self, name) * width / self.dim) for name in ("q_rank", "kv_rank")}
-        return replace(resized, **ranks)
+        names = "q_rank", "kv_rank", "dense_hidden_dim"
+        return replace(resized, **{name: round(getattr(self, name) * width / self.dim) for name in names})
 
 
 def _write_rest(args: DeepseekV3Args) -> ConfigJson:
@@ -97,12 +126,7 @@ def _write_rest(args: DeepseekV3Args) -> ConfigJson:
     if args.rope_scaling_factor != 1:
         yarn = {"rope_type": "yarn", "factor": args.rope_scaling_factor, "beta_fast": args.rope_most_turns, **YARN}
         rope["rope_scaling"] = yarn
-    return {
-        **rope,
-        "q_lora_rank": args.q_rank or None,
-        "num_nextn_predict_layers": 0,
-        "first_k_dense_replace": args.n_layers,
-    }
+    return {**rope, "q_lora_rank": args.q_rank or None, "num_nextn_predict_layers": 0}
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
@@ -127,22 +151,49 @@ HF_LATENT = tuple(
     for ours, theirs in LATENT_NAMES.items()
 )
 
+HF_FURTHER_EXPERTS = (
+    Entry("layers.{layer}.feed_forward.bias_E", "model.layers.{layer}.mlp.gate.e_score_correction_bias"),
+    *(
+        Entry(
+            f"layers.{{layer}}.feed_forward.shared.{ours}.weight",
+            f"model.layers.{{layer}}.mlp.shared_experts.{it}.weight",
+        )
+        for ours, it in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items()
+    ),
+)
 
-class DeepseekV3(Decoder):
+
+class DeepseekV3(DecoderOfExperts):
     draws_random = False
     formats = Formats(
         hugging_face=HuggingFace(
             architecture="DeepseekV3ForCausalLM",
             model_type="deepseek_v3",
-            tensors=Table(HF_DECODER + HF_LATENT + HF_FEED_FORWARD),
+            tensors=Table(HF_DECODER + HF_LATENT + HF_FEED_FORWARD + HF_EXPERTS + HF_FURTHER_EXPERTS),
             fields={
                 **HF_FIELDS,
                 "kv_rank": "kv_lora_rank",
                 "nope_dim": "qk_nope_head_dim",
                 "rope_dim": "qk_rope_head_dim",
                 "v_dim": "v_head_dim",
+                "hidden_dim": "moe_intermediate_size",
+                "n_experts": "n_routed_experts",
+                "n_active_experts": "num_experts_per_tok",
+                "n_shared_experts": "n_shared_experts",
+                "n_groups": "n_group",
+                "n_active_groups": "topk_group",
+                "routed_scale": "routed_scaling_factor",
+                "n_dense_layers": "first_k_dense_replace",
+                "dense_hidden_dim": "intermediate_size",
             },
-            constants={**HF_CONSTANTS, "rope_interleave": True},
+            constants={
+                **HF_CONSTANTS,
+                "rope_interleave": True,
+                "norm_topk_prob": True,
+                "scoring_func": "sigmoid",
+                "topk_method": "noaux_tc",
+                "moe_layer_freq": 1,
+            },
             write_rest=_write_rest,
             read_rest=_read_rest,
         ),
@@ -150,8 +201,22 @@ class DeepseekV3(Decoder):
 
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": DeepseekV3Args(
-            dim=256, n_layers=4, n_heads=4, n_kv_heads=4, hidden_dim=768, vocab_size=2048, max_seq_len=8192,
-            rope_scaling_factor=1.0, q_rank=96, kv_rank=64, nope_dim=32, rope_dim=32, v_dim=48,
+            dim=256, n_layers=4, n_heads=4, n_kv_heads=4, hidden_dim=192, vocab_size=2048, max_seq_len=8192,
+            rope_scaling_factor=1.0, q_rank=96, kv_rank=64, nope_dim=32, rope_dim=32, v_dim=48, n_experts=8,
+            n_active_experts=2, n_groups=2, n_active_groups=1, n_dense_layers=1, dense_hidden_dim=768,
+            balance_rate=0.01,
+        ),
+        "Moonlight-16B-A3B": DeepseekV3Args(
+            dim=2048, n_layers=27, n_heads=16, n_kv_heads=16, hidden_dim=1408, vocab_size=163840, max_seq_len=8192,
+            norm_eps=1e-5, rope_theta=50000.0, rope_scaling_factor=1.0, q_rank=0, n_experts=64, n_active_experts=6,
+            n_shared_experts=2, n_groups=1, n_active_groups=1, routed_scale=2.446, n_dense_layers=1,
+            dense_hidden_dim=11264,
+        ),
+        "671B": DeepseekV3Args(dim=7168, n_layers=61, n_heads=128, n_kv_heads=128, hidden_dim=2048),
+        "Kimi-K2": DeepseekV3Args(
+            dim=7168, n_layers=61, n_heads=64, n_kv_heads=64, hidden_dim=2048, vocab_size=163840, max_seq_len=131072,
+            rope_theta=50000.0, rope_scaling_factor=32.0, rope_most_turns=1.0, n_experts=384, n_groups=1,
+            n_active_groups=1, routed_scale=2.827, n_dense_layers=1,
         ),
     }  # fmt: skip
 

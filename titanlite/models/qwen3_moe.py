@@ -7,6 +7,7 @@ from titanlite.models.base import ModelArgs
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
+    HF_EXPERTS,
     HF_FIELDS,
     HF_QK_NORM,
     META_DECODER,
@@ -45,18 +46,6 @@ def _read_rest(config: ConfigJson) -> dict[str, Any]:
     return {**read_plain_rope(config), "n_experts": n_experts}
 
 
-HF_EXPERTS = (
-    Entry("layers.{layer}.feed_forward.router", "model.layers.{layer}.mlp.gate.weight"),
-    Entry(
-        "layers.{layer}.feed_forward.w1", "model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight", transposed=True
-    ),
-    Entry(
-        "layers.{layer}.feed_forward.w2", "model.layers.{layer}.mlp.experts.{expert}.down_proj.weight", transposed=True
-    ),
-    Entry(
-        "layers.{layer}.feed_forward.w3", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", transposed=True
-    ),
-)
 # moe.expert_bias of torchtitan counts on probabilities and ours on logits, so neither stands for the other.
 TORCHTITAN_EXPERTS = (
     Entry("layers.{layer}.feed_forward.router", "layers.{layer}.moe.router.gate.weight"),
