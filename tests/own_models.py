@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -11,7 +11,9 @@ from torch import Tensor, nn
 from titanlite.models.base import ModelArgs, TensorPlan
 from titanlite.models.experts import DecoderOfExperts, ExpertArgs, ExpertOptions
 from titanlite.models.initial import Constant, InitialValues, Normal
+from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3
+from titanlite.models.qwen3 import Qwen3, Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe, Qwen3MoeArgs
 from titanlite.ops.functions import clamped_swiglu
 
@@ -19,7 +21,7 @@ from titanlite.ops.functions import clamped_swiglu
 class Wide(nn.Module):
     def __init__(self, dim: int, hidden_dim: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(dim, hidden_dim), nn.Linear(hidden_dim, dim, bias=False)
+        self.up, self.down = nn.Linear(dim, hidden_dim), Linear(hidden_dim, dim, bias=True)
         self.scale = nn.Parameter(self.up.weight.new_empty(1))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -27,7 +29,7 @@ class Wide(nn.Module):
 
 
 class Own(Llama3):
-    """A model whose table splits less: a bias of columns, a whole parameter in a split module, a whole embedding."""
+    """A model whose table splits less: biases, a whole parameter in a split module, a whole embedding."""
 
     draws_random = False
     tensor_plan: ClassVar[TensorPlan] = {
@@ -41,6 +43,25 @@ class Own(Llama3):
         ends = {"bias": Constant(0.1), "scale": Constant(0.5)}
         name = name.replace("up.", "w1.").replace("down.", "w2.")
         return ends.get(name.rpartition(".")[2]) or super().init_weight(name, shape)
+
+
+class HalfRotated(Qwen3Args):
+    @property
+    def rotary_dims(self) -> int:
+        return self.head_dim // 4 * 2
+
+
+class Biased(Qwen3):
+    """Attention with biases, of which positions rotate half of each head, with scores of another scale."""
+
+    draws_random = False
+    flavors: ClassVar[dict[str, ModelArgs]] = {"debug": HalfRotated(**vars(Qwen3.flavors["debug"]))}
+
+    def attention_options(self) -> dict[str, Any]:
+        return {**super().attention_options(), "biases": "qkvo", "scale": 0.5}
+
+    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
+        return Constant(0.1) if name.endswith("bias") else super().init_weight(name, shape)
 
 
 class Ungated(Experts):

@@ -16,7 +16,8 @@ LLAMA = [f"--model.args={{{SIZES}}}"]
 """35 of 70 rows on each of two ranks: FSDP shards them unevenly."""
 QWEN = ["--model.name=qwen3", f"--model.args={{{SIZES}, head_dim=14, tied_head=false}}", "--optimizer.lr=1e-3"]
 MASK = ["--data.document_mask"]
-TECHNIQUES = {"qwen3-mask-AC-z": [*QWEN, *MASK, "--activation_checkpoint.mode=selective", "--training.z_loss=1e-3"]}
+BIASED = [f"--model.file={own_models.__file__}", *QWEN, "--model.name=Biased"]
+TECHNIQUES = {"biases-mask-AC-z": [*BIASED, *MASK, "--activation_checkpoint.mode=selective", "--training.z_loss=1e-3"]}
 FURTHER = {
     "plain": LLAMA,
     "AC": [*LLAMA, "--activation_checkpoint.mode=full", "--training.local_batch_size=2"],

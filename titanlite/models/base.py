@@ -165,7 +165,7 @@ residual: the last parameters of a branch that is added to the residual stream: 
 Roles = Mapping[str, Role]
 """Roles by patterns of parameters' names, as of `fnmatch`. The first pattern that matches counts."""
 
-BRANCHES_OF_DECODER: Roles = {"layers.*.attention.wo.weight": "residual", "layers.*.feed_forward.w2*": "residual"}
+BRANCHES_OF_DECODER: Roles = {"layers.*.attention.wo.*": "residual", "layers.*.feed_forward.w2*": "residual"}
 
 
 @dataclass(frozen=True, kw_only=True)

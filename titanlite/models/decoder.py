@@ -64,8 +64,8 @@ class DecoderArgs(ModelArgs):
         return self.dim // self.n_heads
 
     @property
-    def rope_size(self) -> int:
-        """Dims of a head that have rotary positions."""
+    def rotary_dims(self) -> int:
+        """Dims of a head that positions rotate: the first ones of `Attention`."""
         return self.head_size
 
     @property
@@ -121,7 +121,7 @@ class Decoder(Model):
         self.head = Head(args.dim, args.vocab_size, args.norm_eps)
         if args.tied_head:
             self.head.output.weight = self.tok_embeddings.weight
-        shape = len(args.ropes), args.max_seq_len, args.rope_size
+        shape = len(args.ropes), args.max_seq_len, args.rotary_dims
         self.register_buffer("rope_cos", torch.empty(shape), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape), persistent=False)
 
@@ -188,6 +188,8 @@ class Decoder(Model):
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         std = 0.02
         match name.split(".")[-2:]:
+            case [_, "bias"]:
+                return Constant(0.0)
             case [("attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm"), "weight"]:
                 return Constant(1.0)
             case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
@@ -201,7 +203,7 @@ class Decoder(Model):
 
     def init_buffers(self) -> None:
         args = self.args
-        tables = [rope_cos_sin(args.rope_size, args.max_seq_len, rope) for rope in args.ropes]
+        tables = [rope_cos_sin(args.rotary_dims, args.max_seq_len, rope) for rope in args.ropes]
         self.rope_cos, self.rope_sin = (torch.stack(several) for several in zip(*tables, strict=True))
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:

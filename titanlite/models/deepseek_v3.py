@@ -86,7 +86,7 @@ class DeepseekV3Args(ExpertArgs):
         return self.nope_dim + self.rope_dim
 
     @property
-    def rope_size(self) -> int:
+    def rotary_dims(self) -> int:
         return self.rope_dim
 
     @property

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from titanlite.ops.attention import AttentionMask, Documents, KeySource, attend
+from titanlite.ops.attention import AttentionMask, Documents, KeySource, Scores, attend
 from titanlite.ops.functions import rotate, swiglu
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import has_hooks
@@ -51,28 +51,31 @@ class Rope:
     """Factor of the sequence length; 1 is no scaling."""
     original_seq_len: int = 8192
     """Tokens of a sequence in the training that came before."""
-    scaling: Literal["llama3", "yarn"] = "llama3"
+    scaling: Literal["llama3", "yarn", "linear"] = "llama3"
     """llama3 (arXiv:2407.21783, Meta's release): wavelengths beyond original_seq_len are multiplied by the factor,
     those below a quarter of it are kept, and those between are interpolated. yarn (arXiv:2309.00071): interpolated
-    between the dims that turn `most_turns` times and once in original_seq_len tokens, and scores are sharper."""
+    between the dims that turn `most_turns` times and once in original_seq_len tokens, and scores are sharper. linear
+    (arXiv:2306.15595): all wavelengths are multiplied."""
     most_turns: float = 32.0
     """Turns in original_seq_len tokens from which on yarn keeps the wavelength."""
     sharpens: bool = True
     """False: yarn does not make scores of the dims with positions sharper."""
 
 
-def rope_cos_sin(head_dim: int, max_seq_len: int, rope: Rope) -> tuple[Tensor, Tensor]:
-    """cos and sin tables, float32 [max_seq_len, head_dim], for `rotate`."""
-    inv_freq = rope.theta ** (-torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
+def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor, Tensor]:
+    """cos and sin tables, float32 [max_seq_len, rotary_dims], for `rotate`."""
+    inv_freq = rope.theta ** (-torch.arange(0, rotary_dims, 2, dtype=torch.float32) / rotary_dims)
     size = 1.0
     if rope.scaling == "yarn":
         turns_most, turns_1 = (
-            head_dim * math.log(rope.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+            rotary_dims * math.log(rope.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
             for turns in (rope.most_turns, 1)
         )
-        first, last = max(math.floor(turns_most), 0), min(math.ceil(turns_1), head_dim - 1)
-        keep = 1 - ((torch.arange(head_dim // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
+        first, last = max(math.floor(turns_most), 0), min(math.ceil(turns_1), rotary_dims - 1)
+        keep = 1 - ((torch.arange(rotary_dims // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
         size = yarn_size(rope.factor) if rope.sharpens else 1.0
+    elif rope.scaling == "linear":
+        keep = 0.0
     else:
         low, high = 1.0, 4.0
         turns = rope.original_seq_len * inv_freq / (2 * math.pi)
@@ -94,15 +97,23 @@ def rope_at(table_LH: Tensor, seq_len: int, documents: Documents | None) -> Tens
 
 
 class Linear(nn.Linear):
-    """Linear layer without a bias."""
+    """Linear layer, without a bias by default."""
 
     kernels: Kernels = DEFAULT_KERNELS
+    sum_over_ranks: Callable[[Tensor], Tensor] | None = None
+    """Sums over the ranks that have the other parts of x, before the bias is added. None: x is whole. Tensor
+    parallelism sets it."""
 
-    def __init__(self, in_features: int, out_features: int) -> None:
-        super().__init__(in_features, out_features, bias=False)
+    def __init__(self, in_features: int, out_features: int, *, bias: bool = False) -> None:
+        super().__init__(in_features, out_features, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.kernels.linear(x, self.weight)
+        out = self.kernels.linear(x, self.weight)
+        return self.add_bias(out if self.sum_over_ranks is None else self.sum_over_ranks(out))
+
+    def add_bias(self, out: Tensor) -> Tensor:
+        """Add the bias, if there is one, to the matmul's result."""
+        return out if self.bias is None else out + self.bias
 
 
 def linear_of_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
@@ -110,7 +121,8 @@ def linear_of_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
     plain = [layer for layer in layers if type(layer) is Linear and not has_hooks(layer)]
     if len(plain) < len(layers) or torch.compiler.is_compiling():
         return tuple(layer(x) for layer in layers)
-    return plain[0].kernels.linears(x, [layer.weight for layer in plain])
+    outs = plain[0].kernels.linears(x, [layer.weight for layer in plain])
+    return tuple(layer.add_bias(out) for layer, out in zip(plain, outs, strict=True))
 
 
 class RMSNorm(nn.RMSNorm):
@@ -135,7 +147,9 @@ class Attention(nn.Module):
         qk_norm_eps: epsilon of an RMSNorm of queries and keys (arXiv:2302.05442). None: no such norm.
         norms_heads: the norm is of each head. False: of all heads together.
         window: tokens that a token sees, itself included. The mask sees to it. None: all before it.
-        rotates: False: without positions.
+        rotates: False: without positions. Of each head, as many dims are rotated as the tables have.
+        biases: layers with a bias, by the last letters of their names: those of queries, keys and values, or all.
+        scale: factor of the scores. None: 1 / sqrt(head_dim).
     """
 
     kernels: Kernels = DEFAULT_KERNELS
@@ -152,16 +166,19 @@ class Attention(nn.Module):
         norms_heads: bool = True,
         window: int | None = None,
         rotates: bool = True,
+        biases: Literal["", "qkv", "qkvo"] = "",
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.norms_heads = norms_heads
         self.window = window
         self.rotates = rotates
-        self.wq = Linear(dim, n_heads * head_dim)
-        self.wk = Linear(dim, n_kv_heads * head_dim)
-        self.wv = Linear(dim, n_kv_heads * head_dim)
-        self.wo = Linear(n_heads * head_dim, dim)
+        self.scale = scale
+        self.wq = Linear(dim, n_heads * head_dim, bias="q" in biases)
+        self.wk = Linear(dim, n_kv_heads * head_dim, bias="k" in biases)
+        self.wv = Linear(dim, n_kv_heads * head_dim, bias="v" in biases)
+        self.wo = Linear(n_heads * head_dim, dim, bias="o" in biases)
         of_q, of_k = (1, 1) if norms_heads else (n_heads, n_kv_heads)
         self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_q * head_dim, eps=qk_norm_eps)
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_k * head_dim, eps=qk_norm_eps)
@@ -181,7 +198,7 @@ class Attention(nn.Module):
         q_BNLH, k_BKLH, v_BKLH = (it.transpose(1, 2) for it in (q, k, v))
         if self.rotates:
             q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
-        out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source)
+        out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source, Scores(self.scale))
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
 
 

@@ -45,7 +45,13 @@ class KeySource(Protocol):
         ...
 
     def attend(
-        self, kernels: "Kernels", q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: "AttentionMask | None"
+        self,
+        kernels: "Kernels",
+        q_BNLH: Tensor,
+        k_BKLH: Tensor,
+        v_BKLH: Tensor,
+        mask: "AttentionMask | None",
+        scores: "Scores",
     ) -> Tensor:
         """Return the attention of L tokens to themselves and to those of the source, computed by `kernels.attend`."""
         ...
@@ -109,18 +115,30 @@ scores: 0, or -inf where the key is of another document, of a later token, or be
 documents take their boundaries: of whole sequences, or of each chunk in its order."""
 
 
-def attend(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None) -> Tensor:
+class Scores(NamedTuple):
+    """How scores become weights."""
+
+    scale: float | None = None
+    """Factor of queries times keys. None: 1 / sqrt(H)."""
+
+
+PLAIN_SCORES = Scores()
+
+
+def attend(
+    q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None, scores: Scores = PLAIN_SCORES
+) -> Tensor:
     """Causal attention -> [B, N, L, H]; with a mask, within documents only. Query heads can share key heads.
 
     Keys and values are of whole sequences, queries of this rank's part of them. Without a mask, that is all.
     """
     if isinstance(mask, Boundaries):
-        return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets, mask.window)
+        return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets, mask.window, scores)
     if isinstance(mask, tuple):
-        return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, mask)
+        return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, mask, scores)
     grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
     return F.scaled_dot_product_attention(
-        q_BNLH, k_BKLH, v_BKLH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped
+        q_BNLH, k_BKLH, v_BKLH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scores.scale
     )
 
 
@@ -177,11 +195,19 @@ def offsets_of(mask: Boundaries | tuple[ChunkBoundaries, ...]) -> list[Tensor]:
     return [mask.offsets] if isinstance(mask, Boundaries) else [it for c in mask for it in (c.queries, c.keys)]
 
 
-def _chunked_attention(q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunks: tuple[ChunkBoundaries, ...]) -> Tensor:
+def _chunked_attention(
+    q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunks: tuple[ChunkBoundaries, ...], scores: Scores
+) -> Tensor:
     """Causal attention of each chunk's queries to all keys before them -> [B, N, L, H]."""
     parts = [
         _packed_attention(
-            q_BNCH, k_BKSH[:, :, : chunk.end], v_BKSH[:, :, : chunk.end], chunk.queries, chunk.keys, chunk.window
+            q_BNCH,
+            k_BKSH[:, :, : chunk.end],
+            v_BKSH[:, :, : chunk.end],
+            chunk.queries,
+            chunk.keys,
+            chunk.window,
+            scores,
         )
         for q_BNCH, chunk in zip(q_BNLH.chunk(len(chunks), dim=2), chunks, strict=True)
     ]
@@ -189,7 +215,13 @@ def _chunked_attention(q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunks: t
 
 
 def _packed_attention(
-    q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, query_offsets: Tensor, key_offsets: Tensor, window: int | None
+    q_BNLH: Tensor,
+    k_BKSH: Tensor,
+    v_BKSH: Tensor,
+    query_offsets: Tensor,
+    key_offsets: Tensor,
+    window: int | None,
+    scores: Scores,
 ) -> Tensor:
     """Causal attention within documents -> [B, N, L, H]. Time grows with the documents' lengths; no mask is stored.
 
@@ -202,7 +234,16 @@ def _packed_attention(
     # The longest document has at most L queries. Its true length is on the device, and reading it would wait.
     sides = -1 if window is None else window - 1, 0
     out_TNH = varlen_attn(
-        q_TNH, k_TKH, v_TKH, query_offsets, key_offsets, L, k_BKSH.shape[2], window_size=sides, enable_gqa=True
+        q_TNH,
+        k_TKH,
+        v_TKH,
+        query_offsets,
+        key_offsets,
+        L,
+        k_BKSH.shape[2],
+        scale=scores.scale,
+        window_size=sides,
+        enable_gqa=True,
     )
     assert isinstance(out_TNH, Tensor)
     return out_TNH.unflatten(0, (B, L)).transpose(1, 2)

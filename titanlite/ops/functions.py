@@ -89,10 +89,15 @@ def _flops_of_weights(x_shape: Any, gradient_shape: Any, ends_shape: Any, *_: An
 
 
 def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
-    """Rotate the pairs (i, i + H/2) of each head by the angles of cos and sin; keeps the dtype of x."""
+    """Rotate the pairs (i, i + H/2) of each head by the angles of cos and sin; keeps the dtype of x.
+
+    H is the number of dims that cos and sin have. A head may have more, which are kept.
+    """
     if torch.compiler.is_compiling():
-        x1, x2 = x_BNLH.chunk(2, dim=-1)
-        return (x_BNLH * cos_LH + torch.cat((-x2, x1), dim=-1) * sin_LH).type_as(x_BNLH)
+        rotated, kept = x_BNLH.tensor_split([cos_LH.shape[-1]], dim=-1)
+        x1, x2 = rotated.chunk(2, dim=-1)
+        rotated = (rotated * cos_LH + torch.cat((-x2, x1), dim=-1) * sin_LH).type_as(x_BNLH)
+        return torch.cat((rotated, kept), dim=-1) if kept.shape[-1] else rotated
     return _Rotation.apply(x_BNLH, cos_LH, sin_LH)
 
 
@@ -112,10 +117,13 @@ class _Rotation(torch.autograd.Function):
 
 def _rotate_in_three_kernels(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor, *, sign: int) -> Tensor:
     """Rotate by the angles, or with sign -1 back. Sums are float32, and rounded once by the kernel that makes them."""
-    half = x_BNLH.shape[-1] // 2
-    wide_BNLH = x_BNLH * cos_LH
-    out_BNLH = wide_BNLH if x_BNLH.dtype == wide_BNLH.dtype else torch.empty_like(wide_BNLH, dtype=x_BNLH.dtype)
-    first, second = (..., slice(half)), (..., slice(half, None))
+    dims = cos_LH.shape[-1]
+    half = dims // 2
+    first, second = (..., slice(half)), (..., slice(half, dims))
+    wide_BNLH = x_BNLH[..., :dims] * cos_LH
+    is_same = x_BNLH.dtype == wide_BNLH.dtype and x_BNLH.shape == wide_BNLH.shape
+    out_BNLH = wide_BNLH if is_same else torch.empty_like(x_BNLH)
+    out_BNLH[..., dims:] = x_BNLH[..., dims:]
     for part, other, value in ((first, second, -sign), (second, first, sign)):
         torch.addcmul(wide_BNLH[part], x_BNLH[other], sin_LH[part], value=value, out=out_BNLH[part])
     return out_BNLH

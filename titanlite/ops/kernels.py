@@ -18,10 +18,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.ops.attention import (
+    PLAIN_SCORES,
     AttentionMask,
     Boundaries,
     Documents,
     KeySource,
+    Scores,
     additive_mask,
     attend,
     chunk_boundaries,
@@ -121,6 +123,7 @@ class Kernels:
         v_BKLH: Tensor,
         mask: AttentionMask | None,
         key_source: KeySource | None = None,
+        scores: Scores = PLAIN_SCORES,
     ) -> Tensor:
         """Causal attention; see `ops/attention.py`.
 
@@ -131,13 +134,13 @@ class Kernels:
             key_source: adds keys and values of other tokens. None: these tokens are all.
         """
         if key_source is not None:
-            return key_source.attend(self, q_BNLH, k_BKLH, v_BKLH, mask)
+            return key_source.attend(self, q_BNLH, k_BKLH, v_BKLH, mask, scores)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
         is_masked = isinstance(mask, Tensor)
         if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype, masked=is_masked):
             k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
         with self.one_attention(q_BNLH.device):
-            return attend(q_BNLH, k_BKLH, v_BKLH, mask)
+            return attend(q_BNLH, k_BKLH, v_BKLH, mask, scores)
 
     def one_attention(self, device: torch.device) -> AbstractContextManager[Any]:
         """Let PyTorch take the backend of `training.attention_backend` only, within the context.

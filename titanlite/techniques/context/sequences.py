@@ -17,7 +17,7 @@ from titanlite.batch import Batch
 from titanlite.mesh import context_group, context_rank
 from titanlite.models.base import Model
 from titanlite.models.documents import takes_documents
-from titanlite.ops.attention import AttentionMask, SequencePart, set_key_source
+from titanlite.ops.attention import AttentionMask, Scores, SequencePart, set_key_source
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
@@ -34,12 +34,18 @@ class ContextSplit:
     group: dist.ProcessGroup
 
     def attend(
-        self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
+        self,
+        kernels: Kernels,
+        q_BNLH: Tensor,
+        k_BKLH: Tensor,
+        v_BKLH: Tensor,
+        mask: AttentionMask | None,
+        scores: Scores,
     ) -> Tensor:
         """All-gather keys and values in one collective, and attend to those of whole sequences."""
         both_BJLH = torch.cat([k_BKLH, v_BKLH], dim=1)
         k_BKSH, v_BKSH = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name).chunk(2, dim=1)
-        return kernels.attend(q_BNLH, k_BKSH, v_BKSH, mask)
+        return kernels.attend(q_BNLH, k_BKSH, v_BKSH, mask, scores=scores)
 
 
 class _Gather(torch.autograd.Function):

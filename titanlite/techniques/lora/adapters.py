@@ -50,11 +50,10 @@ class LoraLinear(AddsParameters, Linear):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.weight_scale is None:
-            out = super().forward(x)
+            out = self.kernels.linear(x, self.weight)
         else:
             out = QuantizedLinear.apply(x, self.weight, self.weight_scale, self.kernels.matmul_dtype(x))
-        out = out if self.bias is None else out + self.bias
-        return out + self.kernels.linear(self.kernels.linear(x, self.lora_a) * self.scale, self.lora_b)
+        return self.add_bias(out) + self.kernels.linear(self.kernels.linear(x, self.lora_a) * self.scale, self.lora_b)
 
     def added_values(self, name: str) -> InitialValues:
         """A is uniform as in PEFT, within 1 / sqrt(in); B is zero."""

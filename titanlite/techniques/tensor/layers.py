@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite.mesh import tensor_mesh
 from titanlite.models.base import ExpertLayer, Model, TensorRole, head_of
-from titanlite.models.layers import Attention, RMSNorm
+from titanlite.models.layers import Attention, Linear, RMSNorm
 from titanlite.models.mla import LatentAttention
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.fsdp import gather_local_parts
@@ -131,10 +131,15 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
             module.register_parameter(attribute, new[parameter])
         if role in ("split", "experts", "vocabulary") and not isinstance(module, nn.Embedding):
             module.register_forward_pre_hook(_first_argument(ranks.gather if has_part else ranks.enter))
-        if role == "experts" or (role == "rows" and not _is_in(name, roles, "experts")):
-            module.register_forward_hook(_result(ranks.sum_own if has_part else ranks.total))
+        total = ranks.sum_own if has_part else ranks.total
         if isinstance(module, ExpertLayer) and role == "experts":
             module.share_of_unsplit = 1 / ranks.ranks
+        if role == "rows" and _is_in(name, roles, "experts"):
+            continue  # the output of the experts is summed
+        if role == "rows" and isinstance(module, Linear):
+            module.sum_over_ranks = total
+        elif role in ("rows", "experts"):
+            module.register_forward_hook(_result(total))
         elif isinstance(module, RMSNorm) and role == "norm":
             module.mean_over_ranks = ranks.mean
         elif isinstance(module, nn.Embedding) and role == "vocabulary":
@@ -190,7 +195,7 @@ def use_local_parts(model: Model, mesh: DeviceMesh) -> None:
     """Let the modules of a model that FSDP shards compute with plain tensors, in place.
 
     Weights that are not split get gradients of each rank's part: of heads in a split module, of tokens elsewhere in a
-    block. These are summed over the axis.
+    block. These are summed over the axis. The bias of rows without parts of tokens has the same gradient on each rank.
     """
     if (ranks := tensor_ranks(mesh)) is None:
         return
@@ -198,7 +203,7 @@ def use_local_parts(model: Model, mesh: DeviceMesh) -> None:
     summed: dict[tuple[nn.Module, str], Callable[[Tensor], Tensor]] = {
         (module, attribute): ranks.total
         for name, module in model.named_modules()
-        if is_in_split(name, roles) or _has_part_of_tokens(name, roles)
+        if _has_part_of_tokens(name, roles) or (is_in_split(name, roles) and roles.get(name) != "rows")
         for attribute, _ in module.named_parameters(recurse=False)
         if attribute not in split_dims(module, roles.get(name))
     }
@@ -222,8 +227,10 @@ def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
     if isinstance(module, ExpertLayer) and role == "experts":
         dims = zip(module.stacks, module.hidden_dims, strict=True)
         return {stack: dim for stack, dim in dims if dim is not None}
-    names = (name for name, _ in module.named_parameters(recurse=False))
-    return dict.fromkeys(names, SPLIT_DIM[role]) if role in SPLIT_DIM else {}
+    if role not in SPLIT_DIM:
+        return {}
+    dim, parameters = SPLIT_DIM[role], module.named_parameters(recurse=False)
+    return {name: dim for name, parameter in parameters if dim < parameter.ndim}
 
 
 def column_shards(model: Model, sharded: int) -> Iterator[str]:
@@ -344,7 +351,9 @@ def _problems(model: Model) -> Iterator[str]:
                 yield f"{name} is a {type(module).__name__}, and norm is for titanlite.models.layers.RMSNorm"
         elif role != "split" and not isinstance(module, nn.Linear):
             yield f"{name} is a {type(module).__name__}, and {role} is for linear layers"
-        elif role == "rows" and isinstance(module, nn.Linear) and module.bias is not None:
-            yield f"{name} has a bias, which each rank would add: rows is for layers without one"
+        elif role == "rows" and not isinstance(module, Linear) and module.bias is not None:
+            yield f"{name} has a bias, which each rank would add: use titanlite.models.layers.Linear"
+        elif role == "rows" and module.bias is not None and _is_in(name, roles, "experts"):
+            yield f"{name} has a bias, which each rank would add: leave it out in experts"
         if role in ("columns", "rows", "norm") and not is_in_split(name, roles):
             yield f"{name} is in no module that is split, so that gradients would be wrong: add the module around it"

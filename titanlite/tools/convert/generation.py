@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.base import Model
 from titanlite.models.registry import MODELS
-from titanlite.ops.attention import AttentionMask, Documents, SequencePart
+from titanlite.ops.attention import AttentionMask, Documents, Scores, SequencePart
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import RunError, UserError
 
@@ -172,7 +172,13 @@ class LayerCache:
         self.window = window
 
     def attend(
-        self, kernels: Kernels, q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: AttentionMask | None
+        self,
+        kernels: Kernels,
+        q_BNLH: Tensor,
+        k_BKLH: Tensor,
+        v_BKLH: Tensor,
+        mask: AttentionMask | None,
+        scores: Scores,
     ) -> Tensor:
         """Causal attention of the new tokens, the first ones or one more, to all tokens so far -> [B, N, L, H].
 
@@ -181,24 +187,24 @@ class LayerCache:
         """
         if self.keys_BKSH is None or self.values_BKSH is None:
             self.keys_BKSH, self.values_BKSH = k_BKLH, v_BKLH
-            return kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask)
+            return kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, scores=scores)
         assert k_BKLH.shape[2] == 1
         self.keys_BKSH = torch.cat([self.keys_BKSH, k_BKLH], dim=2)
         self.values_BKSH = torch.cat([self.values_BKSH, v_BKLH], dim=2)
         if self.window is not None:
             self.keys_BKSH = self.keys_BKSH[:, :, -self.window :]
             self.values_BKSH = self.values_BKSH[:, :, -self.window :]
-        return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH)
+        return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH, scores)
 
 
-def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor) -> Tensor:
+def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, scores: Scores) -> Tensor:
     """Attention of one token to all keys -> [B, N, 1, H].
 
     The query heads of a key head take the place of a sequence. So keys are not repeated, and no backend needs to know
     groups.
     """
     q_BKGH = q_BN1H.unflatten(1, (k_BKSH.shape[1], -1)).squeeze(3)
-    return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH).flatten(1, 2).unsqueeze(2)
+    return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, scale=scores.scale).flatten(1, 2).unsqueeze(2)
 
 
 class KeyValueCache:
