@@ -139,7 +139,7 @@ def latent_keys_without_a_norm(model: Decoder) -> None:
 
 def scores_without_their_factor(model: Decoder) -> None:
     for module in latent_attention(model):
-        module.score_factor = 1.0
+        module.scale = None
 
 
 def factor_of_positions_too(model: Decoder) -> None:
@@ -148,9 +148,9 @@ def factor_of_positions_too(model: Decoder) -> None:
 
 
 class PositionsOfFirstHead(CpuKernels):
-    def attend(self, q_BNLH: Any, k_BKLH: Any, v_BKLH: Any, mask: Any, key_source: Any = None) -> torch.Tensor:
+    def attend(self, q_BNLH: Any, k_BKLH: Any, *args: Any, **options: Any) -> torch.Tensor:
         k_BKLH[:, 1:, :, 12:] = 0
-        return super().attend(q_BNLH, k_BKLH, v_BKLH, mask, key_source)
+        return super().attend(q_BNLH, k_BKLH, *args, **options)
 
 
 def positions_in_keys_of_one_head(model: Decoder) -> None:

@@ -232,7 +232,7 @@ class DeepseekV3(DecoderOfExperts):
             nope_dim=args.nope_dim,
             rope_dim=args.rope_dim,
             v_dim=args.v_dim,
-            score_factor=yarn_size(args.rope_scaling_factor) ** 2,
+            scale=yarn_size(args.rope_scaling_factor) ** 2 / args.head_size**0.5,
         )
 
     def attention_weights(self, layer: int) -> int:

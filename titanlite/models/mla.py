@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.layers import AttentionMask, KeySource, Linear, RMSNorm, linear_of_each, rotate
+from titanlite.ops.attention import Scores
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 
 LATENT_EPS = 1e-6
@@ -26,7 +27,7 @@ class LatentAttention(nn.Module):
         nope_dim: dims of a query or key without positions.
         rope_dim: dims of a query or key with positions.
         v_dim: dims of a value, at most nope_dim + rope_dim.
-        score_factor: factor of the scores beside 1 / sqrt(nope_dim + rope_dim).
+        scale: factor of the scores. None: 1 / sqrt(nope_dim + rope_dim).
     """
 
     kernels: Kernels = DEFAULT_KERNELS
@@ -42,11 +43,11 @@ class LatentAttention(nn.Module):
         nope_dim: int,
         rope_dim: int,
         v_dim: int,
-        score_factor: float = 1.0,
+        scale: float | None = None,
     ) -> None:
         super().__init__()
         self.kv_rank, self.nope_dim, self.rope_dim, self.v_dim = kv_rank, nope_dim, rope_dim, v_dim
-        self.score_factor = score_factor
+        self.scale = scale
         self.head_dim = nope_dim + rope_dim
         if q_rank is None:
             self.wq = Linear(dim, n_heads * self.head_dim)
@@ -77,12 +78,10 @@ class LatentAttention(nn.Module):
         q_BNLR, k_B1LR = (rotate(in_halves(it), cos_LR, sin_LR) for it in (q_BNLR, k_BLR.unsqueeze(1)))
         q_BNLH = torch.cat([q_BNLH, q_BNLR], dim=-1)
         k_BNLH = torch.cat([k_BNLH, k_B1LR.expand(-1, k_BNLH.shape[1], -1, -1)], dim=-1)
-        if self.score_factor != 1:
-            q_BNLH = q_BNLH * self.score_factor
         # Kernels, and ranks that exchange keys, need values of the size of keys. Zeros change no other dim.
         v_BNLH = F.pad(v_BNLH, (0, self.head_dim - self.v_dim))
-        out_BNLH = self.kernels.attend(q_BNLH, k_BNLH, v_BNLH, mask, self.key_source)[..., : self.v_dim]
-        return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
+        out_BNLH = self.kernels.attend(q_BNLH, k_BNLH, v_BNLH, mask, self.key_source, Scores(self.scale))
+        return self.wo(out_BNLH[..., : self.v_dim].transpose(1, 2).reshape(B, L, -1))
 
 
 def in_halves(x_BNLR: Tensor) -> Tensor:
