@@ -1,4 +1,4 @@
-"""Small models of the families with declared attention, and the same models in transformers."""
+"""Small models of the families with declared attention or experts, and the same models in transformers."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,7 +9,8 @@ from torch import Tensor
 
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.deepseek_v3 import DeepseekV3, DeepseekV3Args
-from titanlite.models.experts import Experts
+from titanlite.models.experts import DecoderOfExperts
+from titanlite.models.glm4_moe import Glm4Moe, Glm4MoeArgs
 from titanlite.models.olmo3 import Olmo3, Olmo3Args
 from titanlite.models.smollm3 import SmolLM3, SmolLM3Args
 from titanlite.ops.cpu import CpuKernels
@@ -34,6 +35,22 @@ FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
     ),
     "moonlight": (DeepseekV3, DeepseekV3Args(**LATENT | PLAIN, n_shared_experts=2)),
     "olmo3": (Olmo3, Olmo3Args(**SHAPE, window=7)),
+    "glm4_moe": (
+        Glm4Moe,
+        Glm4MoeArgs(
+            **SHAPE,
+            head_dim=24,
+            dense_hidden_dim=80,
+            n_experts=8,
+            n_active_experts=3,
+            n_groups=4,
+            n_active_groups=2,
+            n_shared_experts=2,
+            routed_scaling_factor=2.5,
+            qk_norm=True,
+            balance_rate=0.0,
+        ),
+    ),
 }
 
 
@@ -48,31 +65,28 @@ def built(family: str, scale: float = 5, **changes: Any) -> Decoder:
     draw_weights(model, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
-            if parameter.ndim > 1:
+            if parameter.ndim >= 2:
                 parameter.mul_(scale)
-            else:  # norms that are not 1
-                parameter.mul_(torch.linspace(0.5, 1.5 + number / 100, len(parameter)))
+            else:  # norms that do not multiply by 1, and biases
+                parameter.add_(torch.linspace(-0.5, 0.5 + number / 100, len(parameter)))
     model.init_buffers()
-    for module in model.modules():
-        if isinstance(module, Experts) and module.options.scores == "sigmoid":
-            module.bias_E.copy_(torch.linspace(-0.2, 0.2, len(module.bias_E)).roll(3))
+    for experts in model.experts() if isinstance(model, DecoderOfExperts) else ():
+        experts.bias_E = 0.2 * torch.randn(experts.bias_E.shape, generator=torch.Generator().manual_seed(0))
     set_kernels(model, CpuKernels())
     return model
 
 
 def renamed(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return tensors by their names in transformers."""
+    """Return tensors by their names in transformers, which stacks experts in memory."""
     hugging_face = model.formats.hugging_face
     assert hugging_face is not None
-    found: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        if place := hugging_face.tensors.find(name):
-            entry, theirs = place
-            found[theirs.replace("{expert}.", "")] = tensor.transpose(-2, -1) if entry.transposed else tensor
-    for gate in [name for name in found if name.endswith(".experts.gate_proj.weight")]:  # stacked in memory
-        base = gate.removesuffix("gate_proj.weight")
-        found[f"{base}gate_up_proj"] = torch.cat([found.pop(gate), found.pop(f"{base}up_proj.weight")], dim=1)
-        found[f"{base}down_proj"] = found.pop(f"{base}down_proj.weight")
+    places = {name: hugging_face.tensors.find(name) for name in tensors}
+    found = {place[1]: tensors[name] for name, place in places.items() if place is not None}
+    for name in [name for name in found if name.endswith("{expert}.gate_proj.weight")]:
+        gate, up, down = (found.pop(name.replace("gate", kind)) for kind in ("gate", "up", "down"))
+        prefix = name.partition(".{expert}")[0]
+        found[f"{prefix}.gate_up_proj"] = torch.cat([gate, up], dim=2).transpose(1, 2)
+        found[f"{prefix}.down_proj"] = down.transpose(1, 2)
     return found
 
 

@@ -26,13 +26,12 @@ from titanlite.tools.plan.estimate import period_of
 from titanlite.tools.plan.recorder import flops_of
 
 COUNTS = {
-    ("smollm3", "3B"): 3_075_098_624,
-    ("olmo3", "7B"): 7_298_011_136,
-    ("olmo3", "32B"): 32_233_522_176,
+    ("smollm3", "3B"): 3_075_098_624, ("olmo3", "7B"): 7_298_011_136, ("olmo3", "32B"): 32_233_522_176,
+    ("glm4_moe", "106B-A12B"): 106_852_245_504, ("glm4_moe", "355B-A32B"): 352_797_814_784,
     ("deepseek_v3", "Moonlight-16B-A3B"): 15_960_108_544,
     ("deepseek_v3", "671B"): 671_026_404_352,  # and 14,848 biases of experts, which are buffers
     ("deepseek_v3", "Kimi-K2"): 1_026_408_209_408,
-}
+}  # fmt: skip
 TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 
 

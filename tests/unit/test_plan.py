@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -50,19 +51,21 @@ def test_states_in_other_types() -> None:
 STATES = ("parameters", "gradients", "optimizer")
 
 
+GLM = "--model.name=glm4_moe", "--model.args.head_dim=16", "--model.args.dense_hidden_dim=320"
 NEVER = "--parallelism.fsdp_reshard_after_forward=never"
+nightly = partial(pytest.param, marks=pytest.mark.nightly)
 
 
 @pytest.mark.parametrize(
     ("overrides", "blocks"),
     [
-        (["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"], 12),
-        (["--parallelism.data_parallel_replicate_degree=2", NEVER], 12),
-        (["--model.name=olmo3", "--model.args.window=24"], 18),
+        nightly(["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"], 12),
+        nightly(["--parallelism.data_parallel_replicate_degree=2", NEVER], 12),
+        nightly(["--model.name=olmo3", "--model.args.window=24"], 18),
+        pytest.param([*GLM, "--model.args.n_dense_layers=2"], 9, marks=pytest.mark.slow),
     ],
     ids=str,
 )
-@pytest.mark.nightly
 def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], blocks: int) -> None:
     config = read(*overrides, f"--model.args.n_layers={blocks}", world_size=4)
     found = trace(config, layout_of(4, gpus_per_node=4))

@@ -194,7 +194,8 @@ class ModelArgs:
         """Return the shape of another width and depth, for width and depth transfer.
 
         `dim` becomes the width and `n_layers` the depth. `n_heads` and `n_kv_heads` are in proportion to the width, so
-        that heads keep their size, and so is `hidden_dim`, rounded. Shapes with other fields override this.
+        that heads keep their size, and so are fields that end in `hidden_dim`, rounded. Shapes with other fields
+        override this.
 
         Raises:
             ValueError: there is no such shape.
@@ -210,8 +211,7 @@ class ModelArgs:
             )
         new = {"dim": width, "n_layers": depth}
         new |= {name: old[name] * width // old["dim"] for name in ("n_heads", "n_kv_heads") if name in old}
-        if "hidden_dim" in old:
-            new["hidden_dim"] = round(old["hidden_dim"] * width / old["dim"])
+        new |= {name: round(old[name] * width / old["dim"]) for name in old if name.endswith("hidden_dim")}
         return replace(self, **new)
 
 

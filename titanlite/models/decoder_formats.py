@@ -15,6 +15,11 @@ HF_DECODER = (
     Entry("head.norm.weight", "model.norm.weight"),
     Entry("head.output.weight", "lm_head.weight"),
 )
+HF_QKV_BIASES = (
+    Entry("layers.{layer}.attention.wq.bias", "model.layers.{layer}.self_attn.q_proj.bias"),
+    Entry("layers.{layer}.attention.wk.bias", "model.layers.{layer}.self_attn.k_proj.bias"),
+    Entry("layers.{layer}.attention.wv.bias", "model.layers.{layer}.self_attn.v_proj.bias"),
+)
 HF_QK_NORM = (
     Entry("layers.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_norm.weight"),
     Entry("layers.{layer}.attention.k_norm.weight", "model.layers.{layer}.self_attn.k_norm.weight"),
@@ -36,6 +41,19 @@ HF_EXPERTS = (
         "layers.{layer}.feed_forward.w3", "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight", transposed=True
     ),
 )
+HF_GROUPED_EXPERTS = (
+    *HF_EXPERTS,
+    *HF_FEED_FORWARD,
+    Entry(
+        "layers.{layer}.feed_forward.bias_E",
+        "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+        keeps_dtype=True,
+    ),
+    Entry("layers.{layer}.feed_forward.shared.w1.weight", "model.layers.{layer}.mlp.shared_experts.gate_proj.weight"),
+    Entry("layers.{layer}.feed_forward.shared.w2.weight", "model.layers.{layer}.mlp.shared_experts.down_proj.weight"),
+    Entry("layers.{layer}.feed_forward.shared.w3.weight", "model.layers.{layer}.mlp.shared_experts.up_proj.weight"),
+)
+"""Of `GroupedExpertArgs`, with dense first layers."""
 HF_FIELDS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",
@@ -46,6 +64,18 @@ HF_FIELDS = {
     "max_seq_len": "max_position_embeddings",
     "norm_eps": "rms_norm_eps",
     "tied_head": "tie_word_embeddings",
+}
+HF_GROUPED_FIELDS = {
+    **HF_FIELDS,
+    "hidden_dim": "moe_intermediate_size",
+    "dense_hidden_dim": "intermediate_size",
+    "n_experts": "n_routed_experts",
+    "n_active_experts": "num_experts_per_tok",
+    "n_shared_experts": "n_shared_experts",
+    "n_dense_layers": "first_k_dense_replace",
+    "n_groups": "n_group",
+    "n_active_groups": "topk_group",
+    "routed_scaling_factor": "routed_scaling_factor",
 }
 HF_CONSTANTS = {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0}
 

@@ -92,6 +92,39 @@ class ExpertArgs(DecoderArgs):
             )
         if options.n_dense_layers and options.dense_dim < 1:
             raise ValueError(f"dense_hidden_dim must be at least 1, got {options.dense_dim}")
+        if options.shared_dim < 0:
+            raise ValueError(f"the hidden dim of shared experts must be at least 0, got {options.shared_dim}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedExpertArgs(ExpertArgs):
+    """The experts of DeepSeek-V3 (arXiv:2412.19437), which other families have too."""
+
+    balance_rate: float = 1e-3
+    """Change of an expert's bias in a step, in units of the sigmoid's scores; 0 turns balancing off."""
+    n_groups: int = 1
+    """Groups of neighbouring experts."""
+    n_active_groups: int = 1
+    """Groups that the experts of a token are of."""
+    routed_scaling_factor: float = 1.0
+    """Factor of the output of a token's experts, but for the shared one."""
+    n_shared_experts: int = 1
+    """Hidden dim of the shared expert, in hidden_dims."""
+    n_dense_layers: int = 1
+    """First layers without experts."""
+    dense_hidden_dim: int
+
+    @property
+    def experts(self) -> ExpertOptions:
+        return ExpertOptions(
+            scores="sigmoid",
+            scale=self.routed_scaling_factor,
+            n_groups=self.n_groups,
+            n_active_groups=self.n_active_groups,
+            shared_dim=self.n_shared_experts * self.hidden_dim,
+            n_dense_layers=self.n_dense_layers,
+            dense_dim=self.dense_hidden_dim,
+        )
 
 
 class Experts(ExpertLayer):

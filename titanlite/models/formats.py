@@ -28,6 +28,8 @@ class Entry:
     """The last two dims have the other order there."""
     interleaved: bool = False
     """Rows pair for RoPE as neighbours (2i, 2i + 1) there. Ours pair as halves of a head (i, i + H/2)."""
+    keeps_dtype: bool = False
+    """It has our dtype there, whatever the dtype of the other tensors."""
 
 
 class Place(NamedTuple):

@@ -35,7 +35,7 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
     """Return the tensors of the other format, in the order of the model.
 
     Args:
-        dtype: of all floating point tensors; None keeps the stored dtypes.
+        dtype: of floating point tensors, but for entries that keep theirs; None keeps the stored dtypes.
         drop: globs of tensors to leave out for which the format has no place.
 
     Raises:
@@ -58,7 +58,7 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
         entry, theirs = known
         shape = tuple(tensor.shape)
         stored = source.metadata.state_dict_metadata[f"model.{name}"].properties.dtype  # pyright: ignore
-        kept = dtype if dtype and stored.is_floating_point else stored
+        kept = dtype if dtype and stored.is_floating_point and not entry.keeps_dtype else stored
         own = (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
         if "{expert}" not in theirs:
             found.append(Outgoing(theirs, own, kept, name, entry))

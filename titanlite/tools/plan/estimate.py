@@ -170,8 +170,8 @@ def plan(config: Config, layout: Layout, *, whole: bool = False) -> Plan:
 
 
 def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
-    """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks. A
-    frozen model beside it, which has no backward, is always whole.
+    """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks.
+    First blocks may differ from the rest. A frozen model beside it, which has no backward, is always whole.
 
     Allocated memory and time are the same either way. Reserved memory is not: holes between tensors do not grow in
     proportion to the number of blocks.
@@ -188,7 +188,8 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     depth = len(model.layers)
     period = period_of(config, model)
     edge = max(2, period)
-    few = 2 * edge + (depth - 2 * edge) % period
+    front = first_blocks(model) + edge
+    few = front + edge + (depth - front - edge) % period
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
     groups = config.parallelism.fsdp_min_unit_params > 0  # some blocks gather, others do not
@@ -199,7 +200,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     traces = [_traced(config, spec.model_cls, shape, targets, layout) for shape in shapes]
     found = traces[0]
     if len(traces) > 1:
-        found = _extended(*traces, blocks=depth, few=few + period, edge=edge, period=period)
+        found = _extended(*traces, blocks=depth, few=few + period, front=front, edge=edge, period=period)
     return replace(
         found,
         parameters=sum(p.numel() for p in model.parameters()),
@@ -224,12 +225,11 @@ def _away(config: Config, layout: Layout) -> dict[str, str]:
     return {category: place for category, place in places(config).items() if layout.is_gpu or place == "disk"}
 
 
-def _extended(small: Trace, large: Trace, *, blocks: int, few: int, edge: int, period: int) -> Trace:
-    """Return the trace of a model with more blocks; arguments as of `extend_workload`."""
-    sizes = {"blocks": blocks, "few": few, "edge": edge, "period": period}
-    factor = (blocks - few) / period
+def _extended(small: Trace, large: Trace, *, front: int, **sizes: int) -> Trace:
+    """Return the trace of a model with more blocks; arguments as of `extend` and `extend_workload`."""
+    factor = (sizes["blocks"] - sizes["few"]) / sizes["period"]
     return Trace(
-        extend(small.profile, large.profile, **sizes),
+        extend(small.profile, large.profile, front=front, **sizes),
         extend_workload(small.workload, large.workload, **sizes),
         {key: round(size + (size - small.traffic.get(key, 0)) * factor) for key, size in large.traffic.items()},
     )
@@ -311,18 +311,27 @@ def period_of(config: Config, model: Model) -> int:
     return lcm(recomputed, next(n for n in range(1, len(layers) + 1) if layers[n:] == layers[:-n]))
 
 
+def first_blocks(model: Model) -> int:
+    """Number of first blocks before those that all train the same parameters."""
+    trained = _trained_by_blocks(model)
+    return next(n for n in range(len(trained)) if all(it == trained[-1] for it in trained[n:]))
+
+
 def can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
-    """Return True if the number of blocks can be changed to a few, and all blocks train the same parameters."""
-    layers = trained_model(spec, config).layers
-    if getattr(spec.args, "n_layers", None) != len(layers):
+    """Return True if the number of blocks can be changed to a few, which are like the first ones of the model."""
+    model = trained_model(spec, config)
+    if getattr(spec.args, "n_layers", None) != len(model.layers):
         return False
-    shapes = [[(name, p.shape, p.requires_grad) for name, p in block.named_parameters()] for block in layers]
     args: Any = spec.args
     try:
-        trained_model(spec._replace(args=replace(args, n_layers=few)), config)
+        smaller = trained_model(spec._replace(args=replace(args, n_layers=few)), config)
     except ConfigError:  # a pattern names a block beyond the few
         return False
-    return all(shape == shapes[0] for shape in shapes)
+    return _trained_by_blocks(smaller) == _trained_by_blocks(model)[:few]
+
+
+def _trained_by_blocks(model: Model) -> list[Any]:
+    return [[(name, p.shape, p.requires_grad) for name, p in block.named_parameters()] for block in model.layers]
 
 
 def trained_model(spec: ModelSpec, config: Config) -> Model:

@@ -1,8 +1,8 @@
 """Peak memory of each phase of a step, from recorded storages; and of a model of many blocks, from models of few.
 
 Blocks are alike, so each further block adds the same to the peak of each phase. Two models of few blocks, that differ
-by one block (or by the period after which blocks repeat), give the difference. The first and last blocks, and
-everything that is not a block, are taken from the larger model.
+by one block (or by the period after which blocks repeat), give the difference. The first blocks, which may be others,
+the last ones, and everything that is not a block, are taken from the larger model.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -127,19 +127,20 @@ def _history(recorder: Recorder, changes: Sequence[_Resized], hidden: Sequence[s
         yield from (Change(number, 0, 0) for number in alive if number >= made)
 
 
-def extend(small: Profile, large: Profile, *, blocks: int, few: int, edge: int, period: int) -> Profile:
+def extend(small: Profile, large: Profile, *, blocks: int, few: int, front: int, edge: int, period: int) -> Profile:
     """Return the profile of a model with `blocks` blocks, from two models with fewer.
 
     Args:
         small: of a model with few - period blocks.
         large: of a model with `few` blocks.
-        edge: number of blocks at the beginning and at the end that are looked at. Blocks between are not higher.
+        front: number of blocks at the beginning that are looked at.
+        edge: number of those at the end. Blocks between are not higher.
     """
     phases: dict[str, Breakdown] = {}
     factor = (blocks - few + period) / period
     for name, above in large.phases.items():
         place = block_of(name)
-        if place is None or place < edge:
+        if place is None or place < front:
             at_small, at_blocks = name, name
         elif place >= few - edge:
             at_small = _renamed(name, place - period)

@@ -23,7 +23,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, Validation
-from titanlite.tools.plan.estimate import can_vary, period_of
+from titanlite.tools.plan.estimate import can_vary, first_blocks, period_of, trained_model
 from titanlite.tools.plan.trace import trace_step
 
 MOST_CHARACTERS = 300
@@ -104,11 +104,11 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
     small = config.model_copy(update={"training": training, "compile": compiler})
     spec = resolved.model
     if not config.model.file:  # else each block is tried
-        spec = _few_blocks(spec, config, 2 * period_of(config, spec.build()))
+        spec = _few_blocks(spec, config, period_of(config, spec.build()))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
     targets = copy(resolved.targets)
     if targets.frozen:
-        targets.frozen = replace(targets.frozen, spec=_few_blocks(targets.frozen.spec, Config(), 2))
+        targets.frozen = replace(targets.frozen, spec=_few_blocks(targets.frozen.spec, Config(), 1))
     what = f"one step of {ranks.world_size} processes" if ranks.world_size > 1 else "one step"
     try:
         with _quiet():
@@ -137,10 +137,12 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _few_blocks(spec: ModelSpec, config: Config, few: int) -> ModelSpec:
-    """Return the model with few blocks, if it has more and all are alike."""
+def _few_blocks(spec: ModelSpec, config: Config, period: int) -> ModelSpec:
+    """Return the model with its first blocks that differ, and two periods of the rest, if it has more."""
     args: Any = spec.args
-    if len(spec.build().layers) <= few or not can_vary(spec, config, few):
+    model = trained_model(spec, config)
+    few = first_blocks(model) + 2 * period
+    if len(model.layers) <= few or not can_vary(spec, config, few):
         return spec
     return spec._replace(args=replace(args, n_layers=few))
 

@@ -103,7 +103,7 @@ def extend_workload(small: Workload, large: Workload, *, blocks: int, few: int, 
         small: of a model with few - period blocks.
         large: of a model with `few` blocks.
         few: blocks of the larger model.
-        edge: blocks at the beginning and at the end that are kept as they are.
+        edge: blocks at the end that are kept as they are.
         period: number of blocks after which blocks repeat.
     """
     place = next(index for index, unit in enumerate(large.units) if unit.name == "layers.0")
