@@ -15,14 +15,13 @@ from titanlite.models.base import ModelArgs
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
-    HF_EXPERTS,
-    HF_FEED_FORWARD,
-    HF_FIELDS,
+    HF_GROUPED_EXPERTS,
+    HF_GROUPED_FIELDS,
     rope_scaling,
     rope_theta,
     write_plain_rope,
 )
-from titanlite.models.experts import DecoderOfExperts, ExpertArgs, ExpertOptions
+from titanlite.models.experts import DecoderOfExperts, GroupedExpertArgs
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import Rope, yarn_size
@@ -33,7 +32,7 @@ YARN = {"original_max_position_embeddings": 4096, "beta_slow": 1, "mscale": 1.0,
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekV3Args(ExpertArgs):
+class DeepseekV3Args(GroupedExpertArgs):
     """hidden_dim is that of one expert. Heads share no keys, so that n_kv_heads is n_heads."""
 
     vocab_size: int = 129280
@@ -55,31 +54,11 @@ class DeepseekV3Args(ExpertArgs):
     """Dims of a value."""
     n_experts: int = 256
     n_active_experts: int = 8
-    balance_rate: float = 1e-3
-    n_shared_experts: int = 1
-    """Width of the expert of every token, in experts."""
     n_groups: int = 8
-    """Groups of experts; see `ExpertOptions`."""
     n_active_groups: int = 4
-    """Groups that a token's experts are of."""
-    routed_scale: float = 2.5
-    """Factor of what the router's experts add."""
+    routed_scaling_factor: float = 2.5
     n_dense_layers: int = 3
-    """First layers without experts."""
     dense_hidden_dim: int = 18432
-    """Hidden dim of those."""
-
-    @property
-    def experts(self) -> ExpertOptions:
-        return ExpertOptions(
-            scores="sigmoid",
-            scale=self.routed_scale,
-            n_groups=self.n_groups,
-            n_active_groups=self.n_active_groups,
-            shared_dim=self.n_shared_experts * self.hidden_dim,
-            n_dense_layers=self.n_dense_layers,
-            dense_dim=self.dense_hidden_dim,
-        )
 
     @property
     def head_size(self) -> int:
@@ -151,17 +130,6 @@ HF_LATENT = tuple(
     for ours, theirs in LATENT_NAMES.items()
 )
 
-HF_FURTHER_EXPERTS = (
-    Entry("layers.{layer}.feed_forward.bias_E", "model.layers.{layer}.mlp.gate.e_score_correction_bias"),
-    *(
-        Entry(
-            f"layers.{{layer}}.feed_forward.shared.{ours}.weight",
-            f"model.layers.{{layer}}.mlp.shared_experts.{it}.weight",
-        )
-        for ours, it in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items()
-    ),
-)
-
 
 class DeepseekV3(DecoderOfExperts):
     draws_random = False
@@ -169,22 +137,13 @@ class DeepseekV3(DecoderOfExperts):
         hugging_face=HuggingFace(
             architecture="DeepseekV3ForCausalLM",
             model_type="deepseek_v3",
-            tensors=Table(HF_DECODER + HF_LATENT + HF_FEED_FORWARD + HF_EXPERTS + HF_FURTHER_EXPERTS),
+            tensors=Table(HF_DECODER + HF_LATENT + HF_GROUPED_EXPERTS),
             fields={
-                **HF_FIELDS,
+                **HF_GROUPED_FIELDS,
                 "kv_rank": "kv_lora_rank",
                 "nope_dim": "qk_nope_head_dim",
                 "rope_dim": "qk_rope_head_dim",
                 "v_dim": "v_head_dim",
-                "hidden_dim": "moe_intermediate_size",
-                "n_experts": "n_routed_experts",
-                "n_active_experts": "num_experts_per_tok",
-                "n_shared_experts": "n_shared_experts",
-                "n_groups": "n_group",
-                "n_active_groups": "topk_group",
-                "routed_scale": "routed_scaling_factor",
-                "n_dense_layers": "first_k_dense_replace",
-                "dense_hidden_dim": "intermediate_size",
             },
             constants={
                 **HF_CONSTANTS,
@@ -209,14 +168,14 @@ class DeepseekV3(DecoderOfExperts):
         "Moonlight-16B-A3B": DeepseekV3Args(
             dim=2048, n_layers=27, n_heads=16, n_kv_heads=16, hidden_dim=1408, vocab_size=163840, max_seq_len=8192,
             norm_eps=1e-5, rope_theta=50000.0, rope_scaling_factor=1.0, q_rank=0, n_experts=64, n_active_experts=6,
-            n_shared_experts=2, n_groups=1, n_active_groups=1, routed_scale=2.446, n_dense_layers=1,
+            n_shared_experts=2, n_groups=1, n_active_groups=1, routed_scaling_factor=2.446, n_dense_layers=1,
             dense_hidden_dim=11264,
         ),
         "671B": DeepseekV3Args(dim=7168, n_layers=61, n_heads=128, n_kv_heads=128, hidden_dim=2048),
         "Kimi-K2": DeepseekV3Args(
             dim=7168, n_layers=61, n_heads=64, n_kv_heads=64, hidden_dim=2048, vocab_size=163840, max_seq_len=131072,
             rope_theta=50000.0, rope_scaling_factor=32.0, rope_most_turns=1.0, n_experts=384, n_groups=1,
-            n_active_groups=1, routed_scale=2.827, n_dense_layers=1,
+            n_active_groups=1, routed_scaling_factor=2.827, n_dense_layers=1,
         ),
     }  # fmt: skip
 
