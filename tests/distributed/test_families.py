@@ -3,7 +3,7 @@
 import pytest
 
 from tests.helpers import TinyRun
-from tests.layouts import compare_with_one
+from tests.layouts import compare_with_one, job
 
 SIZES = "dim=48, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=260"
 OLMO = ["--model.name=olmo3", f"--model.args={{{SIZES}, window=5, rope_scaling_factor=8.0}}"]
@@ -15,6 +15,7 @@ DEEPSEEK = [
     "--model.args={dim=48, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=16, vocab_size=260, "
     f"rope_scaling_factor=8.0, {LATENT}, {EXPERTS}}}",
 ]
+TWO_TOKENS = ["--training.multi_token_weight=0.3", "--optimizer.lr=0.001"]  # a higher rate amplifies rounding
 MASK = ["--data.document_mask"]
 FURTHER = {
     "olmo3, AC op": [*OLMO, *MASK, "--activation_checkpoint.mode=selective"],
@@ -35,7 +36,31 @@ def test_two_ranks_train_experts_as_one(tiny: TinyRun) -> None:
     compare_with_one(tiny, {"deepseek, mask": [*DEEPSEEK, *MASK]}, layouts, steps=4)
 
 
+def test_two_ranks_predict_two_tokens_as_one(tiny: TinyRun) -> None:
+    techniques = {"deepseek": [*DEEPSEEK, *MASK, *TWO_TOKENS, "--activation_checkpoint.mode=selective"]}
+    compare_with_one(tiny, techniques, [(1, 2), (1, 2, 1, 1, 2)], steps=4)
+    first = tiny.records(job("deepseek", 1, 1))[0]
+    assert first["added_loss"] == pytest.approx(0.3 * first["multi_token_loss"])
+    assert first["multi_token_loss"] == pytest.approx(5.56, abs=0.3)  # ln 260
+
+
 @pytest.mark.nightly
 def test_four_ranks(tiny: TinyRun) -> None:
     techniques = FURTHER | {"olmo3": OLMO, "smollm3": SMOL, "deepseek": DEEPSEEK}
     compare_with_one(tiny, techniques, [(2, 2), (1, 1, 4), (1, 2, 2), (1, 2, 1, 2), (1, 1, 2, 2)])
+
+
+@pytest.mark.nightly
+def test_four_ranks_predict_two_tokens_as_one(tiny: TinyRun) -> None:
+    techniques = {
+        name: [*SMOL, *TWO_TOKENS, *options]
+        for name, options in {
+            "tied head": ["--model.args.tied_head=true"],
+            "accumulated": ["--training.local_batch_size=1", "--parallelism.fsdp_reduce_gradients=last"],
+            "always": ["--parallelism.fsdp_reshard_after_forward=always"],
+            "in backward": ["--optimizer.in_backward", "--training.max_norm=0"],
+            "offload": ["--training.enable_cpu_offload"],
+            "mask, compile": [*MASK, "--compile.enable"],
+        }.items()
+    }
+    compare_with_one(tiny, techniques, [(2, 2)])

@@ -32,6 +32,7 @@ from titanlite.models.layers import (
     rope_at,
     rope_cos_sin,
 )
+from titanlite.models.multi_token import FurtherToken, with_further_token
 from titanlite.ops.attention import seen_causally
 
 MAX_LAYERS = 10_000
@@ -111,6 +112,8 @@ class Decoder(Model):
     roles: ClassVar[Roles] = BRANCHES_OF_DECODER
     rope_cos: Tensor
     rope_sin: Tensor
+    further_weight: float = 0.0
+    """Weight of the loss of the token after the next. 0: it is not predicted."""
 
     def __init__(self, args: DecoderArgs) -> None:
         super().__init__(args)
@@ -128,6 +131,21 @@ class Decoder(Model):
     def build_block(self, layer: int) -> Block:
         attention, feed_forward = self.build_attention(layer), self.build_feed_forward(layer)
         return Block(self.args, attention=attention, feed_forward=feed_forward)
+
+    def predict_further(self, weight: float) -> None:
+        """Predict the token after the next, too, in passes that compute gradients of a loss.
+
+        Args:
+            weight: of its loss.
+        """
+        args, like = self.args, self.tok_embeddings.weight
+        with like.device:
+            further = FurtherToken(self.build_block(args.n_layers - 1), args.dim, args.norm_eps)
+            # Of the head: behind experts in a block, its backward would recompute the block before theirs begins.
+            norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.layers.append(further.to(like.dtype))
+        self.head.further_norm = norm.to(like.dtype)
+        self.further_weight = weight
 
     def build_attention(self, layer: int) -> nn.Module:
         args, attention = self.args, self.attentions[layer]
@@ -167,10 +185,18 @@ class Decoder(Model):
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
-        x_BLD = self.tok_embeddings(tokens)
+        x_BLD = embedded_BLD = self.tok_embeddings(tokens)
         masks = self._masks(x_BLD, documents)
-        for block, attention, mask in zip(self.layers, self.attentions, masks, strict=True):
-            x_BLD = block(x_BLD, *ropes[attention.rope or 0], mask)
+        inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
+        for block, of_block in zip(self.layers, inputs, strict=False):
+            x_BLD = block(x_BLD, *of_block)
+        if self.further_weight and loss is not None and torch.is_grad_enabled():
+            next_BLD = embedded_BLD.roll(-1, dims=1)  # the last token has none, and no label either
+            loss = with_further_token(
+                loss,
+                lambda it: self.head.further_norm(self.layers[-1](it, next_BLD, *inputs[-1])),
+                self.further_weight,
+            )
         return self.head(x_BLD, loss)
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:
@@ -190,13 +216,25 @@ class Decoder(Model):
         match name.split(".")[-2:]:
             case [_, "bias"]:
                 return Constant(0.0)
-            case [("attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm"), "weight"]:
+            case [
+                (
+                    "attention_norm"
+                    | "ffn_norm"
+                    | "norm"
+                    | "q_norm"
+                    | "k_norm"
+                    | "next_norm"
+                    | "hidden_norm"
+                    | "further_norm"
+                ),
+                "weight",
+            ]:
                 return Constant(1.0)
             case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
                 return Normal(std=std / (2 * self.args.n_layers) ** 0.5)
             case ["tok_embeddings", "weight"] if not self.args.tied_head:
                 return Normal(std=1.0)
-            case [("tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3" | "output"), "weight"]:
+            case [("tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3" | "join" | "output"), "weight"]:
                 return Normal(std=std)
             case _:
                 raise ValueError(f"no initial value is defined for parameter {name}")
@@ -215,9 +253,11 @@ class Decoder(Model):
         of matmuls, too.
         """
         args = self.args
-        layers = range(args.n_layers)
+        layers = [*range(args.n_layers), *([args.n_layers - 1] if self.further_weight else [])]
         blocks = [self.attention_weights(layer) + self.feed_forward_weights(layer) for layer in layers]
         weights = sum(blocks) + args.dim * args.vocab_size
+        if self.further_weight:
+            weights += args.dim * (args.vocab_size + 2 * args.dim)
         weights += sum(parameter.numel() for parameter in added_parameters(self).values())
         windows = [min(it.window or seq_len, seq_len) for it in self.attentions]
         seen = [seen_causally(n, seq_len) if causal else n for n in windows]

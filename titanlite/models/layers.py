@@ -219,6 +219,9 @@ class Head(nn.Module):
     """Final norm and projection to the vocabulary. They are one FSDP unit: one all-gather serves both, and a chunked
     loss can use the projection's weight many times without more communication."""
 
+    further_norm: RMSNorm
+    """Norm of the hidden states of a `FurtherToken`, in decoders that have one."""
+
     def __init__(self, dim: int, vocab_size: int, norm_eps: float) -> None:
         super().__init__()
         self.norm = RMSNorm(dim, eps=norm_eps)
