@@ -13,9 +13,18 @@ from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4Mo
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
 
+from tests.operators import OperatorNames
+from tests.own_models import Variants
+from titanlite.models.base import build_on_meta
 from titanlite.models.experts import ExpertArgs, ExpertOptions, Experts
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.functions import clamped_swiglu
+from titanlite.optim.groups import parameter_groups
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.runtime.errors import UserError
+from titanlite.schema import Optimizer
+from titanlite.techniques.expert.exchange import check_experts
+from titanlite.techniques.parametrization import find_scaling
 
 SIGMOID = ExpertOptions(scores="sigmoid", scale=2.5, n_groups=4, n_active_groups=2, shared_dim=48)
 
@@ -228,3 +237,50 @@ def test_impossible_shapes_are_explained(options: ExpertOptions, changes: dict[s
     with pytest.raises(ValueError, match=named):
         args_of(options, **changes)
     args_of(replace(options, normalized=False, n_groups=1, n_active_groups=1, n_dense_layers=0), n_active_experts=1)
+
+
+def test_biases_of_experts_are_vectors() -> None:
+    """They have no weight decay, Muon leaves them to AdamW, and `op` does not count their matmuls."""
+    model = build_on_meta(Variants, Variants.flavors["debug"])
+    biases = {f"layers.1.feed_forward.{name}" for name in ("b1", "b2", "b3", "router_bias")}
+    norms = {name for name, _ in model.named_parameters() if name.endswith("norm.weight")}
+    [_, vectors] = parameter_groups(Optimizer(), model)
+    assert {*vectors.parameters} == biases | norms
+    assert vectors.weight_decay == 0
+    [muon, *_] = parameter_groups(Optimizer(name="Muon"), model)
+    assert {name for name in muon.parameters if name.startswith("layers.1.feed_forward.")} == {
+        f"layers.1.feed_forward.{name}"
+        for name in ("router", "w1", "w2", "w3", *(f"shared.w{number}.weight" for number in (1, 2, 3)))
+    }
+    found = find_scaling(model, Optimizer(parametrization="completep", base_width=16, base_depth=2))
+    assert {name: (it.role, it.is_matrix) for name, it in found.items() if name in biases} == {
+        name: ("residual" if name.endswith("b2") else "vector", False) for name in biases
+    }
+
+
+def recomputed(options: ExpertOptions) -> int:
+    """Return how many grouped matmuls `op` recomputes."""
+    counts = []
+    for policy in ("none", "op"):
+        model = nn.Module()
+        model.layers = nn.ModuleList([built(options)])
+        apply_activation_checkpoint(model, [policy])  # pyright: ignore[reportArgumentType]
+        with OperatorNames() as operators:
+            model.layers[0](X.clone().requires_grad_()).sum().backward()
+        counts.append(operators.names.count("titanlite.grouped_mm.default"))
+    return counts[1] - counts[0]
+
+
+def test_op_keeps_the_same_matmuls_with_biases() -> None:
+    """Of w1, w3 and w2 it keeps that of w3, and those of all three biases are recomputed."""
+    assert recomputed(ExpertOptions()) == 2
+    assert recomputed(ExpertOptions(have_biases=True)) == 2 + 3
+
+
+def test_ranks_that_cannot_shard_biases_are_refused() -> None:
+    """Of 24 hidden dims, tensor parallelism leaves 12 to each of two ranks, which 8 others cannot shard."""
+    model = build_on_meta(Variants, Variants.flavors["debug"])
+    check_experts(model, 2, 8, tensor=2)
+    check_experts(model, 2, 16)
+    with pytest.raises(UserError, match=r"^2 .* 8 processes .*\[12\]"):
+        check_experts(model, 2, 16, tensor=2)
