@@ -38,6 +38,9 @@ def config_of(family: str, *, tied: bool = False, **changes: Any) -> Any:
             return transformers.LlamaConfig(**plain)
         case "qwen3":
             return transformers.Qwen3Config(**qwen)
+        case "glm4_moe":
+            routed = {"n_routed_experts": 5, "attention_bias": True, "use_qk_norm": True, "head_dim": 12}
+            return transformers.Glm4MoeConfig(**(experts | qwen | routed))
         case _:
             return transformers.Qwen3MoeConfig(**(experts | qwen))
 
@@ -51,7 +54,11 @@ def oracle_of(family: str, *, tied: bool = False, dtype: torch.dtype = torch.flo
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(torch.randn_like(parameter) * 0.3 + (parameter.ndim == 1))
-    return model.to(dtype).eval()
+    model.to(dtype)
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):  # float32 in files of any dtype
+            buffer.data = 0.3 * torch.randn(buffer.shape)
+    return model.eval()
 
 
 def expected_tensors(oracle: Any) -> dict[str, Tensor]:

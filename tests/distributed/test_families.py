@@ -7,6 +7,11 @@ from tests.layouts import compare_with_one, job
 
 SIZES = "dim=48, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=260"
 OLMO = ["--model.name=olmo3", f"--model.args={{{SIZES}, window=5, rope_scaling_factor=8.0}}"]
+GLM = [
+    "--model.name=glm4_moe",
+    f"--model.args={{{SIZES}, head_dim=12, n_experts=8, n_active_experts=3, n_groups=4, n_active_groups=2, "
+    "dense_hidden_dim=96, routed_scaling_factor=2.5, qk_norm=true}",
+]
 SMOL = ["--model.name=smollm3", f"--model.args={{{SIZES}}}"]
 LATENT = "q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=10"
 EXPERTS = "n_experts=8, n_active_experts=2, n_groups=4, n_active_groups=2, n_dense_layers=1, dense_hidden_dim=64"
@@ -31,17 +36,30 @@ def test_two_ranks_train_as_one(tiny: TinyRun) -> None:
     compare_with_one(tiny, {"olmo3, mask": [*OLMO, *MASK]}, [(1, 2), (1, 1, 2), (1, 1, 1, 2)], steps=4)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_experts_as_one(tiny: TinyRun) -> None:
     layouts = [(1, 2), (1, 1, 2), (1, 1, 1, 2), (1, 2, 1, 1, 2)]
     compare_with_one(tiny, {"deepseek, mask": [*DEEPSEEK, *MASK]}, layouts, steps=4)
 
 
+@pytest.mark.slow
 def test_two_ranks_predict_two_tokens_as_one(tiny: TinyRun) -> None:
     techniques = {"deepseek": [*DEEPSEEK, *MASK, *TWO_TOKENS, "--activation_checkpoint.mode=selective"]}
     compare_with_one(tiny, techniques, [(1, 2), (1, 2, 1, 1, 2)], steps=4)
     first = tiny.records(job("deepseek", 1, 1))[0]
     assert first["added_loss"] == pytest.approx(0.3 * first["multi_token_loss"])
     assert first["multi_token_loss"] == pytest.approx(5.56, abs=0.3)  # ln 260
+
+
+@pytest.mark.slow
+def test_experts_on_two_ranks(tiny: TinyRun) -> None:
+    compare_with_one(tiny, {"glm4_moe, mask": [*GLM, *MASK]}, [(1, 1, 2), (1, 1, 1, 2), (1, 2, 1, 1, 2)], steps=4)
+
+
+@pytest.mark.nightly
+def test_experts_on_four_ranks(tiny: TinyRun) -> None:
+    techniques = {"glm4_moe": GLM, "glm4_moe, mask, AC op": [*GLM, *MASK, "--activation_checkpoint.mode=selective"]}
+    compare_with_one(tiny, techniques, [(1, 4, 1, 1, 2), (1, 2, 2, 1, 2), (1, 2, 1, 2, 2), (1, 1, 2, 2)])
 
 
 @pytest.mark.nightly

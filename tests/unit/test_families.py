@@ -1,4 +1,4 @@
-"""Families whose layers attend in different ways, against transformers' models, with planted mistakes."""
+"""Families whose layers attend or route in different ways, against transformers' models, with planted mistakes."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -8,13 +8,15 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from torch import nn
 
 from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
 from tests.helpers import mentions
 from titanlite.models.decoder import Decoder, LayerAttention
+from titanlite.models.experts import DecoderOfExperts, Experts
 from titanlite.models.initial import Constant, Scaled
-from titanlite.models.layers import Attention, yarn_size
+from titanlite.models.layers import Attention, FeedForward, rope_cos_sin, yarn_size
 from titanlite.models.mla import LatentAttention
 from titanlite.models.registry import resolve_model
 from titanlite.ops.cpu import CpuKernels
@@ -157,6 +159,44 @@ def positions_in_keys_of_one_head(model: Decoder) -> None:
         module.kernels = PositionsOfFirstHead()
 
 
+def every_pair_rotates(model: Decoder) -> None:
+    args = model.args
+    tables = rope_cos_sin(args.head_size, args.max_seq_len, args.ropes[0])
+    model.rope_cos, model.rope_sin = (table.unsqueeze(0) for table in tables)
+
+
+def no_biases_of_queries(model: Decoder) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith("wq.bias"):
+            parameter.data.zero_()
+
+
+def no_norms_of_keys(model: Decoder) -> None:
+    for block in model.layers:
+        block.attention.k_norm = nn.Identity()  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+
+
+def shared_experts_scaled(model: Decoder) -> None:
+    for experts in experts_of(model):
+        assert experts.shared
+        experts.shared.w2.weight.data *= 2.5
+
+
+def groups_ignored(model: Decoder) -> None:
+    for experts in experts_of(model):
+        experts.options = replace(experts.options, n_active_groups=4)
+
+
+def no_bias_of_balance(model: Decoder) -> None:
+    for experts in experts_of(model):
+        experts.bias_E.zero_()
+
+
+def experts_of(model: Decoder) -> list[Experts]:
+    assert isinstance(model, DecoderOfExperts)
+    return model.experts()
+
+
 PLANTED = {
     "deepseek_v3": (
         latent_queries_without_a_norm,
@@ -164,6 +204,14 @@ PLANTED = {
         scores_without_their_factor,
         factor_of_positions_too,
         positions_in_keys_of_one_head,
+    ),
+    "glm4_moe": (
+        every_pair_rotates,
+        no_biases_of_queries,
+        no_norms_of_keys,
+        shared_experts_scaled,
+        groups_ignored,
+        no_bias_of_balance,
     ),
     "olmo3": (window_one_too_short, window_one_too_long, scaled_positions_in_windows, norm_of_each_head),
     "smollm3": (positions_in_every_layer,),
@@ -207,6 +255,20 @@ def test_flops_count_values_by_their_own_size() -> None:
     assert longer - shorter == 6 * args.n_layers * args.n_heads * a_head
 
 
+def test_flops_count_the_experts_of_a_token() -> None:
+    model = built("glm4_moe", n_dense_layers=2)
+    assert [type(block.feed_forward) for block in model.layers] == [FeedForward, FeedForward, Experts, Experts]
+    matrices = [p for name, p in model.named_parameters() if p.ndim > 1 and "tok_embeddings" not in name]
+    active = sum(p.numel() * (3 / 8 if p.ndim == 3 else 1) for p in matrices)
+    attention = 12 * 4 * 4 * 24 * 40
+    assert model.flops_per_token(40) == 6 * active + attention
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    model.head.output.weight.requires_grad_()
+    head = model.head.output.weight.numel()
+    assert model.flops_per_token(40) == pytest.approx(2 * active + attention / 3 + 4 * head)
+
+
 def test_the_plan_counts_what_a_window_leaves() -> None:
     q_TNH, offsets = torch.empty(80, 4, 16, device="meta"), torch.empty(3, device="meta")
     operator, window = SimpleNamespace(overloadpacket="torch_attn._varlen_attn"), [6, 0]
@@ -222,6 +284,19 @@ def test_the_plan_repeats_blocks_after_their_pattern() -> None:
     assert period_of(Config(), built("olmo3", n_layers=10)) == 4
     each_third = ActivationCheckpoint(mode="selective", selective_ac_option=3)
     assert period_of(Config(activation_checkpoint=each_third), built("olmo3", n_layers=10)) == 12
+
+
+def test_roles_of_experts() -> None:
+    """The base has one dense block and one with experts, and of its last kind the others take their values."""
+    model = built("glm4_moe")
+    found = find_scaling(model, Optimizer(parametrization="completep", base_width=32, base_depth=2))
+    roles = {name.partition(".2.")[2]: it.role for name, it in found.items() if name.startswith("layers.2.")}
+    ends = {it for it, role in roles.items() if role == "residual"}
+    assert ends == {"attention.wo.weight", "feed_forward.w2", "feed_forward.shared.w2.weight"}
+    assert roles["feed_forward.router"] == "output"
+    assert roles["feed_forward.w1"] == roles["feed_forward.shared.w3.weight"] == "hidden"
+    assert found["layers.0.feed_forward.w2.weight"].role == "residual"
+    assert found["layers.1.feed_forward.w1"].initial == found["layers.3.feed_forward.w1"].initial
 
 
 def test_branches_shrink_with_the_depth_by_their_norms() -> None:
@@ -244,6 +319,9 @@ def test_branches_shrink_with_the_depth_by_their_norms() -> None:
         ("deepseek_v3", {"q_rank": -1}),
         ("deepseek_v3", {"rope_dim": 7}),
         ("deepseek_v3", {"n_kv_heads": 2}),
+        ("glm4_moe", {"rotary_factor": 0.3}),
+        ("glm4_moe", {"n_groups": 3}),
+        ("glm4_moe", {"n_dense_layers": 5}),
     ],
 )
 def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> None:
@@ -260,6 +338,9 @@ def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> 
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
+        ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("glm4_moe", {"attention_bias": False}, "attention_bias"),
+        ("glm4_moe", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
     ],
 )
 def test_configs_that_a_family_cannot_compute_are_refused(family: str, changes: dict[str, Any], named: str) -> None:
@@ -269,7 +350,9 @@ def test_configs_that_a_family_cannot_compute_are_refused(family: str, changes: 
     config = hugging_face.to_config(args)
     with pytest.raises(ValueError, match=named):
         hugging_face.to_args({**config, **changes})
-    config = {key: value for key, value in config.items() if key not in (*changes, "num_hidden_layers", "layer_types")}
+    del config["num_hidden_layers"]
+    for key in ("layer_types", "no_rope_layers"):
+        config.pop(key, None)
     with pytest.raises(ValueError, match="num_hidden_layers is missing"):
         hugging_face.to_args(config)
 

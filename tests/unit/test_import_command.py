@@ -64,14 +64,20 @@ def test_a_folder_becomes_a_checkpoint(tmp_path: Path) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("family", "dtype", "tied"),
-    [("llama3", torch.float32, False), ("qwen3", torch.bfloat16, True), ("qwen3_moe", torch.bfloat16, False)],
+    [
+        ("llama3", torch.float32, False),
+        ("qwen3", torch.bfloat16, True),
+        ("qwen3_moe", torch.bfloat16, False),
+        ("glm4_moe", torch.bfloat16, False),
+    ],
 )
 def test_what_comes_in_goes_out_bit_for_bit(family: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     oracle_of(family, tied=tied, dtype=dtype).save_pretrained(tmp_path / "hf")
     assert imported(tmp_path / "hf", "--out", tmp_path / "ours") == 0
-    for source, out in (("ours", "again"), ("hf", "direct")):
+    to_dtype = "--dtype", str(dtype).removeprefix("torch.")
+    for source, out, options in (("ours", "again", to_dtype), ("hf", "direct", ())):
         words = ["checkpoint", "export", str(tmp_path / source), "--out", str(tmp_path / out), "--no-tokenizer"]
-        assert cli.run(words) == 0
+        assert cli.run([*words, *options]) == 0
         assert_same(load_file(tmp_path / out / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors"))
     again = AutoConfig.from_pretrained(tmp_path / "again").to_dict()
     first = AutoConfig.from_pretrained(tmp_path / "hf").to_dict()

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
     from titanlite.schema import Optimizer
 
 
+_LAYER = re.compile(r"(?<=^layers\.)\d+")
+
+
 class Parametrization(Technique):
     option = "optimizer.parametrization"
 
@@ -104,10 +107,12 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
     except ValueError as error:
         raise ConfigError([Problem("optimizer.base_width", f"{width} does not fit the model: {error}")]) from error
     base = ModelSpec(kind, args).build()
-    names_in_base = {
-        name: re.sub(r"(?<=^layers\.)\d+", lambda number: str(int(number[0]) * depth // layers), name) for name in roles
-    }
+    names_in_base = {name: _LAYER.sub(lambda number: str(int(number[0]) * depth // layers), name) for name in roles}
     of_base = dict(unique_parameters(base))
+    alike = {_LAYER.sub("", name): name for name in of_base}  # where a block of the base is of another kind
+    names_in_base = {
+        name: it if it in of_base else alike.get(_LAYER.sub("", it), it) for name, it in names_in_base.items()
+    }
     missing = [name for name in names_in_base.values() if name not in of_base]
     inputs = [name for name, role in roles.items() if role == "input"]
     if missing or not inputs:
