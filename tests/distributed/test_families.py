@@ -1,9 +1,16 @@
 """Families whose layers attend in different ways: every layout trains as one process."""
 
-import pytest
+from functools import partial
 
-from tests.helpers import TinyRun
-from tests.layouts import compare_with_one, job
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tests.helpers import TinyRun, built, run_in_turn
+from tests.layouts import compare_with_one, degrees, job, one_step
+from titanlite.loss import token_loss
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group
+from titanlite.schema import Config
 
 SIZES = "dim=48, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=260"
 OLMO = ["--model.name=olmo3", f"--model.args={{{SIZES}, window=5, rope_scaling_factor=8.0}}"]
@@ -66,6 +73,25 @@ def test_experts_on_four_ranks(tiny: TinyRun) -> None:
 def test_four_ranks(tiny: TinyRun) -> None:
     techniques = FURTHER | {"olmo3": OLMO, "smollm3": SMOL, "deepseek": DEEPSEEK}
     compare_with_one(tiny, techniques, [(2, 2), (1, 1, 4), (1, 2, 2), (1, 2, 1, 2), (1, 1, 2, 2)])
+
+
+def gathered(rank: int, world_size: int, config: Config) -> list[str]:
+    """Names of the units whose weights are gathered, or being gathered, after a pass without gradients."""
+    run = built(rank, world_size, config)
+    one_step(run)
+    batch = next(iter(run.batches))
+    with torch.no_grad():
+        run.model(batch["tokens"], loss=partial(token_loss, labels_BL=batch["labels"]))
+    units = [(name, fsdp_param_group(it)) for name, it in run.model.named_modules() if isinstance(it, FSDPModule)]
+    return [name for name, it in units if it and (it.is_unsharded or it._all_gather_result is not None)]
+
+
+@pytest.mark.slow
+def test_passes_without_gradients_leave_no_weights_of_the_module(tiny: TinyRun) -> None:
+    options = [*SMOL, *TWO_TOKENS, *degrees(1, 2), "--parallelism.fsdp_forward_prefetch=2"]
+    sizes = ["--parallelism.fsdp_min_unit_params=0", "--parallelism.fsdp_min_unit_params=1000000"]
+    names = run_in_turn(gathered, 2, [tiny.config(*options, it, world_size=2) for it in sizes])
+    assert [found for of_config in names for found in of_config] == [["tok_embeddings", "head"]] * 4
 
 
 @pytest.mark.nightly

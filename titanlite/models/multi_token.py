@@ -18,6 +18,8 @@ class FurtherToken(nn.Module):
     It is the last of a decoder's `layers`, so that it is sharded, checkpointed and compiled as the others are.
     """
 
+    in_every_pass = False
+
     def __init__(self, block: nn.Module, dim: int, norm_eps: float) -> None:
         super().__init__()
         self.next_norm = RMSNorm(dim, eps=norm_eps)
