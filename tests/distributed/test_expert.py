@@ -140,6 +140,7 @@ def compared(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[in
     compare_with_one(tiny, {name: [*MOE, *words] for name, words in techniques.items()}, layouts)
 
 
+@pytest.mark.slow
 def test_declared_variants_on_two_ranks(tiny: TinyRun) -> None:
     """A dense layer, a shared expert, and biases that ranks of a layer add once."""
     compare_with_one(tiny, {"variants": VARIANTS}, [(1, 2), (1, 1, 1, 2), TWO], steps=4)

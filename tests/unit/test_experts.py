@@ -163,6 +163,18 @@ def test_outputs_and_gradients_equal_those_of_transformers(name: str) -> None:
         assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max(), their_name
 
 
+def test_gradients_of_biases_are_summed_in_float32() -> None:
+    """Of all tokens, the last bias of an expert has the sum of its weights. A sum in bfloat16 stops growing at 256."""
+    layer = built(CASES["gpt-oss"].options).bfloat16()
+    x_BLD = torch.randn(1, 4000, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    weights_TK, chosen_TK = layer.route(x_BLD[0])
+    expected_E = torch.zeros(8).index_add(0, chosen_TK.flatten(), weights_TK.flatten())
+    layer(x_BLD).sum().backward()
+    assert layer.b2.grad is not None
+    assert torch.allclose(layer.b2.grad[:, 0].float(), expected_E, rtol=0.01)
+    assert expected_E.max() > 500
+
+
 def planted(layer: Experts, **changes: Any) -> None:
     layer.options = replace(layer.options, **changes)
 
