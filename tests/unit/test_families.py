@@ -286,6 +286,18 @@ def test_the_plan_repeats_blocks_after_their_pattern() -> None:
     assert period_of(Config(activation_checkpoint=each_third), built("olmo3", n_layers=10)) == 12
 
 
+def test_experts_after_dense_layers_are_balanced() -> None:
+    model = built("glm4_moe", n_dense_layers=2)
+    first, second = experts_of(model)
+    before = second.bias_E.clone()
+    model(TOKENS)
+    assert [float(load.sum()) for load in model.counters()] == [TOKENS.numel() * 3] * 2
+    first.load_E.fill_(1)
+    second.load_E.copy_(torch.tensor([1.0, 3, 2, 2, 2, 2, 2, 2]))
+    assert model.end_step(torch.tensor(True)) == {"busiest_expert": torch.tensor(1.5)}
+    assert (second.bias_E - before).tolist() == pytest.approx([1e-3, -1e-3, 0, 0, 0, 0, 0, 0], abs=1e-7)
+
+
 def test_roles_of_experts() -> None:
     """The base has one dense block and one with experts, and of its last kind the others take their values."""
     model = built("glm4_moe")
