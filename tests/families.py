@@ -24,7 +24,6 @@ SHAPE: dict[str, Any] = {
 LATENT: dict[str, Any] = SHAPE | {
     "n_kv_heads": 4, "hidden_dim": 24, "kv_rank": 20, "nope_dim": 12, "rope_dim": 8, "v_dim": 10, "n_experts": 8,
     "n_active_experts": 2, "n_dense_layers": 1, "dense_hidden_dim": 96,
-    "balance_rate": 0.0,  # transformers changes no bias
 }  # fmt: skip
 PLAIN = {"q_rank": 0, "rope_scaling_factor": 1.0, "n_groups": 1, "n_active_groups": 1}
 FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
@@ -48,7 +47,6 @@ FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
             n_shared_experts=2,
             routed_scaling_factor=2.5,
             qk_norm=True,
-            balance_rate=0.0,
         ),
     ),
 }
