@@ -8,6 +8,7 @@ import transformers
 from torch import Tensor
 
 from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.deepseek_v3 import DeepseekV3, DeepseekV3Args
 from titanlite.models.experts import DecoderOfExperts
 from titanlite.models.glm4_moe import Glm4Moe, Glm4MoeArgs
 from titanlite.models.olmo3 import Olmo3, Olmo3Args
@@ -20,8 +21,18 @@ SHAPE: dict[str, Any] = {
     "dim": 64, "n_layers": 4, "n_heads": 4, "n_kv_heads": 2, "hidden_dim": 96, "vocab_size": 101, "max_seq_len": 64,
     "rope_theta": 10000.0,
 }  # fmt: skip
+LATENT: dict[str, Any] = SHAPE | {
+    "n_kv_heads": 4, "hidden_dim": 24, "kv_rank": 20, "nope_dim": 12, "rope_dim": 8, "v_dim": 10, "n_experts": 8,
+    "n_active_experts": 2, "n_dense_layers": 1, "dense_hidden_dim": 96,
+}  # fmt: skip
+PLAIN = {"q_rank": 0, "rope_scaling_factor": 1.0, "n_groups": 1, "n_active_groups": 1}
 FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
     "smollm3": (SmolLM3, SmolLM3Args(**SHAPE, tied_head=True)),
+    "deepseek_v3": (
+        DeepseekV3,
+        DeepseekV3Args(**LATENT, q_rank=24, rope_most_turns=1.0, n_groups=4, n_active_groups=2),
+    ),
+    "moonlight": (DeepseekV3, DeepseekV3Args(**LATENT | PLAIN, n_shared_experts=2)),
     "olmo3": (Olmo3, Olmo3Args(**SHAPE, window=7)),
     "glm4_moe": (
         Glm4Moe,
@@ -41,15 +52,19 @@ FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
 }
 
 
-def built(family: str, **changes: Any) -> Decoder:
-    """Return a small model whose attention is far from uniform."""
+def built(family: str, scale: float = 5, **changes: Any) -> Decoder:
+    """Return a small model whose attention is far from uniform.
+
+    Args:
+        scale: of matrices, beyond the initial one.
+    """
     model_cls, args = FAMILIES[family]
     model = model_cls(type(args)(**{**vars(args), **changes}))
     draw_weights(model, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
         for number, parameter in enumerate(model.parameters()):
             if parameter.ndim >= 2:
-                parameter.mul_(5)
+                parameter.mul_(scale)
             else:  # norms that do not multiply by 1, and biases
                 parameter.add_(torch.linspace(-0.5, 0.5 + number / 100, len(parameter)))
     model.init_buffers()

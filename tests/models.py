@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch import Tensor
@@ -14,7 +15,11 @@ from titanlite.models.layers import Documents
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
+from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.parallelize.materialize import draw_weights
+from titanlite.schedule import learning_rate
+from titanlite.schema import LRScheduler, Optimizer
+from titanlite.step import train_step
 
 SMALL = Llama3Args(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
@@ -106,3 +111,34 @@ def assert_gradients_equal(
         expected = theirs.get_parameter(name).grad
         limit = 1e-4 * expected.abs().max() + 1e-8  # 0 of a router to one expert
         assert (gradient - expected).abs().max() < limit, name
+
+
+def assert_steps_equal(model: Decoder, theirs: Any) -> None:
+    """titanlite's step against a plain loop: clip, AdamW with its groups, warm-up."""
+    theirs = theirs.train()
+    optimizer = build_optimizer(model, Optimizer(), seed=0)
+    decayed = [p for p in theirs.parameters() if p.ndim >= 2]
+    plain = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1},
+         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )  # fmt: skip
+    group = torch.distributed.group.WORLD
+    assert group is not None
+    generator = torch.Generator().manual_seed(2)
+    batches = torch.randint(0, model.args.vocab_size // 4, (20, 2, 33), generator=generator)
+    found, expected = [], []
+    for step, tokens in enumerate(batches, 1):
+        lr = learning_rate(step, peak=3e-3, end=20, config=LRScheduler(warmup_steps=5))
+        set_learning_rate(optimizer, lr)
+        set_learning_rate(plain, lr)
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        found.append(float(train_step(model, [batch], optimizer=optimizer, group=group, max_norm=1.0).loss))
+        loss = theirs(tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        plain.step()
+        plain.zero_grad()
+        expected.append(float(loss.detach()))
+    assert expected[-1] < 0.8 * expected[0]
+    assert found == pytest.approx(expected, rel=1e-4)

@@ -519,6 +519,9 @@ class Training(Section):
     z_loss: NonNegative = 0.0
     """Weight of the z-loss, which adds weight * log(Z)^2 per token, with Z the denominator of the softmax
     (arXiv:2204.02311). 1e-4 is usual. The reported loss is without it; metrics report it as added_loss."""
+    multi_token_weight: NonNegative = 0.0
+    """Weight of the loss of the token after the next, which one more block predicts (arXiv:2412.19437). 0: it is not
+    predicted. 0.3 is usual, and 0.1 late in training."""
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the weights that the optimizer updates. bfloat16 is full bfloat16 training: gradients have that dtype
     too, and updates are rounded stochastically."""

@@ -1,9 +1,16 @@
 """Families whose layers attend in different ways: every layout trains as one process."""
 
-import pytest
+from functools import partial
 
-from tests.helpers import TinyRun
-from tests.layouts import compare_with_one
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from tests.helpers import TinyRun, built, run_in_turn
+from tests.layouts import compare_with_one, degrees, job, one_step
+from titanlite.loss import token_loss
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group
+from titanlite.schema import Config
 
 SIZES = "dim=48, n_layers=4, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=260"
 OLMO = ["--model.name=olmo3", f"--model.args={{{SIZES}, window=5, rope_scaling_factor=8.0}}"]
@@ -13,17 +20,42 @@ GLM = [
     "dense_hidden_dim=96, routed_scaling_factor=2.5, qk_norm=true}",
 ]
 SMOL = ["--model.name=smollm3", f"--model.args={{{SIZES}}}"]
+LATENT = "q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=10"
+EXPERTS = "n_experts=8, n_active_experts=2, n_groups=4, n_active_groups=2, n_dense_layers=1, dense_hidden_dim=64"
+DEEPSEEK = [
+    "--model.name=deepseek_v3",
+    "--model.args={dim=48, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=16, vocab_size=260, "
+    f"rope_scaling_factor=8.0, {LATENT}, {EXPERTS}}}",
+]
+TWO_TOKENS = ["--training.multi_token_weight=0.3", "--optimizer.lr=0.001"]  # a higher rate amplifies rounding
 MASK = ["--data.document_mask"]
 FURTHER = {
     "olmo3, AC op": [*OLMO, *MASK, "--activation_checkpoint.mode=selective"],
     "olmo3, AC, compile": [*OLMO, "--activation_checkpoint.mode=full", "--compile.enable"],
     "olmo3, mask, compile": [*OLMO, *MASK, "--compile.enable", "--training.local_batch_size=1"],
+    "deepseek, AC op": [*DEEPSEEK, "--activation_checkpoint.mode=selective"],
+    "deepseek, mask, compile": [*DEEPSEEK, *MASK, "--compile.enable"],
     "smollm3, mask, AC": [*SMOL, *MASK, "--activation_checkpoint.mode=full"],
 }
 
 
 def test_two_ranks_train_as_one(tiny: TinyRun) -> None:
     compare_with_one(tiny, {"olmo3, mask": [*OLMO, *MASK]}, [(1, 2), (1, 1, 2), (1, 1, 1, 2)], steps=4)
+
+
+@pytest.mark.slow
+def test_two_ranks_train_experts_as_one(tiny: TinyRun) -> None:
+    layouts = [(1, 2), (1, 1, 2), (1, 1, 1, 2), (1, 2, 1, 1, 2)]
+    compare_with_one(tiny, {"deepseek, mask": [*DEEPSEEK, *MASK]}, layouts, steps=4)
+
+
+@pytest.mark.slow
+def test_two_ranks_predict_two_tokens_as_one(tiny: TinyRun) -> None:
+    techniques = {"deepseek": [*DEEPSEEK, *MASK, *TWO_TOKENS, "--activation_checkpoint.mode=selective"]}
+    compare_with_one(tiny, techniques, [(1, 2), (1, 2, 1, 1, 2)], steps=4)
+    first = tiny.records(job("deepseek", 1, 1))[0]
+    assert first["added_loss"] == pytest.approx(0.3 * first["multi_token_loss"])
+    assert first["multi_token_loss"] == pytest.approx(5.56, abs=0.3)  # ln 260
 
 
 @pytest.mark.slow
@@ -39,5 +71,40 @@ def test_experts_on_four_ranks(tiny: TinyRun) -> None:
 
 @pytest.mark.nightly
 def test_four_ranks(tiny: TinyRun) -> None:
-    techniques = FURTHER | {"olmo3": OLMO, "smollm3": SMOL}
+    techniques = FURTHER | {"olmo3": OLMO, "smollm3": SMOL, "deepseek": DEEPSEEK}
     compare_with_one(tiny, techniques, [(2, 2), (1, 1, 4), (1, 2, 2), (1, 2, 1, 2), (1, 1, 2, 2)])
+
+
+def gathered(rank: int, world_size: int, config: Config) -> list[str]:
+    """Names of the units whose weights are gathered, or being gathered, after a pass without gradients."""
+    run = built(rank, world_size, config)
+    one_step(run)
+    batch = next(iter(run.batches))
+    with torch.no_grad():
+        run.model(batch["tokens"], loss=partial(token_loss, labels_BL=batch["labels"]))
+    units = [(name, fsdp_param_group(it)) for name, it in run.model.named_modules() if isinstance(it, FSDPModule)]
+    return [name for name, it in units if it and (it.is_unsharded or it._all_gather_result is not None)]
+
+
+@pytest.mark.slow
+def test_passes_without_gradients_leave_no_weights_of_the_module(tiny: TinyRun) -> None:
+    options = [*SMOL, *TWO_TOKENS, *degrees(1, 2), "--parallelism.fsdp_forward_prefetch=2"]
+    sizes = ["--parallelism.fsdp_min_unit_params=0", "--parallelism.fsdp_min_unit_params=1000000"]
+    names = run_in_turn(gathered, 2, [tiny.config(*options, it, world_size=2) for it in sizes])
+    assert [found for of_config in names for found in of_config] == [["tok_embeddings", "head"]] * 4
+
+
+@pytest.mark.nightly
+def test_four_ranks_predict_two_tokens_as_one(tiny: TinyRun) -> None:
+    techniques = {
+        name: [*SMOL, *TWO_TOKENS, *options]
+        for name, options in {
+            "tied head": ["--model.args.tied_head=true"],
+            "accumulated": ["--training.local_batch_size=1", "--parallelism.fsdp_reduce_gradients=last"],
+            "always": ["--parallelism.fsdp_reshard_after_forward=always"],
+            "in backward": ["--optimizer.in_backward", "--training.max_norm=0"],
+            "offload": ["--training.enable_cpu_offload"],
+            "mask, compile": [*MASK, "--compile.enable"],
+        }.items()
+    }
+    compare_with_one(tiny, techniques, [(2, 2)])

@@ -1,30 +1,38 @@
 """Families whose layers attend or route in different ways, against transformers' models, with planted mistakes."""
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
+from tests.helpers import mentions
 from titanlite.models.decoder import Decoder, LayerAttention
-from titanlite.models.experts import DecoderOfExperts, Experts
+from titanlite.models.experts import DecoderOfExperts, ExpertArgs, Experts
 from titanlite.models.initial import Constant, Scaled
-from titanlite.models.layers import Attention, FeedForward, rope_cos_sin
+from titanlite.models.layers import Attention, FeedForward, rope_cos_sin, yarn_size
+from titanlite.models.mla import LatentAttention
 from titanlite.models.registry import resolve_model
 from titanlite.ops.cpu import CpuKernels
 from titanlite.schema import ActivationCheckpoint, Config, Optimizer
 from titanlite.techniques.parametrization import find_scaling
-from titanlite.tools.convert.generation import Generator
+from titanlite.tools import cli
+from titanlite.tools.convert.generation import Generator, Sampler
 from titanlite.tools.plan.estimate import period_of
 from titanlite.tools.plan.recorder import flops_of
 
 COUNTS = {
     ("smollm3", "3B"): 3_075_098_624, ("olmo3", "7B"): 7_298_011_136, ("olmo3", "32B"): 32_233_522_176,
     ("glm4_moe", "106B-A12B"): 106_852_245_504, ("glm4_moe", "355B-A32B"): 352_797_814_784,
+    ("deepseek_v3", "Moonlight-16B-A3B"): 15_960_108_544,
+    ("deepseek_v3", "671B"): 671_026_404_352,  # and 14,848 biases of experts, which are buffers
+    ("deepseek_v3", "Kimi-K2"): 1_026_408_209_408,
 }  # fmt: skip
 TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -47,6 +55,43 @@ def test_logits_and_gradients_equal_those_of_transformers(family: str) -> None:
     other = oracle(model)
     assert logits_apart(model, other) < 1e-5
     models.assert_gradients_equal(model, other, lambda tensors: renamed(model, tensors))
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps_lose_as_much_as_with_transformers(family: str) -> None:
+    unbalanced = {"balance_rate": 0.0} if isinstance(FAMILIES[family][1], ExpertArgs) else {}  # as transformers is
+    model = built(family, scale=1, **unbalanced)
+    models.assert_steps_equal(model, oracle(model))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_weights_of_transformers_return_bit_for_bit(family: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    oracle(built(family)).to(dtype).save_pretrained(tmp_path / "theirs")
+    assert cli.run(["checkpoint", "import", f"{tmp_path}/theirs", "--out", f"{tmp_path}/ours"]) == 0
+    ours, back = f"{tmp_path}/ours/step-00000000", f"{tmp_path}/back"
+    assert cli.run(["checkpoint", "export", ours, "--out", back, "--no-tokenizer"]) == 0
+    found, expected = (load_file(tmp_path / it / "model.safetensors") for it in ("back", "theirs"))
+    assert {name: it.dtype for name, it in found.items()} == {name: it.dtype for name, it in expected.items()}
+    assert all(torch.equal(found[name], it) for name, it in expected.items())
+
+
+@pytest.mark.long
+def test_modules_that_predict_further_tokens_are_left_out_on_demand(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    theirs = tmp_path / "theirs"
+    oracle(built("deepseek_v3")).save_pretrained(theirs)
+    tensors = load_file(theirs / "model.safetensors")
+    tensors |= {name.replace(".3.", ".4."): it.clone() for name, it in tensors.items() if ".layers.3." in name}
+    save_file(tensors | {"model.layers.4.eh_proj.weight": torch.zeros(64, 128)}, theirs / "model.safetensors")
+    words = ["checkpoint", "import", str(theirs), "--out", str(tmp_path / "ours")]
+    assert cli.run(words) == 2
+    assert mentions(capsys.readouterr().err, "model.layers.4.eh_proj.weight", "--allow-unexpected")
+    assert cli.run([*words, "--allow-unexpected", "model.layers.4"]) == 0
 
 
 def attend_otherwise(model: Decoder, **changes: Any) -> None:
@@ -78,6 +123,41 @@ def norm_of_each_head(model: Decoder) -> None:
             module.norms_heads = True
             for norm in (module.q_norm, module.k_norm):
                 norm.weight = torch.nn.Parameter(norm.weight[:16])  # type: ignore[index]
+
+
+def latent_attention(model: Decoder) -> list[LatentAttention]:
+    return [module for module in model.modules() if isinstance(module, LatentAttention)]
+
+
+def latent_queries_without_a_norm(model: Decoder) -> None:
+    for module in latent_attention(model):
+        module.register_module("q_norm", torch.nn.Identity())
+
+
+def latent_keys_without_a_norm(model: Decoder) -> None:
+    for module in latent_attention(model):
+        module.register_module("kv_norm", torch.nn.Identity())
+
+
+def scores_without_their_factor(model: Decoder) -> None:
+    for module in latent_attention(model):
+        module.scale = None
+
+
+def factor_of_positions_too(model: Decoder) -> None:
+    size = yarn_size(model.args.ropes[0].factor)
+    model.rope_cos, model.rope_sin = model.rope_cos * size, model.rope_sin * size
+
+
+class PositionsOfFirstHead(CpuKernels):
+    def attend(self, q_BNLH: Any, k_BKLH: Any, *args: Any, **options: Any) -> torch.Tensor:
+        k_BKLH[:, 1:, :, 12:] = 0
+        return super().attend(q_BNLH, k_BKLH, *args, **options)
+
+
+def positions_in_keys_of_one_head(model: Decoder) -> None:
+    for module in latent_attention(model):
+        module.kernels = PositionsOfFirstHead()
 
 
 def every_pair_rotates(model: Decoder) -> None:
@@ -119,6 +199,13 @@ def experts_of(model: Decoder) -> list[Experts]:
 
 
 PLANTED = {
+    "deepseek_v3": (
+        latent_queries_without_a_norm,
+        latent_keys_without_a_norm,
+        scores_without_their_factor,
+        factor_of_positions_too,
+        positions_in_keys_of_one_head,
+    ),
     "glm4_moe": (
         every_pair_rotates,
         no_biases_of_queries,
@@ -160,6 +247,13 @@ def test_flops_count_what_a_window_leaves() -> None:
     whole = built("olmo3", window=40).flops_per_token(40, causal=True)
     part = built("olmo3").flops_per_token(40, causal=True)
     assert whole - part == pytest.approx(12 * args.dim * 3 * (seen_by_hand(40) - seen_by_hand(7)))
+
+
+def test_flops_count_values_by_their_own_size() -> None:
+    _, args = FAMILIES["deepseek_v3"]
+    longer, shorter = (built("deepseek_v3", v_dim=it).flops_per_token(40) for it in (11, 10))
+    a_head = 20 + args.dim + 40  # latent dims, the output, and the tokens that one sees
+    assert longer - shorter == 6 * args.n_layers * args.n_heads * a_head
 
 
 def test_flops_count_the_experts_of_a_token() -> None:
@@ -233,6 +327,11 @@ def test_branches_shrink_with_the_depth_by_their_norms() -> None:
         ("olmo3", {"rope_scaling_factor": 0.5}),
         ("olmo3", {"dim": 60, "n_heads": 8, "n_kv_heads": 8}),
         ("smollm3", {"no_rope_every": 0}),
+        ("deepseek_v3", {"v_dim": 21}),
+        ("deepseek_v3", {"kv_rank": 0}),
+        ("deepseek_v3", {"q_rank": -1}),
+        ("deepseek_v3", {"rope_dim": 7}),
+        ("deepseek_v3", {"n_kv_heads": 2}),
         ("glm4_moe", {"rotary_factor": 0.3}),
         ("glm4_moe", {"n_groups": 3}),
         ("glm4_moe", {"n_dense_layers": 5}),
@@ -248,6 +347,8 @@ def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> 
     [
         ("olmo3", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
         ("olmo3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
+        ("deepseek_v3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
+        ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
@@ -274,6 +375,16 @@ def test_layers_of_a_family() -> None:
     assert built("smollm3").attentions == [LayerAttention()] * 3 + [LayerAttention(rope=None)]
 
 
+def test_latent_dims_grow_with_the_width() -> None:
+    old = FAMILIES["deepseek_v3"][1]
+    new = old.resized(width=32, depth=2)
+    changed = {name: value for name, value in vars(new).items() if value != vars(old)[name]}
+    assert changed == {
+        "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 12, "q_rank": 12, "kv_rank": 10,
+        "dense_hidden_dim": 48,
+    }  # fmt: skip
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_with_a_cache_are_those_of_the_whole_sequence(family: str) -> None:
     model = built(family)
@@ -285,3 +396,15 @@ def test_logits_with_a_cache_are_those_of_the_whole_sequence(family: str) -> Non
         assert torch.allclose(cached.next_logits(tokens[:end].tolist()), whole[end - 1], rtol=1e-4, atol=1e-4), end
         if end == 3:
             cached = Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=64)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
+    model, prompt = built(family), TOKENS[:1, :9]
+    other = oracle(model)
+    other.generation_config.eos_token_id = None
+    expected = other.generate(prompt, max_new_tokens=40, do_sample=False)[0, 9:].tolist()
+    assert len(expected) == 40
+    ours = Generator(model, kernels=CpuKernels(), vocab_size=101, max_seq_len=64)
+    assert [*ours.stream(prompt[0].tolist(), max_new_tokens=40, sampler=Sampler())] == expected

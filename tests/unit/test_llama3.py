@@ -8,14 +8,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models import SMALL, assert_gradients_equal, built, oracle, renamed
+from tests.models import SMALL, assert_gradients_equal, assert_steps_equal, built, oracle, renamed
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3Args
 from titanlite.models.registry import MODELS, resolve_model
-from titanlite.optim import build_optimizer, set_learning_rate
-from titanlite.schedule import learning_rate
-from titanlite.schema import LRScheduler, Optimizer
-from titanlite.step import train_step
 
 COUNTS = {
     "1B": 1_235_814_400,
@@ -49,36 +45,8 @@ def test_gradients_equal_those_of_transformers(args: Llama3Args) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_twenty_steps_lose_as_much_as_with_transformers() -> None:
-    """titanlite's step against a plain loop: clip, AdamW with its groups, warm-up."""
-    args = SMALL
-    model = built(args, scale=1)
-    theirs = oracle(model).train()
-    optimizer = build_optimizer(model, Optimizer(), seed=0)
-    decayed = [p for p in theirs.parameters() if p.ndim >= 2]
-    plain = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1},
-         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0}],
-        betas=(0.9, 0.95),
-    )  # fmt: skip
-    group = torch.distributed.group.WORLD
-    assert group is not None
-    generator = torch.Generator().manual_seed(2)
-    batches = torch.randint(0, args.vocab_size // 4, (20, 2, 33), generator=generator)
-    found, expected = [], []
-    for step, tokens in enumerate(batches, 1):
-        lr = learning_rate(step, peak=3e-3, end=20, config=LRScheduler(warmup_steps=5))
-        set_learning_rate(optimizer, lr)
-        set_learning_rate(plain, lr)
-        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-        found.append(float(train_step(model, [batch], optimizer=optimizer, group=group, max_norm=1.0).loss))
-        loss = theirs(tokens, labels=tokens).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
-        plain.step()
-        plain.zero_grad()
-        expected.append(float(loss.detach()))
-    assert expected[-1] < 0.8 * expected[0]
-    assert found == pytest.approx(expected, rel=1e-4)
+    model = built(SMALL, scale=1)
+    assert_steps_equal(model, oracle(model))
 
 
 def test_scaled_rope_equals_that_of_transformers_far_out() -> None:
@@ -96,14 +64,17 @@ FIRST = [(name, next(iter(model.flavors))) for name, model in MODELS.items()]
 OTHERS = [(name, flavor) for name, model in MODELS.items() for flavor in model.flavors if (name, flavor) not in FIRST]
 
 
-def no_window(name: str) -> dict[str, Any]:
-    """Let every token see all before it, since the counter counts masked scores, too."""
-    return {"window": 1000} if "window" in {it.name for it in fields(MODELS[name].flavors["debug"])} else {}
+def nothing_masked(name: str, flavor: str) -> dict[str, Any]:
+    """Let every token see all before it, and values be as long as keys: the counter counts masked scores and zeros."""
+    args = MODELS[name].flavors[flavor]
+    found = {"window": 1000, "v_dim": getattr(args, "head_size", 0), "n_dense_layers": 0}
+    return {it.name: found[it.name] for it in fields(args) if it.name in found}
 
 
 def counted(name: str, flavor: str, n_layers: int, batch: int, seq_len: int) -> tuple[Model, int, int]:
     """The model on the meta device; its operations forward and backward, and how many of them are attention's."""
-    family, args = resolve_model(name, flavor, {"n_layers": n_layers, "max_seq_len": seq_len, **no_window(name)})
+    size = {"n_layers": n_layers, "max_seq_len": seq_len}
+    family, args = resolve_model(name, flavor, size | nothing_masked(name, flavor))
     with torch.device("meta"):
         model = family(args)
         tokens = torch.zeros(batch, seq_len, dtype=torch.int64)
@@ -117,7 +88,7 @@ def counted(name: str, flavor: str, n_layers: int, batch: int, seq_len: int) -> 
 def test_flops_agree_with_torchs_counter(name: str, flavor: str) -> None:
     """Blocks are alike: counts of one and of two blocks give that of any number."""
     batch, seq_len = 2, 1000
-    family, args = resolve_model(name, flavor, no_window(name))
+    family, args = resolve_model(name, flavor, nothing_masked(name, flavor))
     _, of_one, attention = counted(name, flavor, 1, batch, seq_len)
     of_two = counted(name, flavor, 2, batch, seq_len)[1]
     others = args.n_layers - 1  # pyright: ignore[reportAttributeAccessIssue]

@@ -1,6 +1,7 @@
 """Options that exclude each other, or that the layout does not allow: each problem has the key of its option."""
 
 import shlex
+from pathlib import Path
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ DISK = "--offload.optimizer=disk"
 EXACT = f"--debug.reproducible_layouts {TRAIN}local_batch_size=1 {TRAIN}global_batch_size=8"
 TEACHER = "--teacher.path=. --distill.ratio=1"
 MOE = '--model=\'{name="qwen3_moe", flavor="debug", args={dim=32, n_layers=2, vocab_size=259}}\''
+GPT2 = Path(__file__).parents[2] / "examples/my_model/gpt2.py"
+OWN_MODEL = f"--model='{{file=\"{GPT2}\", args={{dim=32, n_layers=2, n_heads=2, vocab_size=259}}}}'"
 THREE_BLOCKS = "--model.args.n_layers=3"
 STAGES = "[{until_tokens=%d, global_batch_size=%d}, {until_tokens=128, global_batch_size=4}]"
 RAMP = f"{TRAIN}local_batch_size=1 {TRAIN}batch_ramp='{STAGES}'"
@@ -36,6 +39,16 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     },
     "job.name": {1: [f"--job.name={'x' * 5000}"]},
     "data.tokenizer": {1: ["--data.tokenizer=python-2k"]},
+    "training.multi_token_weight": {
+        1: [
+            f"{TRAIN}multi_token_weight=0.3 {it}"
+            for it in (
+                f"{TRAIN}loss=tests.layouts:smoothed_loss", TEACHER,
+                f"{OPTIM}parametrization=mup {OPTIM}base_width=32", OWN_MODEL,
+            )
+        ],
+        2: [f"{TRAIN}multi_token_weight=0.3 {MESH}{axis}_parallel_degree=2" for axis in ("context", "tensor")],
+    },
     "training.mixed_precision_param": {
         1: [f"{TRAIN}mixed_precision_param=float16 {it}" for it in (IN_BACKWARD, FLOAT8)],
     },

@@ -417,6 +417,8 @@ def read_model(model: nn.Module, reader: StorageReader, *, where: str, key: str,
 def stored_tensors(reader: StorageReader, model: dict[str, Tensor], *, where: str) -> dict[str, Tensor]:
     """Return the tensors of a model that its weights hold: all but buffers that another program does not have.
 
+    Weights of a run may also have a `FurtherToken`, which serves training only.
+
     Raises:
         UserError: the weights have other tensors than the model.
     """
@@ -426,7 +428,10 @@ def stored_tensors(reader: StorageReader, model: dict[str, Tensor], *, where: st
     stored = {name: tensor for name, tensor in model.items() if f"model.{name}" not in kept}
     named = {f"model.{name}": tensor for name, tensor in stored.items()}
     found = difference(named, reader.read_metadata(), ["model"])
-    if wrong := Difference(found.missing, found.unexpected | unknown):
+    blocks = [it.removesuffix("next_norm.weight") for it in found.unexpected if it.endswith(".next_norm.weight")]
+    further = (*blocks, "model.head.further_norm")
+    unexpected = {name: text for name, text in found.unexpected.items() if not name.startswith(further)}
+    if wrong := Difference(found.missing, unexpected | unknown):
         raise UserError(f"{where} is of another model:\n{wrong}")
     return stored
 

@@ -43,7 +43,7 @@ ALL_BUT_FEED_FORWARD: TensorPlan = {
     "layers": "tokens",
     "tok_embeddings": "vocabulary",
     "layers.*.attention": "split",
-    "layers.*.attention.w[qkv]": "columns",
+    "layers.*.attention.w[qkv]*": "columns",
     "layers.*.attention.wo": "rows",
     "head.output": "vocabulary",
 }

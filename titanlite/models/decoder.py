@@ -32,6 +32,7 @@ from titanlite.models.layers import (
     rope_at,
     rope_cos_sin,
 )
+from titanlite.models.multi_token import FurtherToken, with_further_token
 from titanlite.ops.attention import seen_causally
 
 MAX_LAYERS = 10_000
@@ -60,12 +61,12 @@ class DecoderArgs(ModelArgs):
 
     @property
     def head_size(self) -> int:
-        """Dims of one attention head."""
+        """Dims of a query or key of one attention head."""
         return self.dim // self.n_heads
 
     @property
     def rotary_dims(self) -> int:
-        """First dims of a head that positions rotate."""
+        """Dims of a head that positions rotate: the first ones of `Attention`."""
         return self.head_size
 
     @property
@@ -111,6 +112,8 @@ class Decoder(Model):
     roles: ClassVar[Roles] = BRANCHES_OF_DECODER
     rope_cos: Tensor
     rope_sin: Tensor
+    further_weight: float = 0.0
+    """Weight of the loss of the token after the next. 0: it is not predicted."""
 
     def __init__(self, args: DecoderArgs) -> None:
         super().__init__(args)
@@ -129,7 +132,22 @@ class Decoder(Model):
         attention, feed_forward = self.build_attention(layer), self.build_feed_forward(layer)
         return Block(self.args, attention=attention, feed_forward=feed_forward)
 
-    def build_attention(self, layer: int) -> Attention:
+    def predict_further(self, weight: float) -> None:
+        """Predict the token after the next, too, in passes that compute gradients of a loss.
+
+        Args:
+            weight: of its loss.
+        """
+        args, like = self.args, self.tok_embeddings.weight
+        with like.device:
+            further = FurtherToken(self.build_block(args.n_layers - 1), args.dim, args.norm_eps)
+            # Of the head: behind experts in a block, its backward would recompute the block before theirs begins.
+            norm = RMSNorm(args.dim, eps=args.norm_eps)
+        self.layers.append(further.to(like.dtype))
+        self.head.further_norm = norm.to(like.dtype)
+        self.further_weight = weight
+
+    def build_attention(self, layer: int) -> nn.Module:
         args, attention = self.args, self.attentions[layer]
         return Attention(
             args.dim,
@@ -145,6 +163,15 @@ class Decoder(Model):
         """Arguments of `Attention` that all layers of the family share."""
         return {}
 
+    def attention_weights(self, layer: int) -> int:
+        """Weights of a block's attention that a token is multiplied with."""
+        args = self.args
+        return args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
+
+    def attention_dims(self, layer: int) -> int:
+        """Dims of queries and values over all heads, which a token is multiplied with for each token that it sees."""
+        return self.args.n_heads * 2 * self.args.head_size
+
     def build_feed_forward(self, layer: int) -> nn.Module:
         return FeedForward(self.args.dim, self.args.hidden_dim)
 
@@ -158,11 +185,19 @@ class Decoder(Model):
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
-        x_BLD = self.tok_embeddings(tokens)
+        x_BLD = embedded_BLD = self.tok_embeddings(tokens)
         masks = self._masks(x_BLD, documents)
+        inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
-            layer = int(name)
-            x_BLD = block(x_BLD, *ropes[self.attentions[layer].rope or 0], masks[layer])
+            if (layer := int(name)) < len(inputs):
+                x_BLD = block(x_BLD, *inputs[layer])
+        if self.further_weight and loss is not None and torch.is_grad_enabled():
+            next_BLD = embedded_BLD.roll(-1, dims=1)  # the last token has none, and no label either
+            loss = with_further_token(
+                loss,
+                lambda it: self.head.further_norm(self.layers[-1](it, next_BLD, *inputs[-1])),
+                self.further_weight,
+            )
         return self.head(x_BLD, loss)
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:
@@ -182,13 +217,25 @@ class Decoder(Model):
         match name.split(".")[-2:]:
             case [_, "bias"]:
                 return Constant(0.0)
-            case [("attention_norm" | "ffn_norm" | "norm" | "q_norm" | "k_norm"), "weight"]:
+            case [
+                (
+                    "attention_norm"
+                    | "ffn_norm"
+                    | "norm"
+                    | "q_norm"
+                    | "k_norm"
+                    | "next_norm"
+                    | "hidden_norm"
+                    | "further_norm"
+                ),
+                "weight",
+            ]:
                 return Constant(1.0)
             case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
                 return Normal(std=std / (2 * self.args.n_layers) ** 0.5)
             case ["tok_embeddings", "weight"] if not self.args.tied_head:
                 return Normal(std=1.0)
-            case [("tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3" | "output"), "weight"]:
+            case [("tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3" | "join" | "output"), "weight"]:
                 return Normal(std=std)
             case _:
                 raise ValueError(f"no initial value is defined for parameter {name}")
@@ -201,24 +248,27 @@ class Decoder(Model):
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Floating point operations of forward and backward for one token.
 
-        Each weight of a matmul costs 2 operations forward and 4 backward. Attention's two matmuls cost 12 a layer, head
-        dim and visible position: seq_len or the window, and with a causal mask what it leaves on average. A frozen
-        weight has no gradient, which saves 2. Backward ends at the first block with a trained parameter. Adapters are
-        weights of matmuls, too.
+        Each weight of a matmul costs 2 operations forward and 4 backward. So do the dims of queries and values, for
+        each visible position: seq_len or the window, and with a causal mask what it leaves on average. A frozen weight
+        has no gradient, which saves 2. Backward ends at the first block with a trained parameter. Adapters are weights
+        of matmuls, too.
         """
         args = self.args
-        attention = args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
-        blocks = [attention + self.feed_forward_weights(layer) for layer in range(args.n_layers)]
+        layers = [*range(args.n_layers), *([args.n_layers - 1] if self.further_weight else [])]
+        blocks = [self.attention_weights(layer) + self.feed_forward_weights(layer) for layer in layers]
         weights = sum(blocks) + args.dim * args.vocab_size
+        if self.further_weight:
+            weights += args.dim * (args.vocab_size + 2 * args.dim)
         weights += sum(parameter.numel() for parameter in added_parameters(self).values())
         windows = [min(it.window or seq_len, seq_len) for it in self.attentions]
-        scores = [args.n_heads * args.head_size * (seen_causally(n, seq_len) if causal else n) for n in windows]
+        seen = [seen_causally(n, seq_len) if causal else n for n in windows]
+        scores = [self.attention_dims(layer) * seen[layer] for layer in layers]
         vectors, parameters = vector_names(self), unique_parameters(self)
         matrices = ((name, p) for name, p in parameters if name not in vectors and not p.requires_grad)
         frozen = sum(self._weights_per_token(name, parameter) for name, parameter in matrices)
         first = self._blocks_without_backward()
-        skipped = 2 * sum(blocks[:first]) + 8 * sum(scores[:first])
-        return 6 * weights + 12 * sum(scores) - 2 * frozen - skipped
+        skipped = 2 * sum(blocks[:first]) + 4 * sum(scores[:first])
+        return 6 * weights + 6 * sum(scores) - 2 * frozen - skipped
 
     def _weights_per_token(self, name: str, parameter: Tensor) -> float:
         """Weights of a matrix that a token is multiplied with. A lookup in a table multiplies none."""

@@ -54,8 +54,12 @@ class Rope:
     scaling: Literal["llama3", "yarn", "linear"] = "llama3"
     """llama3 (arXiv:2407.21783, Meta's release): wavelengths beyond original_seq_len are multiplied by the factor,
     those below a quarter of it are kept, and those between are interpolated. yarn (arXiv:2309.00071): interpolated
-    between the dims that turn 32 times and once in original_seq_len tokens, and scores are sharper. linear
+    between the dims that turn `most_turns` times and once in original_seq_len tokens, and scores are sharper. linear
     (arXiv:2306.15595): all wavelengths are multiplied."""
+    most_turns: float = 32.0
+    """Turns in original_seq_len tokens from which on yarn keeps the wavelength."""
+    sharpens: bool = True
+    """False: yarn does not make scores of the dims with positions sharper."""
 
 
 def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -63,13 +67,13 @@ def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor
     inv_freq = rope.theta ** (-torch.arange(0, rotary_dims, 2, dtype=torch.float32) / rotary_dims)
     size = 1.0
     if rope.scaling == "yarn":
-        turns_32, turns_1 = (
+        turns_most, turns_1 = (
             rotary_dims * math.log(rope.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-            for turns in (32, 1)
+            for turns in (rope.most_turns, 1)
         )
-        first, last = max(math.floor(turns_32), 0), min(math.ceil(turns_1), rotary_dims - 1)
+        first, last = max(math.floor(turns_most), 0), min(math.ceil(turns_1), rotary_dims - 1)
         keep = 1 - ((torch.arange(rotary_dims // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
-        size = 0.1 * math.log(rope.factor) + 1
+        size = yarn_size(rope.factor) if rope.sharpens else 1.0
     elif rope.scaling == "linear":
         keep = 0.0
     else:
@@ -80,6 +84,11 @@ def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor
     angles = torch.outer(torch.arange(max_seq_len, dtype=torch.float32), inv_freq)
     angles = torch.cat((angles, angles), dim=-1)
     return (angles.cos(), angles.sin()) if size == 1 else (angles.cos() * size, angles.sin() * size)
+
+
+def yarn_size(factor: float) -> float:
+    """Factor of queries and keys whose positions yarn scales, which makes scores sharper."""
+    return 0.1 * math.log(factor) + 1
 
 
 def rope_at(table_LH: Tensor, seq_len: int, documents: Documents | None) -> Tensor:
@@ -174,6 +183,10 @@ class Attention(nn.Module):
         self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_q * head_dim, eps=qk_norm_eps)
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_k * head_dim, eps=qk_norm_eps)
 
+    def heads(self) -> dict[str, int]:
+        """Return the numbers of heads by kind. Several processes can split the layer between heads only."""
+        return {"query": self.wq.out_features // self.head_dim, "key/value": self.wk.out_features // self.head_dim}
+
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
         B, L, _ = x_BLD.shape
         q, k, v = linear_of_each(x_BLD, self.wq, self.wk, self.wv)
@@ -205,6 +218,9 @@ class FeedForward(nn.Module):
 class Head(nn.Module):
     """Final norm and projection to the vocabulary. They are one FSDP unit: one all-gather serves both, and a chunked
     loss can use the projection's weight many times without more communication."""
+
+    further_norm: RMSNorm
+    """Norm of the hidden states of a `FurtherToken`, in decoders that have one."""
 
     def __init__(self, dim: int, vocab_size: int, norm_eps: float) -> None:
         super().__init__()

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter, InFlight
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import gather_asynchronously
 from titanlite.runtime.private_torch.tensors import has_hardware_bfloat16
@@ -66,7 +66,8 @@ class CpuKernels(Kernels):
             unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
             if not reduces_in_backward:  # with replicas, an early all-gather takes 3 % more memory than planned
                 gather_asynchronously(unit)
-                unit.set_modules_to_forward_prefetch([*units[index + 1 : index + 2]])  # as FSDP does itself on a GPU
+                following = [it for it in units[index + 1 :] if in_every_pass(it)]
+                unit.set_modules_to_forward_prefetch(following[:1])  # as FSDP does itself on a GPU
 
 
 class _WideLinear(torch.autograd.Function):

@@ -350,6 +350,15 @@ DEFAULT_KERNELS = Kernels()
 """The kernels of a model that nobody gave others."""
 
 
+def in_every_pass(module: object) -> bool:
+    """Return False for a block that runs only where gradients are computed, and has `in_every_pass = False`.
+
+    FSDP must not gather it ahead: in other passes nothing would use the gathered weights, and the next one would find
+    them outdated.
+    """
+    return getattr(module, "in_every_pass", True)
+
+
 def set_kernels(model: nn.Module, kernels: Kernels) -> None:
     """Give kernels to every module of a model that uses some: those with an attribute `kernels`."""
     for module in model.modules():

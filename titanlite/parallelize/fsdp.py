@@ -19,7 +19,7 @@ from torch.distributed.tensor import Shard
 from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh
 from titanlite.models.base import Model, head_of
 from titanlite.models.quantized import quantized_parameters
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.gradient_memory import ReduceScatter
@@ -196,7 +196,7 @@ def fsdp_units(model: Model, *, min_params: int = 0) -> list[list[nn.Module]]:
         if child is model.layers:
             size = min_params
             for block in model.layers:
-                if size >= min_params:
+                if size >= min_params or not in_every_pass(block):
                     units.append([])
                     size = 0
                 units[-1].append(block)
@@ -223,6 +223,7 @@ def _prefetch(units: list[FSDPModule], parallelism: Parallelism) -> None:
     forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
     for index, unit in enumerate(units):
         if forward:
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + forward])
+            following = [it for it in units[index + 1 :] if in_every_pass(it)]
+            unit.set_modules_to_forward_prefetch(following[:forward])
         if backward:
             unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1])

@@ -30,6 +30,7 @@ Found = TypeVar("Found")
 TECHNIQUES: dict[str, tuple[str, ...]] = {
     "lora": ("lora",),
     "freeze": ("freeze",),
+    "multi_token": ("training.multi_token_weight",),
     "parametrization": ("optimizer.parametrization", "optimizer.base_width", "optimizer.base_depth"),
     "document_mask": ("data.document_mask",),
     "context": ("parallelism.context_parallel_degree",),

@@ -35,6 +35,7 @@ class PipelineParallel(Technique):
             )
         others = {
             "teacher.path": config.teacher.path is not None or config.teacher.cache is not None,
+            "training.multi_token_weight": config.training.multi_token_weight > 0,
             "metrics.layers.freq": config.metrics.layers.freq > 0,
             "offload": "disk" in (config.offload.parameters, config.offload.optimizer),
             "parallelism.fsdp_min_unit_params": config.parallelism.fsdp_min_unit_params > 0,

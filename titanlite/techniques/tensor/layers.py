@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from titanlite.mesh import tensor_mesh
 from titanlite.models.base import ExpertLayer, Model, TensorRole, head_of
 from titanlite.models.layers import Attention, Linear, RMSNorm
+from titanlite.models.mla import LatentAttention
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.fsdp import gather_local_parts
 from titanlite.runtime.private_torch.process_groups import all_gather, all_reduce, reduce_scatter
@@ -317,9 +318,8 @@ def _sizes(model: Model) -> Iterator[tuple[str, int]]:
     """Yield what is split, and into how many pieces at most."""
     for name, role in roles_of(model).items():
         module = model.get_submodule(name)
-        if role == "split" and isinstance(module, Attention):
-            heads = {"query": module.wq, "key/value": module.wk}
-            yield from ((f"{kind} heads of {name}", it.out_features // module.head_dim) for kind, it in heads.items())
+        if role == "split" and isinstance(module, Attention | LatentAttention):
+            yield from ((f"{kind} heads of {name}", number) for kind, number in module.heads().items())
         elif role == "vocabulary":
             yield VOCABULARY, next(module.parameters()).shape[0]
         elif isinstance(module, ExpertLayer):

@@ -1,0 +1,152 @@
+"""Prediction of the token after the next, against the module of transformers and plain formulas of the loss."""
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers.modeling_layers import MtpLayer
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
+
+from tests import models
+from tests.families import built, oracle, renamed
+from tests.weights import one_process, random_model, save_model, small_toml
+from titanlite.batch import IGNORE
+from titanlite.loss import token_loss
+from titanlite.models.decoder import Decoder
+from titanlite.models.initial import Constant
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import set_kernels
+from titanlite.tools.convert.source import load_model, open_source
+
+WEIGHT = 0.3
+TOKENS = torch.randint(0, 101, (2, 41), generator=torch.Generator().manual_seed(1))
+
+
+def predicting(family: str = "deepseek_v3") -> Decoder:
+    """Return a small model that predicts the token after the next, with random weights."""
+    model = built(family)
+    model.predict_further(WEIGHT)
+    generator = torch.Generator().manual_seed(2)
+    with torch.no_grad():
+        known = {name for name, _ in built(family).named_parameters()}
+        for name, parameter in [it for it in model.named_parameters() if it[0] not in known]:
+            center = isinstance(model.init_weight(name, parameter.shape), Constant)
+            parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
+    set_kernels(model, CpuKernels())
+    return model
+
+
+def theirs_of(model: Decoder, other: Any) -> MtpLayer:
+    """Return transformers' module with the same weights."""
+    theirs = MtpLayer(other.config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, 3)
+    own = model.layers[-1].state_dict()
+    names = {"next_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj"}
+    found = {f"{it}.weight": own[f"{ours}.weight"] for ours, it in names.items()}
+    found["post_norm.weight"] = model.head.further_norm.weight
+    block = {name.replace("block.", "layers.3."): it for name, it in own.items() if name.startswith("block.")}
+    found |= {it.replace("model.layers.3.", "mtp_block."): tensor for it, tensor in renamed(model, block).items()}
+    theirs.load_state_dict(found)
+    return theirs
+
+
+def test_the_module_is_that_of_transformers() -> None:
+    model = predicting()
+    other = oracle(built("deepseek_v3"))
+    theirs = theirs_of(model, other)
+    tokens = TOKENS[:, :-1]
+    seen: list[Any] = []
+    model.head.further_norm.register_forward_hook(lambda _module, _args, out: seen.append(out))
+    model(tokens, loss=partial(token_loss, labels_BL=TOKENS[:, 1:]))
+    with torch.no_grad():
+        hidden_BLD = other.model(tokens).last_hidden_state
+        positions = other.model.rotary_emb(hidden_BLD, torch.arange(40)[None])
+        mask = torch.full((40, 40), -torch.inf).triu(1)[None, None]
+        next_BLD = other.model.embed_tokens(TOKENS[:, 1:])
+        expected = theirs(next_BLD, hidden_BLD, positions, mask, None, None)
+    assert expected.std() > 0.1
+    assert (seen[0] - expected)[:, :-1].abs().max() < 1e-5
+
+
+def plain_loss(model: Decoder, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """Losses of the next token and of the one after it, by whole logits of the model without its own loss."""
+    tokens = TOKENS[:, :-1]
+    cos_LH, sin_LH = model.rope_cos[0, :40], model.rope_sin[0, :40]
+    x_BLD = embedded_BLD = model.tok_embeddings(tokens)
+    for block in model.layers[:-1]:
+        x_BLD = block(x_BLD, cos_LH, sin_LH, None)
+    hidden_BLD = model.head.norm(x_BLD)
+    next_BLD = torch.cat([embedded_BLD[:, 1:], torch.zeros_like(embedded_BLD[:, :1])], dim=1)
+    further_BLD = model.layers[-1](hidden_BLD, next_BLD, cos_LH, sin_LH, None)
+    total = partial(F.cross_entropy, ignore_index=IGNORE, reduction="sum")
+    own = total(model.head.output(hidden_BLD).flatten(0, 1), labels.flatten())
+    after = torch.full_like(labels, IGNORE)
+    for row, place in [(row, place) for row in range(2) for place in range(39)]:
+        if labels[row, place] != IGNORE:
+            after[row, place] = labels[row, place + 1]
+    return own, total(model.head.output(model.head.further_norm(further_BLD)).flatten(0, 1), after.flatten())
+
+
+def test_loss_and_gradients_are_those_of_plain_formulas() -> None:
+    labels = TOKENS[:, 1:].clone()
+    labels[0, 11] = labels[1, 20:25] = IGNORE
+    model = predicting()
+    found = model(TOKENS[:, :-1], loss=partial(token_loss, labels_BL=labels))
+    found.total.backward()
+    gradients = {name: it.grad for name, it in model.named_parameters()}
+    model.zero_grad()
+    own, further = plain_loss(model, labels)
+    (own + WEIGHT * further).backward()
+    assert float(found.cross_entropy) == pytest.approx(float(own.detach()), rel=1e-5)
+    assert float(found.metrics["multi_token_loss"]) == pytest.approx(float(further.detach()), rel=1e-5)
+    assert float(found.total.detach()) == pytest.approx(float((own + WEIGHT * further).detach()), rel=1e-5)
+    for name, parameter in model.named_parameters():
+        gradient, expected = gradients[name], parameter.grad
+        assert gradient is not None, name
+        assert expected is not None, name
+        assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max() + 1e-8, name
+
+
+@pytest.mark.parametrize("family", ["olmo3", "deepseek_v3"])
+def test_documents_are_predicted_as_if_alone(family: str) -> None:
+    model = predicting(family)
+    rows = [[19, 21], [40]]
+    tokens, labels = TOKENS[:, :-1], TOKENS[:, 1:].clone()
+    labels[0, 18] = labels[:, -1] = IGNORE
+    packed = model(tokens, loss=partial(token_loss, labels_BL=labels), documents=models.documents(rows))
+    parts = [part for row, it in zip(rows, torch.stack([tokens, labels], 2), strict=True) for part in it.split(row)]
+    alone = [model(part[None, :, 0], loss=partial(token_loss, labels_BL=part[None, :, 1])) for part in parts]
+    total = sum(float(it.metrics["multi_token_loss"]) for it in alone)
+    assert float(packed.metrics["multi_token_loss"]) == pytest.approx(total, rel=1e-5)
+
+
+def test_the_next_token_is_predicted_as_before() -> None:
+    plain, model = built("olmo3"), predicting("olmo3")
+    with torch.no_grad():
+        assert torch.equal(model(TOKENS), plain(TOKENS))
+        evaluated = model(TOKENS[:, :-1], loss=partial(token_loss, labels_BL=TOKENS[:, 1:]))
+    assert "multi_token_loss" not in evaluated.metrics
+    names = {name for name, _ in model.named_parameters()} - {name for name, _ in plain.named_parameters()}
+    assert {name.split(".")[1] for name in names} == {"4", "further_norm"}
+
+
+def test_flops_count_the_module_and_its_logits() -> None:
+    args = built("olmo3").args
+    more = predicting("olmo3").flops_per_token(40) - built("olmo3").flops_per_token(40)
+    block = args.dim * args.head_size * 12 + 3 * args.dim * args.hidden_dim
+    assert more == 6 * (block + args.dim * (args.vocab_size + 2 * args.dim)) + 12 * args.dim * 40
+
+
+def test_commands_leave_the_module_out(tmp_path: Path) -> None:
+    toml = tmp_path / "small.toml"
+    toml.write_text(small_toml("llama3").replace("[training]\n", "[training]\nmulti_token_weight = 0.3\n"))
+    model = random_model(toml)
+    with one_process():
+        checkpoint = save_model(tmp_path, model, toml)
+    found = load_model(open_source(str(checkpoint)))
+    assert len(found.layers) == len(model.layers) - 1
+    with torch.no_grad():
+        assert torch.equal(found(TOKENS), model.eval()(TOKENS))

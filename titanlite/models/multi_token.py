@@ -1,0 +1,60 @@
+"""Prediction of the token after the next (arXiv:2412.19437, section 2.2, with one module).
+
+Shape suffixes: as in `layers`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from titanlite.models.layers import Linear, Loss, RMSNorm
+
+
+class FurtherToken(nn.Module):
+    """Block that predicts the token after the next, from the final hidden states and the embeddings of the next tokens.
+
+    It is the last of a decoder's `layers`, so that it is sharded, checkpointed and compiled as the others are.
+    """
+
+    in_every_pass = False
+
+    def __init__(self, block: nn.Module, dim: int, norm_eps: float) -> None:
+        super().__init__()
+        self.next_norm = RMSNorm(dim, eps=norm_eps)
+        self.hidden_norm = RMSNorm(dim, eps=norm_eps)
+        self.join = Linear(2 * dim, dim)
+        self.block = block
+
+    @property
+    def feed_forward(self) -> nn.Module:
+        """Layer of the block, as other blocks have it."""
+        return self.block.feed_forward  # pyright: ignore[reportReturnType]
+
+    def forward(self, hidden_BLD: Tensor, next_BLD: Tensor, *inputs: Any) -> Tensor:
+        """Return hidden states [B, L, D], which the head normalizes.
+
+        Args:
+            inputs: further ones of the block.
+        """
+        both = torch.cat([self.next_norm(next_BLD), self.hidden_norm(hidden_BLD)], dim=-1)
+        return self.block(self.join(both), *inputs)
+
+
+def with_further_token(loss: Loss, predict: Callable[[Tensor], Tensor], weight: float) -> Loss:
+    """Add the loss of the token after the next to a loss.
+
+    Args:
+        loss: `titanlite.loss.token_loss` with the arguments of a batch.
+        predict: returns the normalized hidden states of a `FurtherToken` for the final ones.
+        weight: of what is added.
+    """
+
+    def both(hidden_BLD: Tensor, weight_VD: Tensor) -> Any:
+        own = loss(hidden_BLD, weight_VD)
+        further = loss(predict(hidden_BLD), weight_VD, ahead=True)  # pyright: ignore[reportCallIssue]
+        metrics = {**own.metrics, "multi_token_loss": further.cross_entropy}
+        return own._replace(total=own.total + weight * further.total, metrics=metrics)
+
+    return both

@@ -1,0 +1,53 @@
+"""Multi-token prediction (arXiv:2412.19437, section 2.2): one more module predicts the token after the next, too.
+
+The decoder has the module, see `models/multi_token.py`. Its loss is added where gradients are computed.
+"""
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.schema import Config
+from titanlite.techniques import used
+from titanlite.techniques.technique import Conflict, Technique, reads
+
+if TYPE_CHECKING:
+    from titanlite.models.base import Model
+
+
+class MultiTokenPrediction(Technique):
+    option = "training.multi_token_weight"
+
+    def is_used(self, config: Config) -> bool:
+        return config.training.multi_token_weight > 0
+
+    @reads("training", "parallelism", "optimizer")
+    def conflicts(self, config: Config) -> Iterator[Conflict]:
+        axes = config.parallelism
+        refused = {
+            "training.loss": config.training.loss is not None,
+            "parallelism.context_parallel_degree": axes.context_parallel_degree > 1,
+            "parallelism.tensor_parallel_degree": axes.tensor_parallel_degree > 1,
+            "optimizer.parametrization": config.optimizer.parametrization != "standard",
+            **{it.option: True for it in used(config) if it.loss_arguments},
+        }
+        for other in [name for name, is_set in refused.items() if is_set]:
+            yield self.option, f"cannot be combined with {other} yet: set it to 0, or leave that out"
+
+    @reads("training.multi_token_weight")
+    def choose_trained(self, model: "Model", config: Config) -> None:
+        from titanlite.models.decoder import Decoder
+
+        if not isinstance(model, Decoder):
+            problem = f"needs a decoder of titanlite's own, and {type(model).__name__} is none: set it to 0"
+            raise ConfigError([Problem(self.option, problem)])
+        model.predict_further(config.training.multi_token_weight)
+
+    def summary(self, config: Config) -> str:
+        return f"prediction of two tokens (weight {config.training.multi_token_weight:g})"
+
+    def resume_settings(self, config: Config) -> dict[str, Any]:
+        return {self.option: config.training.multi_token_weight}
+
+
+TECHNIQUE = MultiTokenPrediction()
