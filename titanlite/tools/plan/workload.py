@@ -199,5 +199,5 @@ def _one_kernel(run: Sequence[Operator], last_read: dict[int, int]) -> Iterable[
 
 
 def _collective(sent: Sent, gpus_per_node: int) -> Collective:
-    on_first_node = sum(rank < gpus_per_node for rank in sent.ranks)
-    return Collective(sent.collective, sent.bytes, Group(len(sent.ranks), on_first_node))
+    on_one_node = max(Counter(rank // gpus_per_node for rank in sent.ranks).values())
+    return Collective(sent.collective, sent.bytes, Group(len(sent.ranks), on_one_node))
