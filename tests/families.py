@@ -10,6 +10,7 @@ from torch import Tensor
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.deepseek_v3 import DeepseekV3, DeepseekV3Args
 from titanlite.models.experts import DecoderOfExperts
+from titanlite.models.gemma3 import Gemma3, Gemma3Args
 from titanlite.models.glm4_moe import Glm4Moe, Glm4MoeArgs
 from titanlite.models.olmo3 import Olmo3, Olmo3Args
 from titanlite.models.smollm3 import SmolLM3, SmolLM3Args
@@ -33,6 +34,10 @@ FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
         DeepseekV3Args(**LATENT, q_rank=24, rope_most_turns=1.0, n_groups=4, n_active_groups=2),
     ),
     "moonlight": (DeepseekV3, DeepseekV3Args(**LATENT | PLAIN, n_shared_experts=2)),
+    "gemma3": (
+        Gemma3,
+        Gemma3Args(**SHAPE | {"n_layers": 6, "rope_theta": 50000.0}, head_dim=24, window=7, query_pre_attn_scalar=20),
+    ),
     "olmo3": (Olmo3, Olmo3Args(**SHAPE, window=7)),
     "glm4_moe": (
         Glm4Moe,

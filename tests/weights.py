@@ -34,7 +34,7 @@ AS_CASES = [pytest.param(it, marks=pytest.mark.nightly) if it == "qwen3" else it
 
 
 def small_toml(family: str, *, dtype: str = "float32", tokenizer: str = "bytes", **args: Any) -> str:
-    lines = {**SMALL, **OWN[family], **args}
+    lines = {**SMALL, **OWN.get(family, {}), **args}
     text = "\n".join(f"{name} = {str(value).lower()}" for name, value in lines.items())
     return f"""
 [model]
@@ -73,8 +73,8 @@ def random_model(config_file: Path, *, scale: float = 6) -> Model:
             if parameter.ndim > 1:
                 if parameter.itemsize > 1:  # codes are as they are
                     parameter.mul_(scale)
-            else:  # norms, which begin as ones: a swap would go unseen
-                parameter.mul_(1 + 0.3 * torch.rand(parameter.shape, generator=generator))
+            else:  # norms and biases, which begin alike: a swap would go unseen
+                parameter.add_(0.3 * torch.rand(parameter.shape, generator=generator))
     return model
 
 

@@ -19,6 +19,10 @@ GLM = [
     f"--model.args={{{SIZES}, head_dim=12, n_experts=8, n_active_experts=3, n_groups=4, n_active_groups=2, "
     "dense_hidden_dim=96, routed_scaling_factor=2.5, qk_norm=true}",
 ]
+GEMMA = [
+    "--model.name=gemma3",
+    f"--model.args={{{SIZES}, head_dim=14, query_pre_attn_scalar=10, window=5, full_every=3, rope_scaling_factor=8.0}}",
+]
 SMOL = ["--model.name=smollm3", f"--model.args={{{SIZES}}}"]
 LATENT = "q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=10"
 EXPERTS = "n_experts=8, n_active_experts=2, n_groups=4, n_active_groups=2, n_dense_layers=1, dense_hidden_dim=64"
@@ -35,12 +39,19 @@ FURTHER = {
     "olmo3, mask, compile": [*OLMO, *MASK, "--compile.enable", "--training.local_batch_size=1"],
     "deepseek, AC op": [*DEEPSEEK, "--activation_checkpoint.mode=selective"],
     "deepseek, mask, compile": [*DEEPSEEK, *MASK, "--compile.enable"],
+    "gemma3, AC op": [*GEMMA, "--activation_checkpoint.mode=selective"],
+    "gemma3, mask, compile": [*GEMMA, *MASK, "--compile.enable", "--training.local_batch_size=1"],
     "smollm3, mask, AC": [*SMOL, *MASK, "--activation_checkpoint.mode=full"],
 }
 
 
 def test_two_ranks_train_as_one(tiny: TinyRun) -> None:
-    compare_with_one(tiny, {"olmo3, mask": [*OLMO, *MASK]}, [(1, 2), (1, 1, 2), (1, 1, 1, 2)], steps=4)
+    compare_with_one(
+        tiny,
+        {"olmo3, mask": [*OLMO, *MASK], "gemma3, mask": [*GEMMA, *MASK]},
+        [(1, 2), (1, 1, 2), (1, 1, 1, 2)],
+        steps=4,
+    )
 
 
 @pytest.mark.slow

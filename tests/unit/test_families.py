@@ -7,27 +7,32 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
 from tests.helpers import mentions
+from tests.weights import save_random, state
 from titanlite.models.decoder import Decoder, LayerAttention
 from titanlite.models.experts import DecoderOfExperts, ExpertArgs, Experts
-from titanlite.models.initial import Constant, Scaled
-from titanlite.models.layers import Attention, FeedForward, rope_cos_sin, yarn_size
+from titanlite.models.layers import Attention, FeedForward, RMSNorm, rope_cos_sin, yarn_size
 from titanlite.models.mla import LatentAttention
-from titanlite.models.registry import resolve_model
+from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import Kernels
 from titanlite.schema import ActivationCheckpoint, Config, Optimizer
 from titanlite.techniques.parametrization import find_scaling
 from titanlite.tools import cli
 from titanlite.tools.convert.generation import Generator, Sampler
+from titanlite.tools.convert.weights import open_weights
 from titanlite.tools.plan.estimate import period_of
 from titanlite.tools.plan.recorder import flops_of
 
 COUNTS = {
+    ("gemma3", "270M"): 268_098_176, ("gemma3", "1B"): 999_885_952, ("gemma3", "4B"): 3_880_263_168,
+    ("gemma3", "12B"): 11_766_034_176, ("gemma3", "27B"): 27_009_346_304,
     ("smollm3", "3B"): 3_075_098_624, ("olmo3", "7B"): 7_298_011_136, ("olmo3", "32B"): 32_233_522_176,
     ("glm4_moe", "106B-A12B"): 106_852_245_504, ("glm4_moe", "355B-A32B"): 352_797_814_784,
     ("deepseek_v3", "Moonlight-16B-A3B"): 15_960_108_544,
@@ -94,6 +99,33 @@ def test_modules_that_predict_further_tokens_are_left_out_on_demand(
     assert cli.run([*words, "--allow-unexpected", "model.layers.4"]) == 0
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exported_folders_come_back_bit_for_bit(family: str, tmp_path: Path) -> None:
+    for dtype in ("float32", "bfloat16"):
+        folder = tmp_path / dtype
+        folder.mkdir()
+        checkpoint, model = save_random(folder, family, dtype=dtype, **vars(FAMILIES[family][1]))
+        words = ["--out", str(folder / "hf"), "--check", "--no-tokenizer"]
+        assert cli.run(["checkpoint", "export", str(checkpoint), *words]) == 0
+        reader = open_weights(str(folder / "hf"), ModelSpec(type(model), model.args), [])
+        assert reader is not None
+        expected = state(model)
+        found = {f"model.{name}": torch.full_like(tensor, torch.nan) for name, tensor in expected.items()}
+        dcp.load(found, storage_reader=reader, no_dist=True)
+        assert [name for name, tensor in expected.items() if not torch.equal(found[f"model.{name}"], tensor)] == []
+
+
+def test_gemma_rounds_as_transformers() -> None:
+    model = built("gemma3", dim=96).bfloat16()
+    other = oracle(model).bfloat16()
+    x_BLD = model.embed(TOKENS)
+    assert torch.equal(x_BLD, other.model.embed_tokens(TOKENS))
+    norm: Any = model.layers[0].attention_norm
+    for kernels in (CpuKernels(), Kernels()):
+        norm.kernels = kernels
+        assert torch.equal(norm(x_BLD), other.model.layers[0].input_layernorm(x_BLD))
+
+
 def attend_otherwise(model: Decoder, **changes: Any) -> None:
     """Change what the layers of a model see."""
     model.attentions = [replace(it, **changes) if it.window else it for it in model.attentions]
@@ -109,6 +141,32 @@ def window_one_too_long(model: Decoder) -> None:
 
 def scaled_positions_in_windows(model: Decoder) -> None:
     attend_otherwise(model, rope=1)
+
+
+def local_positions_in_full_layers(model: Decoder) -> None:
+    model.attentions = [replace(it, rope=0) for it in model.attentions]
+
+
+def plain_positions_in_full_layers(model: Decoder) -> None:
+    model.args = replace(model.args, rope_scaling_factor=1.0)
+    model.init_buffers()
+
+
+def embeddings_of_size_one(model: Decoder) -> None:
+    model.args = replace(model.args, dim=1)
+
+
+def scores_by_head_size(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.scale = None
+
+
+def norms_by_their_weights(model: Decoder) -> None:
+    """One norm of each block is enough to show."""
+    for name, module in model.named_modules():
+        if isinstance(module, RMSNorm) and name.endswith("post_ffn_norm"):
+            module.offset = 0.0
 
 
 def positions_in_every_layer(model: Decoder) -> None:
@@ -214,6 +272,15 @@ PLANTED = {
         groups_ignored,
         no_bias_of_balance,
     ),
+    "gemma3": (
+        window_one_too_short,
+        window_one_too_long,
+        local_positions_in_full_layers,
+        plain_positions_in_full_layers,
+        embeddings_of_size_one,
+        scores_by_head_size,
+        norms_by_their_weights,
+    ),
     "olmo3": (window_one_too_short, window_one_too_long, scaled_positions_in_windows, norm_of_each_head),
     "smollm3": (positions_in_every_layer,),
 }
@@ -312,12 +379,20 @@ def test_roles_of_experts() -> None:
     assert found["layers.1.feed_forward.w1"].initial == found["layers.3.feed_forward.w1"].initial
 
 
-def test_branches_shrink_with_the_depth_by_their_norms() -> None:
-    model = built("olmo3")
+@pytest.mark.parametrize(
+    ("family", "names", "values"),
+    [
+        ("olmo3", {"attention_norm", "ffn_norm"}, 0.5),
+        ("gemma3", {"post_attention_norm", "post_ffn_norm"}, -0.5),  # to which 1 is added
+    ],
+)
+def test_branches_shrink_with_the_depth_by_their_norms(family: str, names: set[str], values: float) -> None:
+    model = built(family, n_layers=4, tied_head=False)
     found = find_scaling(model, Optimizer(parametrization="completep", base_width=64, base_depth=2))
     residual = {name: it.initial for name, it in found.items() if it.role == "residual"}
-    assert {name.split(".")[2] for name in residual} == {"attention_norm", "ffn_norm"}
-    assert set(residual.values()) == {Scaled(Constant(1.0), 0.5)}
+    assert {name.split(".")[2] for name in residual} == names
+    bits = torch.zeros(1, dtype=torch.int64)
+    assert {float(initial.values(bits, bits)) for initial in residual.values()} == {values}
 
 
 @pytest.mark.parametrize(
@@ -325,6 +400,7 @@ def test_branches_shrink_with_the_depth_by_their_norms() -> None:
     [
         ("olmo3", {"window": 0}),
         ("olmo3", {"rope_scaling_factor": 0.5}),
+        ("gemma3", {"query_pre_attn_scalar": 0}),
         ("olmo3", {"dim": 60, "n_heads": 8, "n_kv_heads": 8}),
         ("smollm3", {"no_rope_every": 0}),
         ("deepseek_v3", {"v_dim": 21}),
@@ -349,6 +425,9 @@ def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> 
         ("olmo3", {"rope_parameters": None, "rope_scaling": {"rope_type": "linear", "factor": 2.0}}, "linear"),
         ("deepseek_v3", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
         ("deepseek_v3", {"rope_interleave": False}, "rope_interleave"),
+        ("gemma3", {"rope_parameters": None, "rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
+        ("gemma3", {"rope_parameters": {"sliding_attention": {"rope_type": "linear", "factor": 2.0}}}, "linear"),
+        ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
@@ -371,6 +450,7 @@ def test_configs_that_a_family_cannot_compute_are_refused(family: str, changes: 
 
 
 def test_layers_of_a_family() -> None:
+    assert built("gemma3").attentions == [LayerAttention(window=7)] * 5 + [LayerAttention(rope=1)]
     assert built("olmo3").attentions == [LayerAttention(window=7)] * 3 + [LayerAttention(rope=1)]
     assert built("smollm3").attentions == [LayerAttention()] * 3 + [LayerAttention(rope=None)]
 

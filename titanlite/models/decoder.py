@@ -185,7 +185,7 @@ class Decoder(Model):
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
-        x_BLD = embedded_BLD = self.tok_embeddings(tokens)
+        x_BLD = embedded_BLD = self.embed(tokens)
         masks = self._masks(x_BLD, documents)
         inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
@@ -199,6 +199,10 @@ class Decoder(Model):
                 self.further_weight,
             )
         return self.head(x_BLD, loss)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """Return the input of the first block [B, L, D]."""
+        return self.tok_embeddings(tokens)
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:
         """Return the mask of each layer, which those with the same window share. None: causal without a mask."""

@@ -123,6 +123,32 @@ def rope_scaling(config: ConfigJson) -> dict[str, Any]:
     return {} if kind == "default" else {**scaling, "rope_type": kind}
 
 
+KINDS = {True: "full_attention", False: "sliding_attention"}
+"""Kinds of layers in layer_types of config.json, by whether they have no window."""
+
+
+def write_layer_types(args: Any) -> list[str]:
+    """Return the kind of each layer."""
+    return [KINDS[args.attention_of(layer).window is None] for layer in range(args.n_layers)]
+
+
+def read_full_every(config: ConfigJson, default: int) -> int:
+    """Return n where each n-th layer has no window, and all others do.
+
+    Args:
+        default: n of files that lack layer_types.
+
+    Raises:
+        ValueError: the layers have no such pattern.
+    """
+    numbers = range(1, config.get("num_hidden_layers", 0) + 1)
+    kinds = config.get("layer_types") or [KINDS[number % default == 0] for number in numbers]
+    every = kinds.index(KINDS[True]) + 1 if KINDS[True] in kinds else len(kinds) + 1
+    if kinds != [KINDS[number % every == 0] for number in range(1, len(kinds) + 1)]:
+        raise ValueError(f"layer_types {kinds} is not supported, only full attention in each n-th layer")
+    return every
+
+
 def write_plain_rope(args: Any) -> ConfigJson:
     """Return the keys of config.json for RoPE without scaling."""
     return {"rope_theta": args.rope_theta, "rope_scaling": None}

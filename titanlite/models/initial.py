@@ -40,6 +40,10 @@ class InitialValues:
         """
         raise NotImplementedError
 
+    def scaled(self, factor: float) -> "InitialValues":
+        """Return values that scale what the parameter does, for width and depth transfer."""
+        return Scaled(self, factor)
+
 
 @dataclass(frozen=True)
 class Constant(InitialValues):
@@ -131,6 +135,19 @@ class Scaled(InitialValues):
         """Standard deviation; None if the other distribution gives none."""
         std = getattr(self.base, "std", None)
         return None if std is None else std * self.factor
+
+
+@dataclass(frozen=True)
+class LessOne(InitialValues):
+    """Values of a parameter to which the model adds 1: those of another distribution, less 1."""
+
+    base: InitialValues
+
+    def values(self, bits: Tensor, indices: Tensor) -> Tensor:
+        return self.base.values(bits, indices).sub_(1)
+
+    def scaled(self, factor: float) -> InitialValues:
+        return LessOne(self.base.scaled(factor))
 
 
 def _fraction(bits: Tensor) -> Tensor:

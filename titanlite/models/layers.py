@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.ops.attention import AttentionMask, Documents, KeySource, Scores, attend
-from titanlite.ops.functions import rotate, swiglu
+from titanlite.ops.functions import geglu, rotate, swiglu
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import has_hooks
 
@@ -30,6 +30,7 @@ __all__ = [
     "RMSNorm",
     "Rope",
     "attend",
+    "geglu",
     "rope_at",
     "rope_cos_sin",
     "rotate",
@@ -131,13 +132,16 @@ class RMSNorm(nn.RMSNorm):
     kernels: Kernels = DEFAULT_KERNELS
     mean_over_ranks: Callable[[Tensor], Tensor] | None = None
     """Averages over the ranks that have the other parts of x. None: x is whole. Tensor parallelism sets it."""
+    offset: float = 0.0
+    """Added to the weight, in float32."""
 
     def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight.float() + self.offset if self.offset else self.weight
         if self.mean_over_ranks is None:
-            return self.kernels.rms_norm(x, self.weight, self.eps)
+            return self.kernels.rms_norm(x, weight, self.eps)
         size = self.mean_over_ranks(x.float().square().mean(-1, keepdim=True))
         assert self.eps is not None
-        return (x.float() * torch.rsqrt(size + self.eps) * self.weight.float()).to(x.dtype)
+        return (x.float() * torch.rsqrt(size + self.eps) * weight.float()).to(x.dtype)
 
 
 class Attention(nn.Module):

@@ -18,15 +18,17 @@ from titanlite.models.decoder_formats import (
     HF_FEED_FORWARD,
     HF_FIELDS,
     HF_QK_NORM,
+    KINDS,
+    read_full_every,
     rope_scaling,
     rope_theta,
+    write_layer_types,
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
 from titanlite.models.layers import AttentionMask, Rope
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
 """Constants of `Rope`, by their keys of config.json."""
-KINDS = {True: "full_attention", False: "sliding_attention"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,10 +67,6 @@ class PostNormBlock(Block):
         return x_BLD + self.ffn_norm(self.feed_forward(x_BLD))
 
 
-def _kinds(args: Olmo3Args) -> list[str]:
-    return [KINDS[args.attention_of(layer).window is None] for layer in range(args.n_layers)]
-
-
 def _write_rest(args: Olmo3Args) -> ConfigJson:
     factor, theta = args.rope_scaling_factor, {"rope_theta": args.rope_theta}
     scaling = {**YARN, "factor": factor, "attention_factor": 0.1 * math.log(factor) + 1} if factor != 1 else None
@@ -77,7 +75,7 @@ def _write_rest(args: Olmo3Args) -> ConfigJson:
         by_kind[KINDS[True]] |= scaling
     # transformers before version 5 reads the first two, and later versions the third.
     ropes = {**theta, "rope_scaling": scaling, "rope_parameters": by_kind}
-    return {**ropes, "layer_types": _kinds(args), "pad_token_id": None}
+    return {**ropes, "layer_types": write_layer_types(args), "pad_token_id": None}
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
@@ -91,12 +89,7 @@ def _read_rest(config: ConfigJson) -> dict[str, Any]:
     expected = {**YARN, "attention_factor": 0.1 * math.log(factor) + 1} if scaling else {}
     if wrong := {key: scaling[key] for key, value in expected.items() if scaling.get(key, value) != value}:
         raise ValueError(f"RoPE scaling {wrong} is not supported, only {expected}")
-    kinds = config.get("layer_types") or [
-        KINDS[(layer + 1) % 4 == 0] for layer in range(config.get("num_hidden_layers", 0))
-    ]
-    every = kinds.index(KINDS[True]) + 1 if KINDS[True] in kinds else len(kinds) + 1
-    if kinds != [KINDS[(layer + 1) % every == 0] for layer in range(len(kinds))]:
-        raise ValueError(f"layer_types {kinds} is not supported, only full attention in each n-th layer")
+    every = read_full_every(config, 4)
     return {"rope_theta": rope_theta(config, 500000.0), "rope_scaling_factor": factor, "full_every": every}
 
 

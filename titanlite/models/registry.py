@@ -33,6 +33,7 @@ class _Families(Mapping[str, type[Model]]):
 MODELS = _Families(
     {
         "deepseek_v3": "DeepseekV3",
+        "gemma3": "Gemma3",
         "glm4_moe": "Glm4Moe",
         "llama3": "Llama3",
         "olmo3": "Olmo3",

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter, InFlight
+from titanlite.ops.functions import rms_norm
 from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import gather_asynchronously
@@ -42,9 +43,7 @@ class CpuKernels(Kernels):
         return _WideLinear.apply(x, weight, wide)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-        if torch.compiler.is_compiling():
-            return super().rms_norm(x, weight, eps)
-        return _RMSNorm.apply(x, weight, torch.finfo(x.dtype).eps if eps is None else eps)
+        return super().rms_norm(x, weight, eps) if torch.compiler.is_compiling() else rms_norm(x, weight, eps)
 
     def adapt_fsdp(
         self,
@@ -89,25 +88,3 @@ class _WideLinear(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             d_weight = (gradient.flatten(0, -2).t() @ x.to(ctx.wide).flatten(0, -2)).type_as(weight)
         return d_x, d_weight, None
-
-
-class _RMSNorm(torch.autograd.Function):
-    """RMSNorm with half of the passes over memory that PyTorch's takes on a CPU. Beside x, it keeps one number for each
-    vector."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        wide = x.float()
-        scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
-        ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).type_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, scale = ctx.saved_tensors
-        gradient, normal = gradients[0].float(), x.float() * scale
-        both = gradient * normal
-        along = (both.flatten(0, -2) @ weight.float()).div_(-x.shape[-1]).view_as(scale)
-        d_x = (gradient * weight).addcmul_(normal, along).mul_(scale)
-        d_weight = both.flatten(0, -2).sum(dim=0).type_as(weight) if ctx.needs_input_grad[1] else None
-        return d_x.type_as(x), d_weight, None

@@ -1,5 +1,5 @@
-"""Rotation and SwiGLU with a backward pass that keeps less memory than autograd's, and linear layers that add up the
-gradient of their common input in fewer kernels.
+"""Rotation, SwiGLU and RMSNorm with a backward pass that keeps less memory than autograd's, and linear layers that add
+up the gradient of their common input in fewer kernels.
 
 The compiler finds such a backward pass by itself, and caches no code with custom functions in it: it gets the plain
 formulas.
@@ -182,6 +182,42 @@ class _ClampedSwiGLU(torch.autograd.Function):
         d_gate = (1 - share).mul_(limited).mul_(SLOPE).add_(1).mul_(share)
         d_gate.mul_(up.clamp(-LIMIT, LIMIT).add_(1)).mul_(gradients[0]).mul_(gate <= LIMIT)
         return d_gate, d_up
+
+
+def geglu(gate: Tensor, up: Tensor) -> Tensor:
+    """gelu(gate) * up (arXiv:2002.05202), elementwise, with the tanh approximation of GELU."""
+    return F.gelu(gate, approximate="tanh") * up
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
+    """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x."""
+    eps = torch.finfo(x.dtype).eps if eps is None else eps
+    if torch.compiler.is_compiling():
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight).type_as(x)
+    return _RMSNorm.apply(x, weight, eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """RMSNorm with half of the passes over memory that PyTorch's takes on a CPU, for weights of any dtype. Beside x, it
+    keeps one number for each vector."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        wide = x.float()
+        scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+        ctx.save_for_backward(x, weight, scale)
+        return (wide * scale).mul_(weight).type_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, scale = ctx.saved_tensors
+        gradient, normal = gradients[0].float(), x.float() * scale
+        both = gradient * normal
+        along = (both.flatten(0, -2) @ weight.float()).div_(-x.shape[-1]).view_as(scale)
+        d_x = (gradient * weight).addcmul_(normal, along).mul_(scale)
+        d_weight = both.flatten(0, -2).sum(dim=0).type_as(weight) if ctx.needs_input_grad[1] else None
+        return d_x.type_as(x), d_weight, None
 
 
 def linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -31,7 +31,7 @@ from titanlite.ops.attention import (
     repeat_heads,
 )
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
-from titanlite.ops.functions import linears, loop_over_groups
+from titanlite.ops.functions import linears, loop_over_groups, rms_norm
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
@@ -113,8 +113,11 @@ class Kernels:
         return to_others, from_others
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
-        """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x."""
-        return F.rms_norm(x, weight.shape, weight, eps)
+        """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x.
+
+        PyTorch has a fused kernel where x and the weight have the same dtype.
+        """
+        return F.rms_norm(x, weight.shape, weight, eps) if x.dtype == weight.dtype else rms_norm(x, weight, eps)
 
     def attend(
         self,

@@ -85,7 +85,6 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
         ConfigError: the model has no base of this size, or shares weights that need different factors.
     """
     from titanlite.models.base import Scaling, head_of, initial_values, unique_parameters, vector_names
-    from titanlite.models.initial import Scaled
     from titanlite.models.registry import ModelSpec
     from titanlite.optim.parametrization import adamw_factors
 
@@ -131,7 +130,7 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
             initial=values,
         )
         factor = adamw_factors(scaling).std
-        found[name] = scaling if factor == 1 else replace(scaling, initial=Scaled(values, factor))
+        found[name] = scaling if factor == 1 else replace(scaling, initial=values.scaled(factor))
     return found
 
 
