@@ -52,13 +52,13 @@ class HalfRotated(Qwen3Args):
 
 
 class Biased(Qwen3):
-    """Attention with biases, of which positions rotate half of each head, with scores of another scale."""
+    """Attention with biases and sinks, of which positions rotate half of each head, with scores of another scale."""
 
     draws_random = False
     flavors: ClassVar[dict[str, ModelArgs]] = {"debug": HalfRotated(**vars(Qwen3.flavors["debug"]))}
 
     def attention_options(self) -> dict[str, Any]:
-        return {**super().attention_options(), "biases": "qkvo", "scale": 0.5}
+        return {**super().attention_options(), "biases": "qkvo", "scale": 0.5, "has_sinks": True}
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         return Constant(0.1) if name.endswith("bias") else super().init_weight(name, shape)

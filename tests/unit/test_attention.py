@@ -6,10 +6,18 @@ import pytest
 import torch
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
+from tests import packed_kernel
+from tests.models import documents
+from tests.operators import Operators
 from titanlite.models.layers import Attention, Linear, Rope, rope_cos_sin
+from titanlite.ops.attention import Boundaries, Scores, SequencePart, additive_mask, chunk_boundaries
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.functions import rotate
+from titanlite.ops.kernels import Kernels
+from titanlite.ops.sinks import attend_by_formula
 from titanlite.techniques.lora.adapters import LoraLinear
 
 D, N, K, H, ROTATED, L = 32, 4, 2, 16, 8, 12
@@ -26,7 +34,28 @@ def drawn(**options: Any) -> Attention:
 
 
 def renamed(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {name.replace(name[:2], NAMES[name[:2]]): tensor for name, tensor in tensors.items()}
+    return {name.replace(name[:2], NAMES.get(name[:2], name[:2])): tensor for name, tensor in tensors.items()}
+
+
+def mask_of(window: int | None) -> torch.Tensor:
+    distance = torch.arange(L)[:, None] - torch.arange(L)
+    return torch.zeros(1, 1, L, L).masked_fill_((distance < 0) | (distance >= (window or L)), -torch.inf)
+
+
+def assert_same(ours: Attention, theirs: Any, their_tables: Any, tables: Any, *, window: int | None = None) -> None:
+    """Compare outputs and all gradients."""
+    theirs.load_state_dict(renamed(ours.state_dict()))
+    theirs.zero_grad()
+    x = torch.randn(2, L, D)
+    their_tables = their_tables(x, torch.arange(L)[None])
+    mask = None if window is None else mask_of(window)
+    out, expected = ours(x, *tables, mask), theirs(x, their_tables, mask_of(window))[0]
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
+    weights, upstream = dict(ours.named_parameters()), torch.randn_like(out)
+    found = dict(zip(weights, torch.autograd.grad(out, [*weights.values()], upstream), strict=True))
+    expected.backward(upstream)
+    for name, gradient in renamed(found).items():
+        torch.testing.assert_close(gradient, theirs.get_parameter(name).grad, rtol=1e-4, atol=1e-4, msg=name)
 
 
 @pytest.mark.parametrize("scale", [None, 0.7])
@@ -37,19 +66,10 @@ def test_biases_partial_rotation_and_scale_are_those_of_transformers(scale: floa
         rope_parameters=rope,
     )  # fmt: skip
     config.head_dim, config._attn_implementation = H, "eager"
-    ours, theirs = drawn(biases="qkv", scale=scale), Glm4MoeAttention(config, 0)
+    theirs = Glm4MoeAttention(config, 0)
     theirs.scaling = scale or theirs.scaling
-    theirs.load_state_dict(renamed(ours.state_dict()))
-    x = torch.randn(2, L, D)
-    mask = torch.full((L, L), -torch.inf).triu(1)[None, None]
-    tables = Glm4MoeRotaryEmbedding(config)(x, torch.arange(L)[None])
-    out, expected = ours(x, *rope_cos_sin(ROTATED, L, Rope(theta=100.0))), theirs(x, tables, mask)[0]
-    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-5)
-    weights, upstream = dict(ours.named_parameters()), torch.randn_like(out)
-    found = dict(zip(weights, torch.autograd.grad(out, [*weights.values()], upstream), strict=True))
-    expected.backward(upstream)
-    for name, gradient in renamed(found).items():
-        torch.testing.assert_close(gradient, theirs.get_parameter(name).grad, rtol=1e-4, atol=1e-4, msg=name)
+    tables = rope_cos_sin(ROTATED, L, Rope(theta=100.0))
+    assert_same(drawn(biases="qkv", scale=scale), theirs, Glm4MoeRotaryEmbedding(config), tables)
 
 
 def test_the_output_has_a_bias() -> None:
@@ -89,3 +109,84 @@ def test_an_adapter_keeps_the_bias_of_its_layer() -> None:
     torch.nn.init.zeros_(adapted.lora_b)
     assert torch.equal(adapted(x), layer(x))
     assert not torch.equal(layer(x), torch.nn.functional.linear(x, layer.weight))
+
+
+class Formula(Kernels):
+    """Kernels of a GPU without flash attention, where plain formulas compute attention with sinks."""
+
+    def is_gpu(self, device: torch.device) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("kernels", [CpuKernels(), Formula()])
+@pytest.mark.parametrize("window", [None, 5])
+def test_sinks_are_those_of_transformers(window: int | None, kernels: Kernels) -> None:
+    rope = {"rope_type": "default", "rope_theta": 100.0}
+    config: Any = GptOssConfig(
+        hidden_size=D, num_attention_heads=N, num_key_value_heads=K, head_dim=H, rope_parameters=rope
+    )
+    config._attn_implementation = "eager"
+    ours, tables = drawn(biases="qkvo", has_sinks=True), rope_cos_sin(H, L, Rope(theta=100.0))
+    ours.kernels = kernels
+    assert_same(ours, GptOssAttention(config, 0), GptOssRotaryEmbedding(config), tables, window=window)
+
+
+def drawn_heads(tokens: int) -> list[torch.Tensor]:
+    """Queries, keys, values of two sequences, and sinks."""
+    shapes = (2, N, tokens, H), (2, K, tokens, H), (2, K, tokens, H), (N,)
+    return [torch.randn(shape, requires_grad=True) for shape in shapes]
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_packed_sinks_are_those_of_a_mask(window: int | None) -> None:
+    """Whole sequences, and those that two ranks split."""
+    *heads, sinks = drawn_heads(16)
+    where = documents([[5, 1, 10], [16]])
+    parts = [None, SequencePart(0, 2), SequencePart(1, 2)]
+    for part in parts:
+        chosen = torch.arange(16) if part is None else part.indices(16, sinks.device)
+        q, (k, v) = heads[0][:, :, chosen], heads[1:]
+        masks = (
+            Boundaries(where.boundaries, window) if part is None else chunk_boundaries(where, part, window=window),
+            additive_mask(where.ids_BS, sinks.dtype, part, window=window),
+        )
+        with packed_kernel.on_cpu():
+            found, expected = (CpuKernels().attend(q, k, v, mask, scores=Scores(0.3, sinks)) for mask in masks)
+            torch.testing.assert_close(found, expected)
+            upstream = torch.randn_like(found)
+            gradients = [
+                torch.autograd.grad(it, [*heads, sinks], upstream, retain_graph=True) for it in (found, expected)
+            ]
+        torch.testing.assert_close(*gradients)
+
+
+def test_sequences_without_a_mask_are_packed(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v, sinks = drawn_heads(16)
+    expected = CpuKernels().attend(q, k, v, None, scores=Scores(None, sinks))
+    monkeypatch.setattr(Kernels, "has_packed_attention", lambda self, device, dtype, head_dim: True)
+    with packed_kernel.on_cpu(), Operators() as mode:
+        found = Kernels().attend(q, k, v, None, scores=Scores(None, sinks))
+    assert [func.name() for func, _ in mode.calls if "varlen" in func.name()] == ["torch_attn::_varlen_attn"]
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_sinks_keep_the_memory_and_the_dtype_of_attention(dtype: torch.dtype) -> None:
+    q, k, v, sinks = (it.detach().to(dtype).requires_grad_() for it in drawn_heads(64))
+    kept: list[torch.Tensor] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it):
+        out = CpuKernels().attend(q, k, v, None, scores=Scores(None, sinks))
+    assert out.dtype == dtype
+    assert sum(it.nbytes for it in kept) == sum(it.nbytes for it in (q, k, v, sinks, out)) + 4 * q[..., 0].numel()
+    exact = attend_by_formula(q.float(), k.float(), v.float(), sinks.float(), None, None)
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    torch.testing.assert_close(out.float(), exact, rtol=tolerance, atol=tolerance)
+
+
+def test_far_sinks() -> None:
+    """A sink far below the scores is none, and one far above them takes all."""
+    q, k, v, _ = drawn_heads(16)
+    plain = CpuKernels().attend(q, k, v, None)
+    low, high = (CpuKernels().attend(q, k, v, None, scores=Scores(None, torch.full((N,), it))) for it in (-80.0, 80.0))
+    torch.testing.assert_close(low, plain)
+    assert not high.abs().max() > 1e-20

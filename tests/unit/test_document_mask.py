@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -17,6 +16,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention import varlen
 
+from tests import packed_kernel
 from tests.helpers import TinyRun, mentions, train_on_this_rank
 from tests.models import SMALL, built, documents
 from titanlite.batch import IGNORE
@@ -144,7 +144,7 @@ def test_without_documents_attention_is_plain(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(Kernels, "attention_mask", None)
     model = built(GROUPED)
     model(tokens_for(ROWS))
-    assert calls == [{"attn_mask": None, "is_causal": True, "enable_gqa": True}] * 2
+    assert calls == [{"attn_mask": None, "is_causal": True, "enable_gqa": True, "scale": None}] * 2
     assert rope_at(model.rope_cos[0], 16, None).data_ptr() == model.rope_cos.data_ptr()
     assert document_arguments({"tokens": tokens_for(ROWS), "labels": labels_for(ROWS)}) == {}
 
@@ -171,16 +171,9 @@ def test_half_precision_reaches_the_mask(tiny: TinyRun) -> None:
 # The kernel of variable length
 
 
-def scores(q_LNH: Tensor, k_LKH: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys of all query heads, and the causal attention weights [N, L, L]."""
-    keys = k_LKH.repeat_interleave(q_LNH.shape[1] // k_LKH.shape[1], dim=1)
-    logits = torch.einsum("inh,jnh->nij", q_LNH, keys) * q_LNH.shape[-1] ** -0.5
-    return keys, logits.masked_fill(torch.ones(logits.shape[1:], dtype=torch.bool).triu(1), -torch.inf).softmax(-1)
-
-
 @pytest.fixture
 def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
-    """torch's operators of variable length with a CPU implementation, document by document, by hand; counts calls."""
+    """torch's operators of variable length with a CPU implementation; counts calls."""
     if "enable_gqa" not in inspect.signature(varlen.varlen_attn).parameters:
         pytest.skip("this torch has no kernel for packed documents with grouped queries")
     calls: Counter[str] = Counter()
@@ -191,31 +184,14 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
         assert (max_q, max_k, is_causal, scale, window, grouped) == (16, 16, True, None, [-1, 0], True)
         assert starts.dtype == torch.int32
         assert all(x is None for x in rest)
-        out = torch.empty_like(query)
-        for begin, end in pairwise(starts.tolist()):
-            q, k, v = (x[begin:end] for x in (query, key, value))
-            out[begin:end] = torch.einsum("nij,jnh->inh", scores(q, k)[1], scores(q, v)[0])
-        return out, query.new_zeros(query.shape[1], len(query)), torch.zeros(2, dtype=torch.uint64)
+        return packed_kernel.forward(query, key, value, starts, *options)
 
-    def backward(
-        grad: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, *rest: Any
-    ) -> tuple[Tensor, ...]:
+    def backward(*tensors: Any) -> tuple[Tensor, ...]:
         calls["backward"] += 1
-        dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
-        starts, scale = rest[1], query.shape[-1] ** -0.5
-        for begin, end in pairwise(starts.tolist()):
-            g, q, k, v, o = (x[begin:end] for x in (grad, query, key, value, out))
-            (keys, p), (values, _) = scores(q, k), scores(q, v)
-            ds = p * (torch.einsum("inh,jnh->nij", g, values) - (g * o).sum(-1).T[:, :, None]) * scale
-            dq[begin:end] = torch.einsum("nij,jnh->inh", ds, keys)
-            dk[begin:end] = torch.einsum("nij,inh->jnh", ds, q).unflatten(1, (k.shape[1], -1)).sum(2)
-            dv[begin:end] = torch.einsum("nij,inh->jnh", p, g).unflatten(1, (k.shape[1], -1)).sum(2)
-        return dq, dk, dv
+        return packed_kernel.backward(*tensors)
 
-    varlen._varlen_attn.register_kernel("cpu")(forward)
-    varlen._varlen_attn_backward.register_kernel("cpu")(backward)
     monkeypatch.setattr(Kernels, "has_packed_attention", lambda self, device, dtype, head_dim: head_dim == 16)
-    with varlen._varlen_attn.set_kernel_enabled("cpu"), varlen._varlen_attn_backward.set_kernel_enabled("cpu"):
+    with packed_kernel.on_cpu(forward, backward):
         yield calls
 
 

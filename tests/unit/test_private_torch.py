@@ -1,5 +1,6 @@
 """PyTorch's private API does what titanlite/runtime/private_torch/ relies on."""
 
+import math
 import pickle
 import warnings
 import weakref
@@ -24,7 +25,13 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
+from tests import packed_kernel
 from tests.operators import Operators
+from titanlite.runtime.private_torch.attention import (
+    cpu_attention,
+    cpu_attention_backward,
+    packed_attention_backward,
+)
 from titanlite.runtime.private_torch.checkpoint import (
     MemoryFormat,
     StorageInfo,
@@ -394,6 +401,38 @@ def test_attention_on_a_cpu_is_one_of_the_attention_operators() -> None:
     with Operators() as mode:
         nn.functional.scaled_dot_product_attention(q, q, q, is_causal=True)
     assert len({func for func, _ in mode.calls} & ATTENTION_OPERATORS) == 1
+
+
+def gradients_by_formula(q: Tensor, v: Tensor, upstream: Tensor) -> tuple[Tensor, Tensor, tuple[Tensor, ...]]:
+    """Output, log-sum-exp and gradients of causal attention of q to itself, with a scale of 0.5."""
+    scores = (q @ q.mT * 0.5).masked_fill(torch.ones(8, 8, dtype=torch.bool).triu(1), -torch.inf)
+    out = scores.softmax(-1) @ v
+    return out, scores.logsumexp(-1), torch.autograd.grad(out, (q, v), upstream)
+
+
+def test_cpu_attention_and_its_backward() -> None:
+    q, v, upstream = (torch.randn(1, 2, 8, 16, requires_grad=it) for it in (True, True, False))
+    out, lse, (d_q, d_v) = gradients_by_formula(q, v, upstream)
+    tensors = [it.detach() for it in (q, q, v)]
+    for mask in (None, torch.full((1, 1, 8, 8), -torch.inf).triu(1)):
+        found, found_lse = cpu_attention(*tensors, mask=mask, scale=0.5)
+        torch.testing.assert_close((found, found_lse), (out, lse))
+        options: Any = {"out_BNLH": found, "mask": mask, "scale": 0.5}
+        of_q, of_k, of_v = cpu_attention_backward(upstream, *tensors, lse_BNL=found_lse, **options)
+        torch.testing.assert_close((of_q + of_k, of_v), (d_q, d_v))
+        smaller = cpu_attention_backward(upstream, *tensors, lse_BNL=found_lse + 1, **options)[2]
+        torch.testing.assert_close(smaller, of_v / math.e)  # weights are exp(score - lse)
+
+
+def test_packed_attention_backward() -> None:
+    q, v, upstream = (torch.randn(2, 8, 16, requires_grad=it) for it in (True, True, False))
+    out, lse, (d_q, d_v) = gradients_by_formula(q, v, upstream)
+    tensors = [it.detach().transpose(0, 1) for it in (upstream, q, q, v, out)]
+    offsets = torch.tensor([0, 8], dtype=torch.int32)
+    options: Any = {"offsets": (offsets, offsets), "longest": (8, 8), "sides": (-1, 0), "scale": 0.5}
+    with packed_kernel.on_cpu():
+        of_q, of_k, of_v = packed_attention_backward(*tensors, lse_NT=lse.detach(), **options)
+    torch.testing.assert_close([it.transpose(0, 1) for it in (of_q + of_k, of_v)], [d_q, d_v])
 
 
 def test_hardware_bfloat16_is_what_the_kernel_reports() -> None:

@@ -154,7 +154,6 @@ class Decoder(Model):
             args.n_heads,
             args.n_kv_heads,
             args.head_size,
-            window=attention.window,
             rotates=attention.rope is not None,
             **self.attention_options(),
         )
@@ -237,6 +236,8 @@ class Decoder(Model):
                 return Constant(1.0)
             case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
                 return Normal(std=std / (2 * self.args.n_layers) ** 0.5)
+            case ["attention", "sinks"]:
+                return Normal(std=std)
             case ["tok_embeddings", "weight"] if not self.args.tied_head:
                 return Normal(std=1.0)
             case [("tok_embeddings" | "wq" | "wk" | "wv" | "w1" | "w3" | "join" | "output"), "weight"]:

@@ -150,14 +150,16 @@ class Attention(nn.Module):
     Args:
         qk_norm_eps: epsilon of an RMSNorm of queries and keys (arXiv:2302.05442). None: no such norm.
         norms_heads: the norm is of each head. False: of all heads together.
-        window: tokens that a token sees, itself included. The mask sees to it. None: all before it.
         rotates: False: without positions. Of each head, as many dims are rotated as the tables have.
         biases: layers with a bias, by the last letters of their names: those of queries, keys and values, or all.
         scale: factor of the scores. None: 1 / sqrt(head_dim).
+        has_sinks: each query head has a learned score that takes part in the softmax and has no value
+            (arXiv:2309.17453).
     """
 
     kernels: Kernels = DEFAULT_KERNELS
     key_source: KeySource | None = None
+    sinks: Tensor | None
 
     def __init__(
         self,
@@ -168,21 +170,21 @@ class Attention(nn.Module):
         *,
         qk_norm_eps: float | None = None,
         norms_heads: bool = True,
-        window: int | None = None,
         rotates: bool = True,
         biases: Literal["", "qkv", "qkvo"] = "",
         scale: float | None = None,
+        has_sinks: bool = False,
     ) -> None:
         super().__init__()
         self.head_dim = head_dim
         self.norms_heads = norms_heads
-        self.window = window
         self.rotates = rotates
         self.scale = scale
         self.wq = Linear(dim, n_heads * head_dim, bias="q" in biases)
         self.wk = Linear(dim, n_kv_heads * head_dim, bias="k" in biases)
         self.wv = Linear(dim, n_kv_heads * head_dim, bias="v" in biases)
         self.wo = Linear(n_heads * head_dim, dim, bias="o" in biases)
+        self.register_parameter("sinks", nn.Parameter(torch.empty(n_heads)) if has_sinks else None)
         of_q, of_k = (1, 1) if norms_heads else (n_heads, n_kv_heads)
         self.q_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_q * head_dim, eps=qk_norm_eps)
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_k * head_dim, eps=qk_norm_eps)
@@ -202,7 +204,7 @@ class Attention(nn.Module):
         q_BNLH, k_BKLH, v_BKLH = (it.transpose(1, 2) for it in (q, k, v))
         if self.rotates:
             q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
-        out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source, Scores(self.scale))
+        out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source, Scores(self.scale, self.sinks))
         return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
 
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.batch import Batch
+from titanlite.ops.sinks import attend_packed
 
 if TYPE_CHECKING:
     from titanlite.ops.kernels import Kernels
@@ -120,6 +121,8 @@ class Scores(NamedTuple):
 
     scale: float | None = None
     """Factor of queries times keys. None: 1 / sqrt(H)."""
+    sinks_N: Tensor | None = None
+    """Score of each query head that takes part in the softmax and has no value, see `ops/sinks.py`. None: no such."""
 
 
 PLAIN_SCORES = Scores()
@@ -136,6 +139,7 @@ def attend(
         return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets, mask.window, scores)
     if isinstance(mask, tuple):
         return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, mask, scores)
+    assert scores.sinks_N is None, "PyTorch's attention knows no sinks"
     grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
     return F.scaled_dot_product_attention(
         q_BNLH, k_BKLH, v_BKLH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scores.scale
@@ -232,18 +236,11 @@ def _packed_attention(
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNLH, k_BKSH, v_BKSH))
     B, _, L, _ = q_BNLH.shape
     # The longest document has at most L queries. Its true length is on the device, and reading it would wait.
-    sides = -1 if window is None else window - 1, 0
-    out_TNH = varlen_attn(
-        q_TNH,
-        k_TKH,
-        v_TKH,
-        query_offsets,
-        key_offsets,
-        L,
-        k_BKSH.shape[2],
-        scale=scores.scale,
-        window_size=sides,
-        enable_gqa=True,
-    )
+    longest, sides = (L, k_BKSH.shape[2]), (-1 if window is None else window - 1, 0)
+    operands, offsets = (q_TNH, k_TKH, v_TKH), (query_offsets, key_offsets)
+    if scores.sinks_N is not None:
+        out_TNH = attend_packed(*operands, scores.sinks_N, offsets, longest, sides=sides, scale=scores.scale)
+    else:
+        out_TNH = varlen_attn(*operands, *offsets, *longest, scale=scores.scale, window_size=sides, enable_gqa=True)
     assert isinstance(out_TNH, Tensor)
     return out_TNH.unflatten(0, (B, L)).transpose(1, 2)

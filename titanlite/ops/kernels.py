@@ -32,6 +32,7 @@ from titanlite.ops.attention import (
 )
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
 from titanlite.ops.functions import linears, loop_over_groups, rms_norm
+from titanlite.ops.sinks import attend_by_formula, attend_on_cpu
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
@@ -131,13 +132,22 @@ class Kernels:
         """Causal attention; see `ops/attention.py`.
 
         On GPUs, the kernels for float32 and for masks know no groups. PyTorch would take plain formulas, which hold
-        scores [N, L, L]. So keys and values are repeated first.
+        scores [N, L, L]. So keys and values are repeated first. With sinks, those kernels do not help, and scores are
+        held.
 
         Args:
             key_source: adds keys and values of other tokens. None: these tokens are all.
         """
         if key_source is not None:
             return key_source.attend(self, q_BNLH, k_BKLH, v_BKLH, mask, scores)
+        if scores.sinks_N is not None:
+            if mask is None and self.has_packed_attention(q_BNLH.device, q_BNLH.dtype, q_BNLH.shape[-1]):
+                mask = _whole_sequences(q_BNLH.shape[0], q_BNLH.shape[2], q_BNLH.device)
+            if mask is None or isinstance(mask, Tensor):
+                has_kernel = q_BNLH.device.type == "cpu" and not self.is_gpu(q_BNLH.device)
+                with_sinks = attend_on_cpu if has_kernel else attend_by_formula
+                return with_sinks(q_BNLH, k_BKLH, v_BKLH, scores.sinks_N, mask, scores.scale)
+            return attend(q_BNLH, k_BKLH, v_BKLH, mask, scores)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
         is_masked = isinstance(mask, Tensor)
         if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype, masked=is_masked):
@@ -220,7 +230,7 @@ class Kernels:
             ids_BS = documents.ids_BS if documents else torch.zeros(1, L, dtype=torch.int32, device=x_BLD.device)
             return additive_mask(ids_BS, x_BLD.dtype, part, window=window)
         if documents is None:
-            return Boundaries(torch.arange(0, B * L + 1, L, dtype=torch.int32, device=x_BLD.device), window)
+            return _whole_sequences(B, L, x_BLD.device, window)
         masks = chunk_boundaries(documents, part, window=window) if part else Boundaries(documents.boundaries, window)
         # The number of documents differs from batch to batch. Unmarked, the second batch would recompile every block.
         for offsets in offsets_of(masks):
@@ -347,6 +357,11 @@ class Kernels:
         for unit in units:
             comm = (reduce_scatter or ReduceScatter)(ranks=shard_degree, shares=keeps_gradients, waits=unit is awaited)
             unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
+
+
+def _whole_sequences(batch: int, seq_len: int, device: torch.device, window: int | None = None) -> Boundaries:
+    """Return the boundaries of sequences that are one document each."""
+    return Boundaries(torch.arange(0, batch * seq_len + 1, seq_len, dtype=torch.int32, device=device), window)
 
 
 DEFAULT_KERNELS = Kernels()

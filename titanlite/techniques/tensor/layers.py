@@ -232,6 +232,8 @@ def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
     if isinstance(module, ExpertLayer) and role == "experts":
         dims = zip(module.stacks, module.hidden_dims, strict=True)
         return {stack: dim for stack, dim in dims if dim is not None}
+    if isinstance(module, Attention) and role == "split":
+        return {} if module.sinks is None else {"sinks": 0}
     if role not in SPLIT_DIM:
         return {}
     dim, parameters = SPLIT_DIM[role], module.named_parameters(recurse=False)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.base import Model
+from titanlite.models.decoder import Decoder
 from titanlite.models.registry import MODELS
 from titanlite.ops.attention import AttentionMask, Documents, Scores, SequencePart
 from titanlite.ops.kernels import Kernels
@@ -194,17 +195,20 @@ class LayerCache:
         if self.window is not None:
             self.keys_BKSH = self.keys_BKSH[:, :, -self.window :]
             self.values_BKSH = self.values_BKSH[:, :, -self.window :]
-        return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH, scores)
+        if scores.sinks_N is not None:
+            mask = q_BNLH.new_zeros(1, 1, 1, self.keys_BKSH.shape[2])
+            return kernels.attend(q_BNLH, self.keys_BKSH, self.values_BKSH, mask, scores=scores)
+        return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH, scores.scale)
 
 
-def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, scores: Scores) -> Tensor:
+def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, scale: float | None) -> Tensor:
     """Attention of one token to all keys -> [B, N, 1, H].
 
     The query heads of a key head take the place of a sequence. So keys are not repeated, and no backend needs to know
     groups.
     """
     q_BKGH = q_BN1H.unflatten(1, (k_BKSH.shape[1], -1)).squeeze(3)
-    return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, scale=scores.scale).flatten(1, 2).unsqueeze(2)
+    return F.scaled_dot_product_attention(q_BKGH, k_BKSH, v_BKSH, scale=scale).flatten(1, 2).unsqueeze(2)
 
 
 class KeyValueCache:
@@ -216,9 +220,11 @@ class KeyValueCache:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[LayerCache] = []
+        blocks = zip(model.layers, model.attentions, strict=True) if isinstance(model, Decoder) else ()
+        windows = {module: it.window for block, it in blocks for module in block.modules()}
         for module in model.modules():
             if hasattr(module, "key_source"):
-                self._layers.append(LayerCache(getattr(module, "window", None)))
+                self._layers.append(LayerCache(windows.get(module)))
                 module.key_source = self._layers[-1]  # pyright: ignore[reportArgumentType]
         self.length = 0
         """Tokens of which keys and values are kept."""

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.ops.cpu import CpuKernels
@@ -70,8 +69,8 @@ class GpuKernels(FakeCounts):
 
         In compiled blocks, the compiler generates a kernel of its own.
         """
-        if torch.compiler.is_compiling():
-            return F.rms_norm(x, weight.shape, weight, eps)
+        if torch.compiler.is_compiling() or weight.dtype != x.dtype:
+            return super().rms_norm(x, weight, eps)
         return rms_norm(x, weight)[0]
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
