@@ -7,11 +7,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from titanlite.models.base import vector_names
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.deepseek_v3 import DeepseekV3, DeepseekV3Args
-from titanlite.models.experts import DecoderOfExperts
 from titanlite.models.gemma3 import Gemma3, Gemma3Args
 from titanlite.models.glm4_moe import Glm4Moe, Glm4MoeArgs
+from titanlite.models.gpt_oss import GptOss, GptOssArgs
 from titanlite.models.olmo3 import Olmo3, Olmo3Args
 from titanlite.models.smollm3 import SmolLM3, SmolLM3Args
 from titanlite.ops.cpu import CpuKernels
@@ -37,6 +38,10 @@ FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
     "gemma3": (
         Gemma3,
         Gemma3Args(**SHAPE | {"n_layers": 6, "rope_theta": 50000.0}, head_dim=24, window=7, query_pre_attn_scalar=20),
+    ),
+    "gpt_oss": (
+        GptOss,
+        GptOssArgs(**SHAPE | {"hidden_dim": 40}, head_dim=24, window=7, n_experts=6, n_active_experts=2),
     ),
     "olmo3": (Olmo3, Olmo3Args(**SHAPE, window=7)),
     "glm4_moe": (
@@ -65,16 +70,18 @@ def built(family: str, scale: float = 5, **changes: Any) -> Decoder:
     """
     model_cls, args = FAMILIES[family]
     model = model_cls(type(args)(**{**vars(args), **changes}))
+    vectors = vector_names(model)
     draw_weights(model, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
-        for number, parameter in enumerate(model.parameters()):
-            if parameter.ndim >= 2:
+        for number, (name, parameter) in enumerate(model.named_parameters()):
+            if name not in vectors:
                 parameter.mul_(scale)
-            else:  # norms that do not multiply by 1, and biases
-                parameter.add_(torch.linspace(-0.5, 0.5 + number / 100, len(parameter)))
+            else:  # norms that do not multiply by 1, biases and sinks
+                parameter.add_(torch.linspace(-0.5, 0.5 + number / 100, parameter.numel()).view_as(parameter))
     model.init_buffers()
-    for experts in model.experts() if isinstance(model, DecoderOfExperts) else ():
-        experts.bias_E = 0.2 * torch.randn(experts.bias_E.shape, generator=torch.Generator().manual_seed(0))
+    for name, bias_E in model.named_buffers():
+        if name.endswith("bias_E") and renamed(model, {name: bias_E}):  # transformers' model has it, too
+            bias_E.copy_(0.2 * torch.randn(bias_E.shape, generator=torch.Generator().manual_seed(0)))
     set_kernels(model, CpuKernels())
     return model
 
@@ -83,8 +90,12 @@ def renamed(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return tensors by their names in transformers, which stacks experts in memory."""
     hugging_face = model.formats.hugging_face
     assert hugging_face is not None
-    places = {name: hugging_face.tensors.find(name) for name in tensors}
-    found = {place[1]: tensors[name] for name, place in places.items() if place is not None}
+    theirs: dict[str, list[Tensor]] = {}
+    for name, tensor in tensors.items():
+        if place := hugging_face.tensors.find(name):
+            theirs.setdefault(place[1], []).append(tensor)
+    # Two of ours are every second column of one of theirs.
+    found = {name: it[0] if len(it) == 1 else torch.stack(it, -1).flatten(-2) for name, it in theirs.items()}
     for name in [name for name in found if name.endswith("{expert}.gate_proj.weight")]:
         gate, up, down = (found.pop(name.replace("gate", kind)) for kind in ("gate", "up", "down"))
         prefix = name.partition(".{expert}")[0]

@@ -23,6 +23,10 @@ GEMMA = [
     "--model.name=gemma3",
     f"--model.args={{{SIZES}, head_dim=14, query_pre_attn_scalar=10, window=5, full_every=3, rope_scaling_factor=8.0}}",
 ]
+GPT_OSS = [
+    "--model.name=gpt_oss",
+    f"--model.args={{{SIZES}, head_dim=14, window=5, n_experts=4, n_active_experts=2, rope_scaling_factor=8.0}}",
+]
 SMOL = ["--model.name=smollm3", f"--model.args={{{SIZES}}}"]
 LATENT = "q_rank=24, kv_rank=16, nope_dim=12, rope_dim=8, v_dim=10"
 EXPERTS = "n_experts=8, n_active_experts=2, n_groups=4, n_active_groups=2, n_dense_layers=1, dense_hidden_dim=64"
@@ -33,25 +37,28 @@ DEEPSEEK = [
 ]
 TWO_TOKENS = ["--training.multi_token_weight=0.3", "--optimizer.lr=0.001"]  # a higher rate amplifies rounding
 MASK = ["--data.document_mask"]
+FAMILIES = {"olmo3": OLMO, "gemma3": GEMMA, "gpt-oss": GPT_OSS}
 FURTHER = {
-    "olmo3, AC op": [*OLMO, *MASK, "--activation_checkpoint.mode=selective"],
-    "olmo3, AC, compile": [*OLMO, "--activation_checkpoint.mode=full", "--compile.enable"],
-    "olmo3, mask, compile": [*OLMO, *MASK, "--compile.enable", "--training.local_batch_size=1"],
+    **FAMILIES,
+    "smollm3": SMOL,
+    "deepseek": DEEPSEEK,
     "deepseek, AC op": [*DEEPSEEK, "--activation_checkpoint.mode=selective"],
-    "deepseek, mask, compile": [*DEEPSEEK, *MASK, "--compile.enable"],
-    "gemma3, AC op": [*GEMMA, "--activation_checkpoint.mode=selective"],
-    "gemma3, mask, compile": [*GEMMA, *MASK, "--compile.enable", "--training.local_batch_size=1"],
     "smollm3, mask, AC": [*SMOL, *MASK, "--activation_checkpoint.mode=full"],
+    "olmo3, AC op": [*OLMO, *MASK, "--activation_checkpoint.mode=selective"],
+    "gemma3, AC op": [*GEMMA, "--activation_checkpoint.mode=selective"],
+    "gpt-oss, AC op": [*GPT_OSS, "--activation_checkpoint.mode=selective"],
+}
+COMPILED = {
+    "olmo3, AC, compile": [*OLMO, "--activation_checkpoint.mode=full", "--compile.enable"],
+    "gemma3, mask, compile": [*GEMMA, *MASK, "--compile.enable", "--training.local_batch_size=1"],
+    "deepseek, mask, compile": [*DEEPSEEK, *MASK, "--compile.enable"],
+    "gpt-oss, mask, compile": [*GPT_OSS, *MASK, "--compile.enable", "--training.local_batch_size=1"],
 }
 
 
 def test_two_ranks_train_as_one(tiny: TinyRun) -> None:
-    compare_with_one(
-        tiny,
-        {"olmo3, mask": [*OLMO, *MASK], "gemma3, mask": [*GEMMA, *MASK]},
-        [(1, 2), (1, 1, 2), (1, 1, 1, 2)],
-        steps=4,
-    )
+    techniques = {f"{name}, mask": [*options, *MASK] for name, options in FAMILIES.items()}
+    compare_with_one(tiny, techniques, [(1, 2), (1, 1, 2), (1, 1, 1, 2)], steps=4)
 
 
 @pytest.mark.slow
@@ -82,8 +89,14 @@ def test_experts_on_four_ranks(tiny: TinyRun) -> None:
 
 @pytest.mark.nightly
 def test_four_ranks(tiny: TinyRun) -> None:
-    techniques = FURTHER | {"olmo3": OLMO, "smollm3": SMOL, "deepseek": DEEPSEEK}
-    compare_with_one(tiny, techniques, [(2, 2), (1, 1, 4), (1, 2, 2), (1, 2, 1, 2), (1, 1, 2, 2)])
+    compare_with_one(tiny, FURTHER, [(2, 2), (1, 1, 4), (1, 2, 2), (1, 2, 1, 2), (1, 1, 2, 2)])
+    compare_with_one(tiny, {"gpt-oss": GPT_OSS}, [(1, 2, 1, 1, 2)])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("technique", COMPILED)
+def test_compiled_blocks_on_two_ranks(tiny: TinyRun, technique: str) -> None:
+    compare_with_one(tiny, {technique: COMPILED[technique]}, [(1, 1, 1, 2)], steps=6)
 
 
 def gathered(rank: int, world_size: int, config: Config) -> list[str]:

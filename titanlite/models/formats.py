@@ -5,7 +5,7 @@ need it.
 """
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +30,14 @@ class Entry:
     """Rows pair for RoPE as neighbours (2i, 2i + 1) there. Ours pair as halves of a head (i, i + H/2)."""
     keeps_dtype: bool = False
     """It has our dtype there, whatever the dtype of the other tensors."""
+    column: int | None = None
+    """0 or 1: column i of ours is column 2i + this one there. Two entries share their tensor."""
+
+    def shape_there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Return the shape of their tensor, or of all experts' tensors, for that of ours."""
+        if self.column is not None:
+            return *shape[:-1], 2 * shape[-1]
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
 class Place(NamedTuple):
@@ -57,13 +65,18 @@ class Table:
         return None
 
     def place(self, name: str) -> Place | None:
-        """Return the place of the other format's tensor in the model; None if the name is unknown."""
+        """Return the first place of the other format's tensor in the model; None if the name is unknown."""
+        return next(self.places(name), None)
+
+    def places(self, name: str) -> Iterator[Place]:
+        """Yield the places of the other format's tensor in the model: several where our tensors share it."""
         for pattern, entry in self._theirs:
             if match := pattern.fullmatch(name):
                 numbers = match.groupdict()
                 expert = int(numbers["expert"]) if "expert" in numbers else None
-                return Place(entry.ours.replace("{layer}", numbers.get("layer", "")), entry, expert)
-        return None
+                yield Place(entry.ours.replace("{layer}", numbers.get("layer", "")), entry, expert)
+                if entry.column is None:
+                    return
 
 
 def _pattern(name: str) -> re.Pattern[str]:

@@ -61,6 +61,8 @@ class Rope:
     """Turns in original_seq_len tokens from which on yarn keeps the wavelength."""
     sharpens: bool = True
     """False: yarn does not make scores of the dims with positions sharper."""
+    rounds: bool = True
+    """The two dims of yarn are rounded: down, and up."""
 
 
 def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor, Tensor]:
@@ -72,7 +74,9 @@ def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor
             rotary_dims * math.log(rope.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
             for turns in (rope.most_turns, 1)
         )
-        first, last = max(math.floor(turns_most), 0), min(math.ceil(turns_1), rotary_dims - 1)
+        if rope.rounds:
+            turns_most, turns_1 = math.floor(turns_most), math.ceil(turns_1)
+        first, last = max(turns_most, 0), min(turns_1, rotary_dims - 1)
         keep = 1 - ((torch.arange(rotary_dims // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
         size = yarn_size(rope.factor) if rope.sharpens else 1.0
     elif rope.scaling == "linear":

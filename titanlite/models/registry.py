@@ -35,6 +35,7 @@ MODELS = _Families(
         "deepseek_v3": "DeepseekV3",
         "gemma3": "Gemma3",
         "glm4_moe": "Glm4Moe",
+        "gpt_oss": "GptOss",
         "llama3": "Llama3",
         "olmo3": "Olmo3",
         "qwen3": "Qwen3",

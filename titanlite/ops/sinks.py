@@ -61,6 +61,8 @@ def _add_sink(out_NLH: Tensor, lse_NL: Tensor, sinks_N1: Tensor) -> tuple[Tensor
     """Return the output with sinks, and the log-sum-exp of the scores and the sink. Dims of batches can come first."""
     total_NL = torch.logaddexp(lse_NL, sinks_N1)
     share_NL1 = (lse_NL - total_NL).exp().unsqueeze(-1)
+    if torch.compiler.is_compiling():
+        return (out_NLH * share_NL1).type_as(out_NLH), total_NL
     # Activation checkpointing may keep the old output: it must not change.
     return torch.mul(out_NLH, share_NL1, out=torch.empty_like(out_NLH)), total_NL
 

@@ -1,7 +1,7 @@
 """Tensors of a model in another format: their names, shapes and dtypes there, and their values."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -25,6 +25,8 @@ class Outgoing:
     entry: Entry
     expert: int | None = None
     """Number of the expert, where each has a tensor of its own."""
+    other: str | None = None
+    """Name of the model's tensor that has the other columns, where two share one."""
 
     @property
     def bytes(self) -> int:
@@ -49,7 +51,7 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
             f"--drop: config.json describes a model with {some}: only tensors that the format has no place for can be "
             "left out"
         )
-    found = []
+    found: dict[str, Outgoing] = {}
     for name, tensor in model.items():
         if (known := table.find(name)) is None:
             if not selected(name, drop):
@@ -59,14 +61,17 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
         shape = tuple(tensor.shape)
         stored = source.metadata.state_dict_metadata[f"model.{name}"].properties.dtype  # pyright: ignore
         kept = dtype if dtype and stored.is_floating_point and not entry.keeps_dtype else stored
-        own = (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
+        own = entry.shape_there(shape)
+        if entry.column == 1:  # after the tensor of the first columns
+            found[theirs] = replace(found[theirs], other=name)
+            continue
         if "{expert}" not in theirs:
-            found.append(Outgoing(theirs, own, kept, name, entry))
+            found[theirs] = Outgoing(theirs, own, kept, name, entry)
             continue
         for expert in range(shape[0]):
             key = theirs.replace("{expert}", str(expert))
-            found.append(Outgoing(key, own[1:], kept, name, entry, expert))
-    return found
+            found[key] = Outgoing(key, own[1:], kept, name, entry, expert)
+    return [*found.values()]
 
 
 def _check_zero(source: Source, name: str) -> None:
@@ -95,6 +100,8 @@ def values_of(source: Source) -> Callable[[Outgoing], Tensor]:
             found = found.unflatten(0, (-1, 2, head_size // 2)).transpose(1, 2).flatten(0, 2)
         if tensor.entry.transposed:
             found = found.transpose(-2, -1)
+        if tensor.other is not None:
+            found = torch.stack([found, read_tensor(source, tensor.other)], dim=-1).flatten(-2)
         return found.to(tensor.dtype).contiguous()
 
     return values

@@ -162,10 +162,10 @@ class ForeignReader(ForeignWeights):
         self._stored: dict[MetadataIndex, _Stored] = {}
         found: dict[str, list[_Stored]] = {}
         for tensor in tensors:
-            place = table.place(tensor.name)
-            if place is None:
+            places = [*table.places(tensor.name)]
+            if not places:
                 self.unknown[tensor.name] = f"{tensor.name} {[*tensor.shape]}"
-            else:
+            for place in places:
                 found.setdefault(f"model.{place.name}", []).append(_Stored(tensor, place))
         entries = {name: self._entry(name, chunks) for name, chunks in found.items()}
         self.metadata = Metadata({name: entry for name, entry in entries.items() if entry is not None})
@@ -214,6 +214,8 @@ class ForeignReader(ForeignWeights):
         theirs = [*region] if expert is None else [*region[1:]]
         if entry.transposed:
             theirs[-2:] = theirs[:-3:-1]
+        if entry.column is not None:  # from the first column of ours to the last, with those between
+            theirs[-1] = slice(2 * theirs[-1].start + entry.column, 2 * theirs[-1].stop + entry.column - 1)
         rows = None
         if entry.interleaved:
             assert self.head_size is not None
@@ -223,6 +225,7 @@ class ForeignReader(ForeignWeights):
         found = tensor.read(tuple(theirs))
         self.bytes_read += found.nbytes
         found = found if rows is None else found[rows]
+        found = found if entry.column is None else found[..., ::2]
         found = found.transpose(-2, -1) if entry.transposed else found
         return found if expert is None else found.unsqueeze(0)
 
@@ -241,6 +244,8 @@ def interleaved_rows(rows: slice, head_size: int) -> Tensor:
 def _our_shape(chunk: _Stored) -> tuple[int, ...]:
     """Return the shape of a foreign tensor in our layout."""
     shape = [*chunk.tensor.shape]
+    if chunk.place.entry.column is not None:
+        shape[-1] //= 2
     if chunk.place.entry.transposed and len(shape) >= 2:
         shape[-2:] = shape[:-3:-1]
     return tuple(shape) if chunk.place.expert is None else (1, *shape)

@@ -144,6 +144,6 @@ def _foreign_shapes(table: Table, ours: Mapping[str, tuple[int, ...]]) -> dict[s
     for name, shape in ours.items():
         if found := table.find(name):
             entry, theirs = found
-            own = (*shape[:-2], shape[-1], shape[-2]) if entry.transposed else shape
+            own = entry.shape_there(shape)
             shapes[theirs] = own[1:] if "{expert}" in theirs else own
     return shapes
