@@ -37,11 +37,11 @@ FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
     "moonlight": (DeepseekV3, DeepseekV3Args(**LATENT | PLAIN, n_shared_experts=2)),
     "gemma3": (
         Gemma3,
-        Gemma3Args(**SHAPE | {"n_layers": 6, "rope_theta": 50000.0}, head_dim=24, window=7, query_pre_attn_scalar=20),
+        Gemma3Args(**{**SHAPE, "n_layers": 6, "rope_theta": 50000.0}, head_dim=24, window=7, query_pre_attn_scalar=20),
     ),
     "gpt_oss": (
         GptOss,
-        GptOssArgs(**SHAPE | {"hidden_dim": 40}, head_dim=24, window=7, n_experts=6, n_active_experts=2),
+        GptOssArgs(**{**SHAPE, "hidden_dim": 40}, head_dim=24, window=7, n_experts=6, n_active_experts=2),
     ),
     "olmo3": (Olmo3, Olmo3Args(**SHAPE, window=7)),
     "glm4_moe": (

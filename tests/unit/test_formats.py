@@ -51,7 +51,7 @@ def test_names_and_shapes_are_those_of_transformers(family: str, tied: bool) -> 
         for expert in range(shape[0]) if "{expert}" in their_name else [None]:
             key = their_name if expert is None else their_name.replace("{expert}", str(expert))
             mapped[key] = own if expert is None else own[1:]
-            assert (name, entry, expert) in hugging_face.tensors.places(key)
+            assert (name, entry, expert) in [*hugging_face.tensors.places(key)]
     for name, shape in theirs.items():  # transformers 5 stacks the experts in memory; its files have one for each
         if name not in mapped and name.endswith("experts.gate_up_proj"):
             base = name.removesuffix("gate_up_proj")
