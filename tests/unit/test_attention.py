@@ -10,6 +10,7 @@ from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOssRotaryEmbedding
 
 from tests import packed_kernel
+from tests.families import built
 from tests.models import documents
 from tests.operators import Operators
 from titanlite.models.layers import Attention, Linear, Rope, rope_cos_sin
@@ -18,9 +19,14 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.functions import rotate
 from titanlite.ops.kernels import Kernels
 from titanlite.ops.sinks import attend_by_formula
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS
 from titanlite.techniques.lora.adapters import LoraLinear
+from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 D, N, K, H, ROTATED, L = 32, 4, 2, 16, 8, 12
+TOKENS = torch.arange(80).view(2, 40)
 NAMES = {"wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj"}
 
 
@@ -190,3 +196,29 @@ def test_far_sinks() -> None:
     low, high = (CpuKernels().attend(q, k, v, None, scores=Scores(None, torch.full((N,), it))) for it in (-80.0, 80.0))
     torch.testing.assert_close(low, plain)
     assert not high.abs().max() > 1e-20
+
+
+def test_the_backend_of_attention_with_sinks() -> None:
+    shape: dict[str, Any] = {"n_heads": N, "n_kv_heads": K, "head_dim": H, "seq_len": L, "device": torch.device("cpu")}
+    for kernels, dtype, name in (
+        (CpuKernels(), torch.float32, "flash"),
+        (GpuKernels(), torch.bfloat16, "flash"),
+        (GpuKernels(), torch.float32, "math"),
+    ):
+        assert kernels.attention_name(**shape, dtype=dtype, has_sinks=True) == name
+    with pytest.raises(UserError, match=r"training\.attention_backend: cudnn .*sinks.*auto"):
+        GpuKernels(attention="cudnn").attention_name(**shape, dtype=torch.bfloat16, has_sinks=True)
+
+
+@pytest.mark.parametrize("policy", ["op", "full"])
+def test_checkpointing_by_operations_keeps_attention_with_sinks(policy: Any) -> None:
+    model = built("gpt_oss")
+    expected = model(TOKENS).square().mean()
+    gradients = torch.autograd.grad(expected, [*model.parameters()])
+    apply_activation_checkpoint(model, [policy] * 4)
+    with Operators() as mode:
+        found = model(TOKENS).square().mean()
+        others = torch.autograd.grad(found, [*model.parameters()])
+    assert torch.equal(found, expected)
+    assert all(map(torch.equal, others, gradients))
+    assert sum(func in ATTENTION_OPERATORS for func, _ in mode.calls) == (4 if policy == "op" else 8)

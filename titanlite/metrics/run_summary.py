@@ -20,7 +20,7 @@ from titanlite.data.sources import store_of
 from titanlite.mesh import axis_sizes, data_parallel_rank
 from titanlite.metrics.clock import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
-from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.decoder import Decoder
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim.groups import format_groups, parameter_groups
@@ -62,7 +62,7 @@ def report_start(
     logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     if isinstance(model, Decoder):
-        name = attention_backend(model.args, model.kernels, config, torch.device(mesh.device_type))
+        name = attention_backend(model, model.kernels, config, torch.device(mesh.device_type))
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
         logger.info(f"kernels  attention by {name}{chosen}")
     logger.info(f"applied  {', '.join(applied(config, blocks=len(whole.layers)))}")
@@ -182,16 +182,16 @@ def check_attention(model: Model, config: Config, device: torch.device) -> None:
     """
     if device.type == "cuda" and isinstance(model, Decoder):
         kernels = pick_kernels(device, attention_backend=config.training.attention_backend)
-        attention_backend(model.args, kernels, config, device)
+        attention_backend(model, kernels, config, device)
 
 
-def attention_backend(args: DecoderArgs, kernels: Kernels, config: Config, device: torch.device) -> str:
+def attention_backend(model: Decoder, kernels: Kernels, config: Config, device: torch.device) -> str:
     """Return the backend of a model's attention.
 
     Raises:
         UserError: the backend that the config names is not available.
     """
-    windows = {args.attention_of(layer).window or config.training.seq_len for layer in range(args.n_layers)}
+    args, windows = model.args, {it.window or config.training.seq_len for it in model.attentions}
     return kernels.attention_name(
         n_heads=args.n_heads,
         n_kv_heads=args.n_kv_heads,
@@ -200,6 +200,7 @@ def attention_backend(args: DecoderArgs, kernels: Kernels, config: Config, devic
         dtype=torch_dtype(config.training.mixed_precision_param),
         device=device,
         masked=config.data.document_mask or min(windows) < config.training.seq_len,
+        has_sinks=model.attention_options().get("has_sinks", False),
     )
 
 

@@ -182,17 +182,23 @@ class Kernels:
         dtype: torch.dtype,
         device: torch.device,
         masked: bool = False,
+        has_sinks: bool = False,
     ) -> str:
         """Return the name of the backend of attention: flash, cudnn, efficient or math.
 
         Args:
             masked: whether attention stays within documents or windows.
+            has_sinks: whether it has sinks.
 
         Raises:
             UserError: the backend of `training.attention_backend` cannot.
         """
-        if masked and self.has_packed_attention(device, dtype, head_dim):
+        if (masked or has_sinks) and self.has_packed_attention(device, dtype, head_dim):
             return "flash"
+        if has_sinks and self.attention != "auto":
+            raise UserError(f"training.attention_backend: {self.attention} has no sinks for {dtype} here; use auto")
+        if has_sinks:
+            return "math" if self.is_gpu(device) else "flash"
         groups = not self.is_gpu(device) or self.has_grouped_attention(dtype, masked=masked)
         heads = n_heads // n_kv_heads if groups else 1
         q_BNLH = torch.empty(1, heads, seq_len, head_dim, dtype=dtype, device=device, requires_grad=True)
