@@ -37,8 +37,6 @@ DEEPSEEK = [
 ]
 TWO_TOKENS = ["--training.multi_token_weight=0.3", "--optimizer.lr=0.001"]  # a higher rate amplifies rounding
 MASK = ["--data.document_mask"]
-SLOWLY = "--optimizer.lr=1e-3"
-"""At the rate of the tests' config, losses jump after 15 steps, and rounding grows beyond the tolerance."""
 FAMILIES = {"olmo3": OLMO, "gemma3": GEMMA, "gpt-oss": GPT_OSS}
 FURTHER = {
     "deepseek, AC op": [*DEEPSEEK, "--activation_checkpoint.mode=selective"],
@@ -88,9 +86,10 @@ def test_experts_on_four_ranks(tiny: TinyRun) -> None:
 
 @pytest.mark.nightly
 def test_four_ranks(tiny: TinyRun) -> None:
-    techniques = {name: [*options, SLOWLY] for name, options in FURTHER.items()}
-    compare_with_one(tiny, techniques, [(2, 2), (1, 1, 4), (1, 2, 2), (1, 2, 1, 2), (1, 1, 2, 2)])
-    compare_with_one(tiny, {"gpt-oss, e2": [*GPT_OSS, SLOWLY]}, [(1, 2, 1, 1, 2)])
+    """At the rate of the tests' config, OLMo 3's losses jump, and rounding grows beyond the tolerance."""
+    techniques = {name: [*options, "--optimizer.lr=1e-3"] for name, options in FURTHER.items()}
+    compare_with_one(tiny, techniques, [(2, 2), (1, 1, 4), (1, 2, 2), (1, 2, 1, 2), (1, 1, 2, 2)], steps=10)
+    compare_with_one(tiny, {"gpt-oss, e2": GPT_OSS}, [(1, 2, 1, 1, 2)], steps=10)
 
 
 @pytest.mark.nightly

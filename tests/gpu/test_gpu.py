@@ -177,6 +177,33 @@ def test_the_packed_kernel_equals_the_mask(kv_heads: int, head_dim: int) -> None
         assert (a.float() - b).abs().max() < 0.02 * b.abs().max()
 
 
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("within_documents", [True, False])
+def test_sinks_equal_formulas(window: int | None, within_documents: bool) -> None:
+    """Compare outputs and gradients of packed attention in bfloat16 with formulas in float32."""
+    import torch
+
+    from titanlite.ops.attention import Scores
+    from titanlite.ops.kernels import DEFAULT_KERNELS
+
+    needs_packed_kernel(64)
+    where, generator = documents_on_gpu() if within_documents else None, torch.Generator("cuda").manual_seed(0)
+    shapes = [(2, heads, 512, 64) for heads in (4, 2, 2)]
+    drawn = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in [*shapes, (4,), shapes[0]]]
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        *inputs, upstream = (it.to(dtype) for it in drawn)
+        q, k, v, sinks = leaves = [it.requires_grad_() for it in inputs]
+        mask = None
+        if within_documents or window:
+            x_BLD = torch.zeros(2, 512, 8, device="cuda", dtype=dtype)
+            mask = DEFAULT_KERNELS.attention_mask(where, x_BLD, 64, window=window)
+        out = DEFAULT_KERNELS.attend(q, k, v, mask, scores=Scores(0.3, sinks))
+        results.append((out, *torch.autograd.grad(out, leaves, upstream)))
+    for found, expected in zip(*results, strict=True):
+        assert (found.float() - expected).abs().max() < 0.02 * expected.abs().max()
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_changed_token_changes_no_bit_of_another_document(dtype: str) -> None:
     """bfloat16 takes the packed kernel, float32 takes the mask."""
@@ -323,6 +350,14 @@ MODELS = {
         "--compile.enable",
         "--activation_checkpoint.mode=selective",
     ],
+    "gpt-oss": [
+        "--model.name=gpt_oss",
+        "--model.args.head_dim=16",
+        "--model.args.window=8",
+        "--model.args.n_experts=4",
+        "--model.args.n_active_experts=2",
+    ],
+    "gemma3": ["--model.name=gemma3", "--model.args.head_dim=16", "--model.args.window=8"],
     "Muon": ["--optimizer.name=Muon"],
 }
 
