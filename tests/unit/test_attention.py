@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
@@ -222,3 +223,33 @@ def test_checkpointing_by_operations_keeps_attention_with_sinks(policy: Any) -> 
     assert torch.equal(found, expected)
     assert all(map(torch.equal, others, gradients))
     assert sum(func in ATTENTION_OPERATORS for func, _ in mode.calls) == (4 if policy == "op" else 8)
+
+
+@pytest.mark.long
+def test_packed_sinks_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another number of documents recompiles nothing, and activation checkpointing keeps the kernel's output."""
+    torch._dynamo.reset()
+    monkeypatch.setattr(Kernels, "has_packed_attention", lambda self, device, dtype, head_dim: True)
+    counter = CompileCounterWithBackend("aot_eager")
+    models = built("gpt_oss", n_layers=1), built("gpt_oss", n_layers=1)
+    apply_activation_checkpoint(models[1], ["op"], is_compiled=True)
+    models[1].layers[0].compile(fullgraph=True, backend=counter)
+    calls: list[str] = []
+
+    def counted(function: Any) -> Any:
+        def call(*operands: Any) -> Any:
+            calls.append(function.__name__)
+            return function(*operands)
+
+        return call
+
+    with packed_kernel.on_cpu(counted(packed_kernel.forward), counted(packed_kernel.backward)):
+        for rows in ([[20, 20], [40]], [[1, 9, 30], [5, 35]]):
+            results = []
+            for model in models:
+                calls.clear()
+                out = model(TOKENS, documents=documents(rows))
+                results.append((out, torch.autograd.grad(out.square().mean(), [*model.parameters()])))
+                assert calls == ["forward", "backward"]
+            torch.testing.assert_close(*results)
+    assert counter.frame_count == 1

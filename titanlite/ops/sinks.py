@@ -39,7 +39,9 @@ def attend_packed(
     scale: float | None,
 ) -> Tensor:
     """`torch.nn.attention.varlen.varlen_attn` with sinks -> [T, N, H]."""
-    return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, sinks_N, *offsets, longest, sides, scale)
+    of_queries, of_keys = offsets
+    of_keys = None if of_keys is of_queries else of_keys  # the compiler takes no tensor twice
+    return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, sinks_N, of_queries, of_keys, longest, sides, scale)
 
 
 def attend_by_formula(
@@ -101,29 +103,30 @@ class _PackedAttention(torch.autograd.Function):
         v: Tensor,
         sinks_N: Tensor,
         query_offsets: Tensor,
-        key_offsets: Tensor,
+        key_offsets: Tensor | None,
         longest: tuple[int, int],
         sides: tuple[int, int],
         scale: float | None,
     ) -> Tensor:
         from torch.nn.attention.varlen import AuxRequest, varlen_attn  # the import takes a second
 
-        offsets, lse = (query_offsets, key_offsets), AuxRequest(lse=True)
+        offsets, lse = (query_offsets, query_offsets if key_offsets is None else key_offsets), AuxRequest(lse=True)
         out_TNH, lse_NT = varlen_attn(
             q, k, v, *offsets, *longest, return_aux=lse, scale=scale, window_size=sides, enable_gqa=True
         )
         out_NTH, total_NT = _add_sink(out_TNH.transpose(0, 1), lse_NT, sinks_N.float().unsqueeze(1))
         out_TNH = out_NTH.transpose(0, 1)
-        ctx.save_for_backward(q, k, v, sinks_N, *offsets, out_TNH, total_NT)
+        ctx.save_for_backward(q, k, v, sinks_N, query_offsets, key_offsets, out_TNH, total_NT)
         ctx.arguments = longest, sides, scale
         return out_TNH
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks_N, *offsets, out_TNH, total_NT = ctx.saved_tensors
+        q, k, v, sinks_N, query_offsets, key_offsets, out_TNH, total_NT = ctx.saved_tensors
         longest, sides, scale = ctx.arguments
+        offsets = query_offsets, query_offsets if key_offsets is None else key_offsets
         found = packed_attention_backward(
-            gradients[0], q, k, v, out_TNH, total_NT, tuple(offsets), longest, sides=sides, scale=scale
+            gradients[0], q, k, v, out_TNH, total_NT, offsets, longest, sides=sides, scale=scale
         )
         of_sinks = _sink_gradient(gradients[0].transpose(0, 1), out_TNH.transpose(0, 1), total_NT, sinks_N)
         return *found, of_sinks, None, None, None, None, None
