@@ -244,7 +244,7 @@ def interleaved_rows(rows: slice, head_size: int) -> Tensor:
 def _our_shape(chunk: _Stored) -> tuple[int, ...]:
     """Return the shape of a foreign tensor in our layout."""
     shape = [*chunk.tensor.shape]
-    if chunk.place.entry.column is not None:
+    if chunk.place.entry.column is not None and shape:
         shape[-1] //= 2
     if chunk.place.entry.transposed and len(shape) >= 2:
         shape[-2:] = shape[:-3:-1]
