@@ -6,10 +6,12 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.models.base import Model, ModelArgs, build_on_meta
 from titanlite.models.formats import Entry, HuggingFace, Table
 from titanlite.models.registry import MODELS
+from titanlite.tools.convert.reader import ForeignReader, ForeignTensor
 
 CASES = [(family, tied) for family in MODELS for tied in (False, True)]
 
@@ -111,3 +113,18 @@ def test_files_without_a_base_of_rope_have_that_of_transformers(family: str) -> 
         config.pop(key, None)
     theirs = transformers.AutoConfig.for_model(**config).rope_parameters
     assert hugging_face.to_args(config)["rope_theta"] == theirs.get("full_attention", theirs)["rope_theta"]
+
+
+@pytest.mark.parametrize("column", [0, 1])
+def test_every_second_column_is_read_by_regions(column: int) -> None:
+    """As ranks read that have some of the columns each."""
+    whole = torch.arange(2 * 3 * 16).view(2, 3, 16)
+    stored = ForeignTensor.in_one_part("theirs", whole.shape, whole.dtype, whole.__getitem__)
+    table = Table([Entry("ours.0", "theirs", column=0), Entry("ours.1", "theirs", column=1)])
+    reader = ForeignReader("here", [stored], table, head_size=None, model_names=["ours.0", "ours.1"])
+    name = f"ours.{column}"
+    assert reader.shape(f"model.{name}") == (2, 3, 8)
+    assert table.find(name) == (table.entries[column], "theirs")
+    region = slice(1, 2), slice(0, 3), slice(2, 5)
+    found = reader._read(MetadataIndex(f"model.{name}", torch.Size([0, 0, 0])), region)
+    assert torch.equal(found, whole[..., column::2][region])
