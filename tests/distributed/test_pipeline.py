@@ -8,6 +8,7 @@ from unittest.mock import patch
 
 import pytest
 
+from tests.distributed.test_families import GEMMA, GPT_OSS
 from tests.helpers import TinyRun, built, mentions, one_process, run_in_turn, titanlite, train_on_this_rank
 from tests.layouts import FLOAT8, LORA, degrees, trace_blocks, whole
 from tests.unit.test_average import checkpoint, stored
@@ -54,6 +55,8 @@ TECHNIQUES: dict[str, list[str]] = {
     "batches": [*DENSE, "--training.batch_ramp=[{until_tokens=256, global_batch_size=4}]"],
     "tasks": [*DENSE, "--validation.tasks=['number_choice']"],
     "experts": EXPERTS,
+    "gemma3": [*GEMMA, "--model.args.tied_head=false"],
+    "gpt-oss": GPT_OSS,
 }
 
 

@@ -18,8 +18,10 @@ from titanlite.batch import IGNORE
 from titanlite.loss import token_loss
 from titanlite.models.decoder import Decoder
 from titanlite.models.initial import Constant
+from titanlite.models.layers import RMSNorm
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
+from titanlite.parallelize.materialize import draw_weights
 from titanlite.tools.convert.source import load_model, open_source
 
 WEIGHT = 0.3
@@ -121,6 +123,16 @@ def test_documents_are_predicted_as_if_alone(family: str) -> None:
     alone = [model(part[None, :, 0], loss=partial(token_loss, labels_BL=part[None, :, 1])) for part in parts]
     total = sum(float(it.metrics["multi_token_loss"]) for it in alone)
     assert float(packed.metrics["multi_token_loss"]) == pytest.approx(total, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", ["gemma3", "olmo3"])
+def test_its_norms_begin_as_ones(family: str) -> None:
+    model = built(family)
+    model.predict_further(WEIGHT)
+    draw_weights(model, device=torch.device("cpu"), seed=0)
+    norms = [it for it in (*model.layers[-1].modules(), model.head.further_norm) if isinstance(it, RMSNorm)]
+    assert len(norms) >= 5
+    assert all((norm.weight + norm.offset == 1).all() for norm in norms)
 
 
 def test_the_next_token_is_predicted_as_before() -> None:

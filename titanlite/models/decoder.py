@@ -118,7 +118,7 @@ class Decoder(Model):
     def __init__(self, args: DecoderArgs) -> None:
         super().__init__(args)
         self.args: DecoderArgs = args
-        self.tok_embeddings = nn.Embedding(args.vocab_size, args.dim)
+        self.tok_embeddings = self.build_embedding()
         self.attentions = [args.attention_of(layer) for layer in range(args.n_layers)]
         self.layers = nn.ModuleList(self.build_block(layer) for layer in range(args.n_layers))
         self.head = Head(args.dim, args.vocab_size, args.norm_eps)
@@ -127,6 +127,10 @@ class Decoder(Model):
         shape = len(args.ropes), args.max_seq_len, args.rotary_dims
         self.register_buffer("rope_cos", torch.empty(shape), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape), persistent=False)
+
+    def build_embedding(self) -> nn.Embedding:
+        """Return the module whose output the first block takes."""
+        return nn.Embedding(self.args.vocab_size, self.args.dim)
 
     def build_block(self, layer: int) -> Block:
         attention, feed_forward = self.build_attention(layer), self.build_feed_forward(layer)
@@ -184,7 +188,7 @@ class Decoder(Model):
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
-        x_BLD = embedded_BLD = self.embed(tokens)
+        x_BLD = embedded_BLD = self.tok_embeddings(tokens)
         masks = self._masks(x_BLD, documents)
         inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
@@ -198,10 +202,6 @@ class Decoder(Model):
                 self.further_weight,
             )
         return self.head(x_BLD, loss)
-
-    def embed(self, tokens: Tensor) -> Tensor:
-        """Return the input of the first block [B, L, D]."""
-        return self.tok_embeddings(tokens)
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:
         """Return the mask of each layer, which those with the same window share. None: causal without a mask."""

@@ -28,8 +28,6 @@ from titanlite.models.initial import Constant, InitialValues, LessOne
 from titanlite.models.layers import AttentionMask, FeedForward, RMSNorm, Rope, geglu, linear_of_each
 from titanlite.models.qwen3 import Qwen3Args
 
-NORMS = "attention_norm", "ffn_norm", "norm", "q_norm", "k_norm", "post_attention_norm", "post_ffn_norm"
-
 
 @dataclass(frozen=True, kw_only=True)
 class Gemma3Args(Qwen3Args):
@@ -62,6 +60,18 @@ class Gemma3Args(Qwen3Args):
         for name in ("window", "full_every", "rope_scaling_factor", "query_pre_attn_scalar"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+
+
+class ScaledEmbedding(nn.Embedding):
+    """Embedding whose vectors are multiplied by sqrt(dim), rounded to their dtype as the released weights expect."""
+
+    def __init__(self, vocab_size: int, dim: int) -> None:
+        super().__init__(vocab_size, dim)
+        self.scale = dim**0.5
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x_BLD = super().forward(tokens)
+        return x_BLD * torch.tensor(self.scale, dtype=x_BLD.dtype)
 
 
 class GeGLU(FeedForward):
@@ -175,9 +185,19 @@ class Gemma3(Decoder):
 
     def __init__(self, args: Gemma3Args) -> None:
         super().__init__(args)
+        self._offset_norms()
+
+    def predict_further(self, weight: float) -> None:
+        super().predict_further(weight)
+        self._offset_norms()
+
+    def _offset_norms(self) -> None:
         for module in self.modules():
             if isinstance(module, RMSNorm):
                 module.offset = 1.0
+
+    def build_embedding(self) -> nn.Embedding:
+        return ScaledEmbedding(self.args.vocab_size, self.args.dim)
 
     def build_block(self, layer: int) -> Block:
         attention, feed_forward = self.build_attention(layer), self.build_feed_forward(layer)
@@ -189,9 +209,5 @@ class Gemma3(Decoder):
     def build_feed_forward(self, layer: int) -> nn.Module:
         return GeGLU(self.args.dim, self.args.hidden_dim)
 
-    def embed(self, tokens: Tensor) -> Tensor:
-        x_BLD = super().embed(tokens)
-        return x_BLD * torch.tensor(self.args.dim**0.5, dtype=x_BLD.dtype)  # rounded, as the released weights expect
-
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
-        return LessOne(Constant(1.0)) if name.split(".")[-2] in NORMS else super().init_weight(name, shape)
+        return LessOne(Constant(1.0)) if name.endswith("norm.weight") else super().init_weight(name, shape)
