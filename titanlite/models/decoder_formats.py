@@ -15,10 +15,11 @@ HF_DECODER = (
     Entry("head.norm.weight", "model.norm.weight"),
     Entry("head.output.weight", "lm_head.weight"),
 )
-HF_QKV_BIASES = (
+HF_BIASES = (
     Entry("layers.{layer}.attention.wq.bias", "model.layers.{layer}.self_attn.q_proj.bias"),
     Entry("layers.{layer}.attention.wk.bias", "model.layers.{layer}.self_attn.k_proj.bias"),
     Entry("layers.{layer}.attention.wv.bias", "model.layers.{layer}.self_attn.v_proj.bias"),
+    Entry("layers.{layer}.attention.wo.bias", "model.layers.{layer}.self_attn.o_proj.bias"),
 )
 HF_QK_NORM = (
     Entry("layers.{layer}.attention.q_norm.weight", "model.layers.{layer}.self_attn.q_norm.weight"),

@@ -7,6 +7,7 @@ from typing import Any, ClassVar
 from titanlite.models.base import ModelArgs
 from titanlite.models.decoder import LayerAttention
 from titanlite.models.decoder_formats import (
+    HF_BIASES,
     HF_CONSTANTS,
     HF_DECODER,
     HF_FIELDS,
@@ -98,9 +99,6 @@ def _read_rest(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-HF_BIASES = tuple(
-    Entry(f"layers.{{layer}}.attention.w{it}.bias", f"model.layers.{{layer}}.self_attn.{it}_proj.bias") for it in "qkvo"
-)
 HF_EXPERTS = (
     Entry("layers.{layer}.attention.sinks", "model.layers.{layer}.self_attn.sinks"),
     Entry("layers.{layer}.feed_forward.router", "model.layers.{layer}.mlp.router.weight"),

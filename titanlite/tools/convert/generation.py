@@ -220,7 +220,7 @@ class KeyValueCache:
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[LayerCache] = []
-        blocks = zip(model.layers, model.attentions, strict=True) if isinstance(model, Decoder) else ()
+        blocks = zip(model.layers, model.attentions, strict=False) if isinstance(model, Decoder) else ()
         windows = {module: it.window for block, it in blocks for module in block.modules()}
         for module in model.modules():
             if hasattr(module, "key_source"):
