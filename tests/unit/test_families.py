@@ -15,6 +15,7 @@ from tests.families import FAMILIES, built, oracle, renamed
 from tests.helpers import mentions
 from titanlite.models.decoder import Decoder, LayerAttention
 from titanlite.models.experts import DecoderOfExperts, ExpertArgs, Experts
+from titanlite.models.gemma3 import ScaledEmbedding
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, rope_cos_sin, yarn_size
 from titanlite.models.mla import LatentAttention
 from titanlite.models.registry import resolve_model
@@ -135,6 +136,7 @@ def plain_positions_in_full_layers(model: Decoder) -> None:
 
 
 def embeddings_of_size_one(model: Decoder) -> None:
+    assert isinstance(model.tok_embeddings, ScaledEmbedding)
     model.tok_embeddings.scale = 1.0
 
 

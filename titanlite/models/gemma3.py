@@ -69,8 +69,8 @@ class ScaledEmbedding(nn.Embedding):
         super().__init__(vocab_size, dim)
         self.scale = dim**0.5
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        x_BLD = super().forward(tokens)
+    def forward(self, input: Tensor) -> Tensor:
+        x_BLD = super().forward(input)
         return x_BLD * torch.tensor(self.scale, dtype=x_BLD.dtype)
 
 
