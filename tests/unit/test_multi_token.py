@@ -22,6 +22,7 @@ from titanlite.models.layers import RMSNorm
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import draw_weights
+from titanlite.tools.convert.generation import Generator, Sampler
 from titanlite.tools.convert.source import load_model, open_source
 
 WEIGHT = 0.3
@@ -143,6 +144,10 @@ def test_the_next_token_is_predicted_as_before() -> None:
     assert "multi_token_loss" not in evaluated.metrics
     names = {name for name, _ in model.named_parameters()} - {name for name, _ in plain.named_parameters()}
     assert {name.split(".")[1] for name in names} == {"4", "further_norm"}
+    prompt, sampler = TOKENS[0, :9].tolist(), Sampler()
+    generators = (Generator(it, kernels=CpuKernels(), vocab_size=101, max_seq_len=64) for it in (plain, model))
+    expected, found = ([*it.stream(prompt, max_new_tokens=12, sampler=sampler)] for it in generators)
+    assert found == expected
 
 
 def test_flops_count_the_module_and_its_logits() -> None:
