@@ -81,7 +81,7 @@ def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: 
     (tiny.folder / "outputs" / "tiny-parity").mkdir(parents=True)
     arguments = ["--config", str(tiny.toml), *(f"--parallelism.{option}" for option in layout)]
     assert cli.run(["parity", *arguments, "--processes=4"]) == 1
-    assert ran[0] == (1, (1, 1, 1, 1), "default")
+    assert ran[0] == (1, (1, 1, 1, 1, 1), "default")
     layouts = {(4, 1, 1, 1), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 4, 1)}
     assert {(4, (1, 4, 1, 1), 2), *((4, layout, "default") for layout in layouts)} <= set(ran)
     assert len(ran) == 21

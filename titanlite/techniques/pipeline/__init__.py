@@ -23,6 +23,7 @@ class PipelineParallel(Technique):
     def claims(self, config: Config) -> dict[Claim, str]:
         return {Claim.GRADIENTS: self.option}
 
+    @reads("parallelism", "compile.enable", "teacher", "metrics.layers", "offload", "training.multi_token_weight")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if not self.is_used(config):
             return
