@@ -92,15 +92,23 @@ def test_every_schedule_trains_as_one_process(tiny: TinyRun) -> None:
         assert_equal(tiny, name, "one")
 
 
-@pytest.mark.slow
-def test_stages_combine_with_every_other_axis(tiny: TinyRun) -> None:
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(["p4", "p2-s2-zero-bubble", "p2-t2-interleaved", "p2-e2"], marks=pytest.mark.slow),
+        pytest.param([*LAYOUTS], marks=pytest.mark.nightly),
+    ],
+    ids=["some", "all"],
+)
+def test_stages_combine_with_every_other_axis(tiny: TinyRun, chosen: list[str]) -> None:
     """And the names, the values and the states of a checkpoint are those of one process."""
+    layouts = {name: LAYOUTS[name] for name in chosen}
     saves = ["--checkpoint.interval=3", "--debug.hash_freq=3"]
     for name, model in (("dense", DENSE), ("experts", EXPERTS)):
         on_one(tiny, name, *model, *saves)
-    configs = [configured(tiny, name, *m, *words, *saves, world_size=4) for name, (words, m) in LAYOUTS.items()]
+    configs = [configured(tiny, name, *m, *words, *saves, world_size=4) for name, (words, m) in layouts.items()]
     run_in_turn(train_here, 4, configs)
-    for name, (_, model) in LAYOUTS.items():
+    for name, (_, model) in layouts.items():
         reference = "experts" if model is EXPERTS else "dense"
         assert_equal(tiny, name, reference)
         ours, its = (dict(stored(checkpoint(tiny, it, 3))) for it in (name, reference))
@@ -111,13 +119,21 @@ def test_stages_combine_with_every_other_axis(tiny: TinyRun) -> None:
             assert (ours[key].double() - value.double()).abs().max() <= 2e-3 * value.abs().max() + 1e-9, (name, key)
 
 
-@pytest.mark.slow
-def test_stages_combine_with_techniques(tiny: TinyRun) -> None:
-    for name, words in TECHNIQUES.items():
+@pytest.mark.parametrize(
+    "chosen",
+    [
+        pytest.param(["mask", "muon", "average", "frozen stage", "float8", "experts"], marks=pytest.mark.slow),
+        pytest.param([*TECHNIQUES], marks=pytest.mark.nightly),
+    ],
+    ids=["some", "all"],
+)
+def test_stages_combine_with_techniques(tiny: TinyRun, chosen: list[str]) -> None:
+    techniques = {name: TECHNIQUES[name] for name in chosen}
+    for name, words in techniques.items():
         on_one(tiny, f"{name}-one", *(it for it in words if "pipeline" not in it))
-    configs = [configured(tiny, name, *words, *TWO, world_size=2) for name, words in TECHNIQUES.items()]
+    configs = [configured(tiny, name, *words, *TWO, world_size=2) for name, words in techniques.items()]
     run_in_turn(train_here, 2, configs)
-    for name in TECHNIQUES:
+    for name in techniques:
         assert_equal(tiny, name, f"{name}-one")
 
 
@@ -147,10 +163,10 @@ def test_a_checkpoint_continues_on_other_degrees(tiny: TinyRun) -> None:
     """From stages to one process, shards and split layers, and back: the same bits, and the same losses."""
     on_one(tiny, "whole", *DENSE, "--training.steps=4")
     places = {
-        "p4": degrees(1, 1, pipeline=4), "p2-s2": degrees(1, 2, pipeline=2), "s4": degrees(1, 4),
+        "p4": degrees(1, 1, pipeline=4), "p2-s2": degrees(1, 2, pipeline=2),
         "t2": degrees(1, 2, tensor=2),
     }  # fmt: skip
-    chain = ["p4", "p2-s2", "s4", "p4", "t2", "p2-s2"]
+    chain = ["p4", "p2-s2", "t2", "p4"]
     pairs = [*pairwise(chain)]
 
     def config(pair: tuple[str, str], place: str, steps: int) -> Config:

@@ -24,13 +24,13 @@ def test_further_axes_are_compared_where_the_config_allows_them(tiny: TinyRun) -
     experts = ["context 2 x FSDP 2", "expert 2 x FSDP 4", "expert 4 x FSDP 4"]
     assert names(moe, "--training.seq_len=4", "--model.args.vocab_size=260") == [
         *experts, "tensor 2 x FSDP 2", "context 2 x tensor 2 x FSDP 1", "context 2 x expert 2 x FSDP 2",
-        "expert 2 x tensor 2 x FSDP 2",
+        "expert 2 x tensor 2 x FSDP 2", "pipeline 2 x FSDP 2", "pipeline 2 x tensor 2 x FSDP 1",
     ]  # fmt: skip
     [first, *_] = variants(8, 4, on_gpu=False, further=further_layouts(str(tiny.toml), [], 4))[-2:]
     assert (first.name, first.exact, first.reference) == ("context 2 x FSDP 2", False, ONE)
-    assert first.options[-3:] == (
+    assert first.options[-4:] == (
         "parallelism.context_parallel_degree=2", "parallelism.expert_parallel_degree=1",
-        "parallelism.tensor_parallel_degree=1",
+        "parallelism.tensor_parallel_degree=1", "parallelism.pipeline_parallel_degree=1",
     )  # fmt: skip
 
 
@@ -82,9 +82,11 @@ def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: 
     arguments = ["--config", str(tiny.toml), *(f"--parallelism.{option}" for option in layout)]
     assert cli.run(["parity", *arguments, "--processes=4"]) == 1
     assert ran[0] == (1, (1, 1, 1, 1, 1), "default")
-    layouts = {(4, 1, 1, 1), (1, 4, 1, 1), (2, 2, 1, 1), (1, 2, 2, 1), (1, 1, 4, 1)}
-    assert {(4, (1, 4, 1, 1), 2), *((4, layout, "default") for layout in layouts)} <= set(ran)
+    layouts = {(4, 1, 1, 1, 1), (1, 4, 1, 1, 1), (2, 2, 1, 1, 1), (1, 2, 2, 1, 1), (1, 1, 4, 1, 1)}
+    assert {(4, (1, 4, 1, 1, 1), 2), *((4, layout, "default") for layout in layouts)} <= set(ran)
     assert len(ran) == 21
+    assert cli.run(["parity", *arguments, "--processes=4", "--model.args.n_layers=2"]) == 1
+    assert (4, (1, 2, 1, 1, 2), "default") in ran
 
 
 def test_mistakes_are_reported_before_anything_is_trained(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:

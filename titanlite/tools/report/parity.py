@@ -21,7 +21,7 @@ from titanlite.tools.report.run_records import first_difference, hashed_steps
 
 ONE = "1 process"
 RESHARD = "parallelism.fsdp_reshard_after_forward=default"
-AXES = ("context", "expert", "tensor")
+AXES = ("context", "expert", "tensor", "pipeline")
 ONE_OF_EACH = tuple(f"parallelism.{axis}_parallel_degree=1" for axis in AXES)
 """Overrides without further axes."""
 FurtherLayout = tuple[str, tuple[str, ...]]
@@ -116,8 +116,11 @@ def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iter
     config = load(path, [*overrides, f"--{RESHARD}"])
     alone = [{"context": 2}, {"context": processes}, {"expert": 2}, {"expert": processes}, {"tensor": 2}]
     tried = [*alone, {"context": 2, "tensor": 2}, {"context": 2, "expert": 2}, {"expert": 2, "tensor": 2}]
+    tried += [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}]
     for degrees in [it for number, it in enumerate(tried) if it not in tried[:number]]:
         axes = {f"parallelism.{axis}_parallel_degree": degrees.get(axis, 1) for axis in AXES}
+        if "pipeline" in degrees:
+            axes |= {"training.local_batch_size": 1}  # a step needs several micro-batches
         if not can_have(config, axes, processes):
             continue
         rest = processes // math.prod(degree for axis, degree in degrees.items() if axis != "expert")
