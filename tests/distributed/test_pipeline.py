@@ -12,7 +12,8 @@ from tests.distributed.test_families import GEMMA, GPT_OSS
 from tests.helpers import TinyRun, built, mentions, one_process, run_in_turn, titanlite, train_on_this_rank
 from tests.layouts import FLOAT8, LORA, degrees, trace_blocks, whole
 from tests.unit.test_average import checkpoint, stored
-from titanlite.schema import Config
+from titanlite.schema import Config, Parallelism
+from titanlite.techniques.pipeline.stages import blocks_of_stages
 from titanlite.train import finish, train
 
 SIZES = "dim=32, n_layers=4, n_heads=4, n_kv_heads=2"
@@ -82,6 +83,29 @@ def assert_equal(tiny: TinyRun, name: str, reference: str) -> None:
     validations = [tiny.records(it, file="validation.jsonl") for it in (name, reference)]
     assert validations[0][-1]["loss"] == pytest.approx(validations[1][-1]["loss"], rel=1e-6), name
     assert validations[0][-1].get("tasks") == validations[1][-1].get("tasks")
+
+
+@pytest.mark.parametrize(
+    ("blocks", "words", "sizes"),
+    [
+        (32, {"pipeline_parallel_degree": 4}, [8, 9, 8, 7]),
+        (4, {"pipeline_parallel_degree": 4}, [1, 1, 1, 1]),
+        (6, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "Interleaved1F1B"}, [1, 2, 2, 1]),
+        (
+            6, {"pipeline_parallel_degree": 2, "pipeline_parallel_first_stage_less_layers": 0,
+                "pipeline_parallel_last_stage_less_layers": 2}, [4, 2],
+        ),
+        (
+            14, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "LoopedBFS",
+                 "pipeline_parallel_layers_per_stage": 4}, [3, 4, 4, 3],
+        ),
+    ],
+)  # fmt: skip
+def test_blocks_are_cut_evenly(blocks: int, words: dict[str, Any], sizes: list[int]) -> None:
+    """Embedding and head count as one block each."""
+    stages = blocks_of_stages(blocks, Parallelism(**words))
+    assert [*map(len, stages)] == sizes
+    assert [block for stage in stages for block in stage] == [*range(blocks)]
 
 
 def test_every_schedule_trains_as_one_process(tiny: TinyRun) -> None:

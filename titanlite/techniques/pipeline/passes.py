@@ -5,6 +5,7 @@ micro-batches: the first stage takes the tokens, the last the labels, and all th
 gradients once, after the last backward pass of a stage.
 """
 
+import logging
 import math
 from collections.abc import Callable, Sequence
 from functools import cache, partial
@@ -29,6 +30,8 @@ from titanlite.schema import Config
 from titanlite.step import Gradients, checked_loss, count_valid_tokens
 from titanlite.techniques.pipeline.stages import Stage, rank_of_stage
 from titanlite.techniques.tensor.layers import split_blocks, tensor_ranks
+
+logger = logging.getLogger(__name__)
 
 YES = SimpleNamespace(item=lambda: 1)
 """Stands for a tensor, which has no value in a plan."""
@@ -62,15 +65,16 @@ class PipelinePasses:
         axis = pipeline_mesh(mesh)
         assert axis is not None, "the mesh has no pipeline axis"
         self.stages = [it for it in model.stages if isinstance(it, Stage)]
-        self.dim, self.device, count = model.args.dim, torch.device(mesh.device_type), self.stages[0].count
+        self.dim, self.device, self.sizes = model.args.dim, torch.device(mesh.device_type), self.stages[0].sizes
         self.group, self.rank = axis.get_group(), axis.get_local_rank()
         self.dtype = torch_dtype(config.training.mixed_precision_param)
         self.schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.rank_of = partial(rank_of_stage, parallelism=config.parallelism)
-        self.last_rank = self.rank_of(count - 1)
+        self.last_rank = self.rank_of(len(self.sizes) - 1)
         self.has_own_loss = config.training.loss is not None
         self.is_alone = dist.get_backend(self.group) == "fake"
         """Whether the other ranks do not exist, as in a plan."""
+        logger.info(f"stages   of {', '.join(map(str, self.sizes))} blocks")
         self.ranks = tensor_ranks(mesh) if split_blocks(model) else None
         """Ranks that have different tokens between blocks."""
         self.own_counters, self.end_own_step = model.counters, model.end_step
@@ -142,7 +146,7 @@ class PipelinePasses:
         stages = []
         for module in self.stages:
             stage = _Stage(
-                module, module.number, module.count, self.device, group=self.group,
+                module, module.number, len(self.sizes), self.device, group=self.group,
                 input_args=hidden if module.number else place,
                 output_args=hidden if not module.is_last else loss,
                 dw_builder=_full_backward if module.is_last else None,

@@ -102,7 +102,8 @@ class Stage(nn.Module):
         children = dict(model.named_children())
         layers, embedding, head = children["layers"], embedding_of(model), [*children][-1]
         self.number, self.is_last = number, number == len(stages) - 1
-        self.count = len(stages)
+        self.sizes = [*map(len, stages)]
+        """Blocks of each stage of the pipeline."""
         self.add_module(embedding, children[embedding] if number == 0 else Received())
         self.layers = Blocks((str(it), layers.get_submodule(str(it))) for it in stages[number])
         self.add_module(head, children[head] if self.is_last else Passed())
