@@ -35,6 +35,7 @@ LAYOUTS: dict[str, tuple[list[str], list[str]]] = {
     "p2-t2": (degrees(1, 1, tensor=2, pipeline=2), DENSE),
     "p2-t2-interleaved": ([*degrees(1, 1, tensor=2, pipeline=2), SCHEDULE.format("Interleaved1F1B")], DENSE),
     "p2-e2": (degrees(1, 2, expert=2, pipeline=2), EXPERTS),
+    "p2-e2-zero-bubble": ([*degrees(1, 2, expert=2, pipeline=2), SCHEDULE.format("ZBVZeroBubble")], EXPERTS),
 }
 TECHNIQUES: dict[str, list[str]] = {
     "mask": [*DENSE, "--data.document_mask"],
@@ -119,7 +120,7 @@ def test_every_schedule_trains_as_one_process(tiny: TinyRun) -> None:
 @pytest.mark.parametrize(
     "chosen",
     [
-        pytest.param(["p4", "p2-s2-zero-bubble", "p2-t2-interleaved", "p2-e2"], marks=pytest.mark.slow),
+        pytest.param(["p4", "p2-s2-zero-bubble", "p2-t2-interleaved", "p2-e2-zero-bubble"], marks=pytest.mark.slow),
         pytest.param([*LAYOUTS], marks=pytest.mark.nightly),
     ],
     ids=["some", "all"],
@@ -262,6 +263,10 @@ def test_planted_mistakes_show(tiny: TinyRun, mistake: Callable[..., None]) -> N
         (["--freeze.parameters=['tok_embeddings.*', 'layers.0.*', 'layers.1.*']"], ["rank 0", "train", "0, 1"]),
         (["--metrics.layers.freq=1"], ["metrics.layers.freq", "parallelism.pipeline_parallel_degree"]),
         (["--optimizer.in_backward", "--training.max_norm=0"], ["optimizer.in_backward"]),
+        (
+            ["--parallelism.fsdp_reshard_after_forward=always", SCHEDULE.format("InterleavedZeroBubble")],
+            ["fsdp_reshard_after_forward", "InterleavedZeroBubble"],
+        ),
         (["--compile.enable", SCHEDULE.format("ZBVZeroBubble")], ["compile.enable", "ZBVZeroBubble"]),
     ],
 )

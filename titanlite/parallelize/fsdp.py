@@ -158,7 +158,8 @@ def shard(
     adapt(sharded[: len(units)], shard_degree=shard_degree)
     adapt(sharded[len(units) :], shard_degree=shard_degree)  # roots, which no unit gathers ahead
     if separate:
-        others = separate.shard(reshard_after_forward=parallelism.fsdp_reshard_after_forward != "never", **options)
+        kept = ("default", "never") if model.stages else ("never",)
+        others = separate.shard(reshard_after_forward=parallelism.fsdp_reshard_after_forward not in kept, **options)
         adapt(others, shard_degree=separate.mesh.size(-1))
     _prefetch(sharded[: len(units)], parallelism)
     quantized = quantized_parameters(model)  # they are others now

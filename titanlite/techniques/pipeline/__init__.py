@@ -14,6 +14,10 @@ if TYPE_CHECKING:
     from titanlite.step import AddUp
 
 
+SPLIT_BACKWARD = "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
+"""Schedules that compute gradients of weights later than those of activations."""
+
+
 class PipelineParallel(Technique):
     option = "parallelism.pipeline_parallel_degree"
 
@@ -27,13 +31,14 @@ class PipelineParallel(Technique):
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if not self.is_used(config):
             return
-        schedule = config.parallelism.pipeline_parallel_schedule
-        if config.compile.enable and ("ZeroBubble" in schedule or schedule == "DualPipeV"):
-            yield (
-                "parallelism.pipeline_parallel_schedule",
-                f"{schedule} computes gradients of weights later, which PyTorch cannot do in compiled blocks: set "
-                "another schedule or compile.enable = false",
-            )
+        key, schedule = "parallelism.pipeline_parallel_schedule", config.parallelism.pipeline_parallel_schedule
+        later = f"{schedule} computes gradients of weights later,"
+        if schedule in SPLIT_BACKWARD and config.compile.enable:
+            hint = "set another schedule or compile.enable = false"
+            yield key, f"{later} which PyTorch cannot do in compiled blocks: {hint}"
+        if schedule in SPLIT_BACKWARD and config.parallelism.fsdp_reshard_after_forward not in ("default", "never"):
+            hint = 'set another schedule or parallelism.fsdp_reshard_after_forward = "never"'
+            yield key, f"{later} and would lose those of weights that FSDP has freed: {hint}"
         others = {
             "teacher.path": config.teacher.path is not None or config.teacher.cache is not None,
             "training.multi_token_weight": config.training.multi_token_weight > 0,

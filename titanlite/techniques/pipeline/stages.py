@@ -19,8 +19,6 @@ from titanlite.techniques.tensor.layers import split_blocks, take_own_tokens, te
 
 ONE_STAGE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
 """Schedules of one stage on each rank, and those of two of which the last rank's follow each other."""
-SPLIT_BACKWARD = "InterleavedZeroBubble", *V_SHAPED
-"""Schedules that compute gradients of weights later than those of activations."""
 
 
 class Blocks(nn.ModuleList):

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Parallelism
-from titanlite.techniques.pipeline.stages import SPLIT_BACKWARD
+from titanlite.techniques.pipeline import SPLIT_BACKWARD
 from titanlite.tools.plan.allocator import PoolSize
 from titanlite.tools.plan.memory import Profile
 from titanlite.tools.plan.time import Collective, Kernel, StepTime, collective_time, kernel_time
