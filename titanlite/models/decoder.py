@@ -32,7 +32,6 @@ from titanlite.models.layers import (
     rope_at,
     rope_cos_sin,
 )
-from titanlite.models.multi_token import FurtherToken, with_further_token
 from titanlite.ops.attention import seen_causally
 
 MAX_LAYERS = 10_000
@@ -142,6 +141,8 @@ class Decoder(Model):
         Args:
             weight: of its loss.
         """
+        from titanlite.models.multi_token import FurtherToken  # few runs have it
+
         args, like = self.args, self.tok_embeddings.weight
         with like.device:
             further = FurtherToken(self.build_block(args.n_layers - 1), args.dim, args.norm_eps)
@@ -195,6 +196,8 @@ class Decoder(Model):
             if (layer := int(name)) < len(inputs):
                 x_BLD = block(x_BLD, *inputs[layer])
         if self.further_weight and loss is not None and torch.is_grad_enabled():
+            from titanlite.models.multi_token import with_further_token
+
             next_BLD = embedded_BLD.roll(-1, dims=1)  # the last token has none, and no label either
             loss = with_further_token(
                 loss,

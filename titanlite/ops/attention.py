@@ -11,7 +11,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.batch import Batch
-from titanlite.ops.sinks import attend_packed
 
 if TYPE_CHECKING:
     from titanlite.ops.kernels import Kernels
@@ -239,6 +238,8 @@ def _packed_attention(
     longest, sides = (L, k_BKSH.shape[2]), (-1 if window is None else window - 1, 0)
     operands, offsets = (q_TNH, k_TKH, v_TKH), (query_offsets, key_offsets)
     if scores.sinks_N is not None:
+        from titanlite.ops.sinks import attend_packed  # most models have none
+
         out_TNH = attend_packed(*operands, scores.sinks_N, offsets, longest, sides=sides, scale=scores.scale)
     else:
         out_TNH = varlen_attn(*operands, *offsets, *longest, scale=scores.scale, window_size=sides, enable_gqa=True)

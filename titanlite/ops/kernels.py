@@ -32,7 +32,6 @@ from titanlite.ops.attention import (
 )
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
 from titanlite.ops.functions import linears, loop_over_groups, rms_norm
-from titanlite.ops.sinks import attend_by_formula, attend_on_cpu
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
@@ -144,6 +143,8 @@ class Kernels:
             if mask is None and self.has_packed_attention(q_BNLH.device, q_BNLH.dtype, q_BNLH.shape[-1]):
                 mask = _whole_sequences(q_BNLH.shape[0], q_BNLH.shape[2], q_BNLH.device)
             if mask is None or isinstance(mask, Tensor):
+                from titanlite.ops.sinks import attend_by_formula, attend_on_cpu  # most models have none
+
                 has_kernel = q_BNLH.device.type == "cpu" and not self.is_gpu(q_BNLH.device)
                 with_sinks = attend_on_cpu if has_kernel else attend_by_formula
                 return with_sinks(q_BNLH, k_BKLH, v_BKLH, scores.sinks_N, mask, scores.scale)
