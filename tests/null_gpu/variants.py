@@ -72,6 +72,16 @@ VARIANTS = [
     Variant("float32, seq 2048", ("--training.mixed_precision_param=float32", "--training.seq_len=2048")),
     Variant("Qwen3 8B", config="qwen3_8b"),
     Variant("Qwen3 30B-A3B, 16 GPUs", config="qwen3_30b_a3b", world_size=16),
+    Variant("OLMo 3 7B, windows", config="olmo3_7b"),
+    Variant("OLMo 3 7B, windows, documents, compiled", ("--data.document_mask=true", *COMPILE), config="olmo3_7b"),
+    Variant(
+        "Gemma 3 27B, 32 GPUs",
+        ("--model.flavor=27B", "--model.args.vocab_size=262208"),
+        config="gemma3_1b",
+        world_size=32,
+    ),
+    Variant("gpt-oss 20B, 16 GPUs", config="gpt_oss_20b", world_size=16),
+    Variant("Moonlight 16B, 16 GPUs", config="moonlight_16b_a3b", world_size=16),
     Variant("context 2, 16,384 tokens", (CONTEXT + "2", "--training.seq_len=16384", "--training.global_batch_size=4")),
     Variant(
         "context 2, documents, compiled",
