@@ -115,7 +115,10 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8",
             f"{EXACT} {TRAIN}mixed_precision_reduce=bfloat16",
         ],
-        2: [f"{EXACT} {MESH}context_parallel_degree=2"],
+        2: [
+            f"{EXACT} {MESH}context_parallel_degree=2",
+            f"{EXACT} {MOE} --model.args.hidden_dim=48 {MESH}expert_parallel_degree=2",
+        ],
         4: [f"{EXACT} {TRAIN}local_batch_size=4"],
     },
     "debug.reproducible_layouts, training.global_batch_size": {3: [f"{EXACT} {TRAIN}global_batch_size=24"]},

@@ -3,13 +3,21 @@
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
+from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.techniques.technique import Claim, Conflict, Technique, reads
 
 if TYPE_CHECKING:
+    from titanlite.models.base import Model
+    from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.step import Gradients
     from titanlite.train import Run
+
+
+WHOLE_VECTORS = 64
+"""Elements after which loops of PyTorch's CPU kernels repeat: two vectors of 32 bfloat16 numbers. What is left over is
+computed by other instructions, which round exponentials otherwise."""
 
 
 class ReproducibleLayouts(Technique):
@@ -70,6 +78,22 @@ class ReproducibleLayouts(Technique):
                 f"{config.training.local_batch_size} sequences, too few for {world_size} processes: use "
                 f"{micro_batches} processes. With smaller micro-batches, results have other bits",
             )
+
+    @reads(option, "parallelism")
+    def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
+        from titanlite.models.base import expert_layers
+
+        if not config.debug.reproducible_layouts or config.parallelism.expert_parallel_degree == 1:
+            return
+        for layer in expert_layers(model):
+            for stack, dim in zip(layer.stacks, layer.hidden_dims, strict=True):
+                if dim is not None and (size := layer.get_parameter(stack).shape[dim]) % WHOLE_VECTORS:
+                    raise UserError(
+                        f"cannot be combined with experts on several processes whose hidden dims are {size}, no "
+                        f"multiple of {WHOLE_VECTORS}: CPU kernels round the last elements of all tokens in another "
+                        "way, and each process has other last tokens. Set another hidden dim, or "
+                        "expert_parallel_degree = 1"
+                    )
 
     def resume_settings(self, config: Config) -> dict[str, Any]:
         size = config.training.local_batch_size if config.debug.reproducible_layouts else 1
