@@ -117,6 +117,22 @@ def test_every_schedule_trains_as_one_process(tiny: TinyRun) -> None:
         assert_equal(tiny, name, "one")
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_twenty_steps_of_every_schedule(tiny: TinyRun, schedule: str) -> None:
+    """With twice as many blocks as the other tests, so that four ranks have several stages. A higher rate would amplify
+    rounding."""
+    deeper = "--model.args.n_layers=8", "--training.steps=20", "--optimizer.lr=1e-3", "--data.document_mask"
+    for name, model in (("dense", DENSE), ("experts", EXPERTS)):
+        on_one(tiny, name, *model, *deeper)
+    layouts = {name: LAYOUTS[name] for name in ("p4", "p2-s2", "p2-c2", "p2-t2", "p2-e2")}
+    words = [*deeper, SCHEDULE.format(schedule)]
+    configs = [configured(tiny, name, *m, *of, *words, world_size=4) for name, (of, m) in layouts.items()]
+    run_in_turn(train_here, 4, configs)
+    for name, (_, model) in layouts.items():
+        assert_equal(tiny, name, "experts" if model is EXPERTS else "dense")
+
+
 @pytest.mark.parametrize(
     "chosen",
     [

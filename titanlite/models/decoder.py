@@ -189,7 +189,8 @@ class Decoder(Model):
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
-        x_BLD = embedded_BLD = self.tok_embeddings(tokens)
+        x_BLD = self.tok_embeddings(tokens)
+        next_BLD = x_BLD.roll(-1, dims=1) if self.further_weight else None  # the last token has none, and no label
         masks = self._masks(x_BLD, documents)
         inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
@@ -198,7 +199,6 @@ class Decoder(Model):
         if self.further_weight and loss is not None and torch.is_grad_enabled():
             from titanlite.models.multi_token import with_further_token
 
-            next_BLD = embedded_BLD.roll(-1, dims=1)  # the last token has none, and no label either
             loss = with_further_token(
                 loss,
                 lambda it: self.head.further_norm(self.layers[-1](it, next_BLD, *inputs[-1])),
