@@ -657,6 +657,12 @@ class Parallelism(Section):
     """Least number of parameters that blocks gather at once: neighbouring blocks become one FSDP unit until it has as
     many. Small blocks then need fewer collectives, and more memory. 0 makes each block a unit."""
 
+    @property
+    def keeps_gathered(self) -> bool:
+        """Whether parameters stay gathered from forward to backward; those of a pipeline's stage, for a whole step."""
+        policy = self.fsdp_reshard_after_forward
+        return policy == "never" or (policy == "default" and self.pipeline_parallel_degree > 1)
+
     def degrees(self, world_size: int) -> Degrees:
         """Return the degree of each axis; their product is world_size.
 

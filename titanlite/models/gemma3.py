@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.base import DECODER, ModelArgs, Roles, TensorPlan
-from titanlite.models.decoder import Block, Decoder, LayerAttention
+from titanlite.models.decoder import Block, Decoder
 from titanlite.models.decoder_formats import (
     HF_DECODER,
     HF_FEED_FORWARD,
@@ -27,10 +27,11 @@ from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Ta
 from titanlite.models.initial import Constant, InitialValues, LessOne
 from titanlite.models.layers import AttentionMask, FeedForward, RMSNorm, Rope, geglu, linear_of_each
 from titanlite.models.qwen3 import Qwen3Args
+from titanlite.models.windows import WindowedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Args(Qwen3Args):
+class Gemma3Args(Qwen3Args, WindowedArgs):
     head_dim: int = 256
     vocab_size: int = 262208
     max_seq_len: int = 131072
@@ -40,9 +41,7 @@ class Gemma3Args(Qwen3Args):
     local_rope_theta: float = 10000.0
     """Rotary base of layers with a window."""
     window: int = 1024
-    """Tokens that a token sees in a layer with a window, itself included."""
     full_every: int = 6
-    """Of each so many layers, the last has no window."""
     query_pre_attn_scalar: int = 256
     """Scores are divided by its square root."""
 
@@ -51,15 +50,10 @@ class Gemma3Args(Qwen3Args):
         scaled = Rope(theta=self.rope_theta, factor=self.rope_scaling_factor, scaling="linear")
         return Rope(theta=self.local_rope_theta), scaled
 
-    def attention_of(self, layer: int) -> LayerAttention:
-        is_full = (layer + 1) % self.full_every == 0
-        return LayerAttention(rope=1) if is_full else LayerAttention(window=self.window)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("window", "full_every", "rope_scaling_factor", "query_pre_attn_scalar"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.query_pre_attn_scalar < 1:
+            raise ValueError(f"query_pre_attn_scalar must be at least 1, got {self.query_pre_attn_scalar}")
 
 
 class ScaledEmbedding(nn.Embedding):

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from titanlite.models.base import ModelArgs
-from titanlite.models.decoder import LayerAttention
 from titanlite.models.decoder_formats import (
     HF_BIASES,
     HF_CONSTANTS,
@@ -20,6 +19,7 @@ from titanlite.models.experts import DecoderOfExperts, ExpertArgs, ExpertOptions
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
 from titanlite.models.layers import Rope
 from titanlite.models.qwen3 import Qwen3Args
+from titanlite.models.windows import WindowedArgs
 from titanlite.ops.functions import clamped_swiglu
 
 ORIGINAL_SEQ_LEN = 4096
@@ -31,7 +31,7 @@ YARN = {
 
 
 @dataclass(frozen=True, kw_only=True)
-class GptOssArgs(Qwen3Args, ExpertArgs):
+class GptOssArgs(Qwen3Args, ExpertArgs, WindowedArgs):
     """hidden_dim is that of one expert."""
 
     head_dim: int = 64
@@ -41,9 +41,7 @@ class GptOssArgs(Qwen3Args, ExpertArgs):
     rope_theta: float = 150000.0
     rope_scaling_factor: float = 32.0
     window: int = 128
-    """Tokens that a token sees in a layer with a window, itself included."""
     full_every: int = 2
-    """Of each so many layers, the last has no window."""
     n_experts: int = 128
     n_active_experts: int = 4
     balance_rate: float = 5e-3
@@ -64,15 +62,6 @@ class GptOssArgs(Qwen3Args, ExpertArgs):
     @property
     def experts(self) -> ExpertOptions:
         return ExpertOptions(router_has_bias=True, have_biases=True, activation=clamped_swiglu)
-
-    def attention_of(self, layer: int) -> LayerAttention:
-        return LayerAttention(window=None if (layer + 1) % self.full_every == 0 else self.window)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("window", "full_every", "rope_scaling_factor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 def _write_rest(args: GptOssArgs) -> ConfigJson:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 from torch import Tensor
 
 from titanlite.models.base import DECODER, ModelArgs, Roles, TensorPlan
-from titanlite.models.decoder import Block, Decoder, DecoderArgs, LayerAttention
+from titanlite.models.decoder import Block, Decoder
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
@@ -26,37 +26,26 @@ from titanlite.models.decoder_formats import (
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
 from titanlite.models.layers import AttentionMask, Rope
+from titanlite.models.windows import WindowedArgs
 
 YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
 """Constants of `Rope`, by their keys of config.json."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Olmo3Args(DecoderArgs):
+class Olmo3Args(WindowedArgs):
     vocab_size: int = 100278
     max_seq_len: int = 65536
     norm_eps: float = 1e-6
     rope_theta: float = 500000.0
     rope_scaling_factor: float = 8.0
     window: int = 4096
-    """Tokens that a token sees in a layer with a window, itself included."""
     full_every: int = 4
-    """Of each so many layers, the last has no window."""
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
         scaled = Rope(theta=self.rope_theta, factor=self.rope_scaling_factor, scaling="yarn")
         return Rope(theta=self.rope_theta), scaled
-
-    def attention_of(self, layer: int) -> LayerAttention:
-        is_full = (layer + 1) % self.full_every == 0
-        return LayerAttention(rope=1) if is_full else LayerAttention(window=self.window)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for name in ("window", "full_every", "rope_scaling_factor"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
 
 
 class PostNormBlock(Block):

@@ -128,7 +128,7 @@ def shard(
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
     shard_degree = shard_degree_of(mesh)
     placement = partial(placement_of, shard_degree=shard_degree)
-    reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree, is_pipelined=bool(model.stages))
+    reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
     units = fsdp_units(model, min_params=parallelism.fsdp_min_unit_params)
     head = head_of(model)
     ignored = separate.parameters if separate else None
@@ -158,8 +158,7 @@ def shard(
     adapt(sharded[: len(units)], shard_degree=shard_degree)
     adapt(sharded[len(units) :], shard_degree=shard_degree)  # roots, which no unit gathers ahead
     if separate:
-        kept = ("default", "never") if model.stages else ("never",)
-        others = separate.shard(reshard_after_forward=parallelism.fsdp_reshard_after_forward not in kept, **options)
+        others = separate.shard(reshard_after_forward=not parallelism.keeps_gathered, **options)
         adapt(others, shard_degree=separate.mesh.size(-1))
     _prefetch(sharded[: len(units)], parallelism)
     quantized = quantized_parameters(model)  # they are others now
@@ -213,11 +212,11 @@ def fsdp_units(model: Model, *, min_params: int = 0) -> list[list[nn.Module]]:
     return units
 
 
-def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int, is_pipelined: bool) -> bool | int:
+def _reshard_after_forward(parallelism: Parallelism, *, shard_degree: int) -> bool | int:
     policy = parallelism.fsdp_reshard_after_forward
     if isinstance(policy, int):
         return policy if policy > 1 else False  # a 1/1 shard is the whole parameter
-    return policy == "always" or (policy == "default" and shard_degree > 1 and not is_pipelined)
+    return not parallelism.keeps_gathered and (shard_degree > 1 or policy == "always")
 
 
 def _prefetch(units: list[FSDPModule], parallelism: Parallelism) -> None:

@@ -36,7 +36,7 @@ class PipelineParallel(Technique):
         if schedule in SPLIT_BACKWARD and config.compile.enable:
             hint = "set another schedule or compile.enable = false"
             yield key, f"{later} which PyTorch cannot do in compiled blocks: {hint}"
-        if schedule in SPLIT_BACKWARD and config.parallelism.fsdp_reshard_after_forward not in ("default", "never"):
+        if schedule in SPLIT_BACKWARD and not config.parallelism.keeps_gathered:
             hint = 'set another schedule or parallelism.fsdp_reshard_after_forward = "never"'
             yield key, f"{later} and would lose those of weights that FSDP has freed: {hint}"
         others = {

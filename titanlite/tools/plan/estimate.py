@@ -19,7 +19,7 @@ from titanlite.techniques.pipeline.stages import blocks_of_stages
 from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
-from titanlite.tools.plan.pipeline import gathers_once, pipeline_time, traced_ranks, with_buffers
+from titanlite.tools.plan.pipeline import pipeline_time, traced_ranks, with_buffers
 from titanlite.tools.plan.time import StepTime, host_time, step_time
 from titanlite.tools.plan.trace import trace_step, traced_micro_batches
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
@@ -271,15 +271,16 @@ def trace_model(
     config: Config, model_cls: type[Model], args: ModelArgs, targets: Targets, layout: Layout, *, rank: int = 0
 ) -> Trace:
     """Trace a step of the whole model of these arguments, on a rank."""
-    fuse = config.compile.enable and layout.is_gpu
-    _, accumulation = config.training.batch_split(config.parallelism.degrees(layout.world_size).data_parallel)
+    fuse, parallelism = config.compile.enable and layout.is_gpu, config.parallelism
+    is_pipeline = parallelism.pipeline_parallel_degree > 1
+    _, accumulation = config.training.batch_split(parallelism.degrees(layout.world_size).data_parallel)
     recorder = trace_step(
         config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets, rank=rank
     )
     return Trace(
         profile(recorder, gpu=layout.is_gpu, compiled=fuse, hidden=[*_away(config, layout)]),
         workload_of(recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
-        traffic_of(recorder, accumulation=accumulation, gathers_once=gathers_once(config.parallelism)),
+        traffic_of(recorder, accumulation=accumulation, gathers_once=parallelism.keeps_gathered and is_pipeline),
         received=recorder.received // recorder.micro_batches,
     )
 

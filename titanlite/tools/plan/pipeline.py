@@ -21,11 +21,6 @@ def traced_ranks(ranks: int) -> dict[int, int]:
     return {0: 1, **({1: ranks - 2} if ranks > 2 else {}), ranks - 1: 1}
 
 
-def gathers_once(parallelism: Parallelism) -> bool:
-    """Return whether parameters are gathered once a step: by a pipeline that keeps them."""
-    return parallelism.pipeline_parallel_degree > 1 and parallelism.fsdp_reshard_after_forward in ("default", "never")
-
-
 def with_buffers(profile: Profile, size: int) -> Profile:
     """Return a profile with this many bytes more, which last: for what the stage receives of untraced micro-batches."""
     phases = {name: {**found, "other": found["other"] + size} for name, found in profile.phases.items()}
@@ -66,7 +61,7 @@ def pipeline_time(
         waits = sum(sent((*it.forward_waits, *it.backward_waits)) for it in units)
         once = sum(sent((*it.reduce, *it.all_reduce)) for it in units) + sent(stage.whole)
         gathers = sum(sent((*it.gather, *it.gather_again)) for it in units)
-        if gathers_once(parallelism):
+        if parallelism.keeps_gathered:
             once += gathers
         else:
             waits += gathers
