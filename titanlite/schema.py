@@ -636,6 +636,9 @@ class Parallelism(Section):
     1F1B and GPipe, and several with the others."""
     pipeline_parallel_layers_per_stage: PositiveInt | None = None
     """Blocks of a stage. Default: as many as give each process one stage, or two with a schedule that needs several."""
+    module_fqns_per_model_part: list[list[Name]] = []
+    """Names of the modules of each stage, instead of equal numbers of blocks: [["tok_embeddings", "layers.0"],
+    ["layers.1", "head"]]."""
     pipeline_parallel_first_stage_less_layers: Count = 1
     """Blocks that the first stage has less than others, because it has the embedding."""
     pipeline_parallel_last_stage_less_layers: Count = 1

@@ -1,14 +1,17 @@
-"""Scales of weights that are gathered in float8: one all-reduce a step, and the same training."""
+"""Scales of weights that are gathered in float8, and of layers that ranks split: the same training."""
 
 import math
+from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import built, degrees
+from tests.helpers import TinyRun, one_process, run_in_turn, train_on_this_rank
+from tests.layouts import built, degrees, trace_blocks
 from titanlite.loss import TokenLoss
 from titanlite.schema import Config
 from titanlite.train import finish, train
@@ -66,3 +69,67 @@ def test_one_all_reduce_for_all_scales(tiny: TinyRun) -> None:
     both = [[record | {"time": 0.0} for record in records] for records in runs]
     assert len(both[0]) == 3
     assert both[0] == both[1]
+
+
+SPLIT = ["--model.args={dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64}", "--checkpoint.enable=false"]
+RECIPE = "--quantize.linear.float8.recipe_name={}"
+
+
+def train_split(rank: int, world_size: int, config: Config, *, own_scales: bool = False) -> None:
+    """Train; with `own_scales`, each rank takes its part of a tensor for the whole."""
+    with ExitStack() as stack:
+        if own_scales:
+            stack.enter_context(patch("titanlite.techniques.float8.split.all_reduce", lambda x, *_: x))
+        if config.compile.enable:
+            stack.enter_context(patch("titanlite.parallelize.compile_blocks", trace_blocks))
+        train_on_this_rank(config, rank, world_size)
+
+
+@pytest.mark.slow
+def test_split_layers_have_the_scales_of_whole_ones(tiny: TinyRun) -> None:
+    """Losses are those of one process with each recipe, which a rank's own scales change in the 5th digit."""
+    pytest.importorskip("torchao")
+    recipes = "tensorwise", "rowwise", "rowwise_with_gw_hp"
+
+    def config(name: str, recipe: str, *words: str, world_size: int = 1) -> Config:
+        options = [*SPLIT, *FLOAT8, "--optimizer.lr=1e-3", RECIPE.format(recipe), f"--job.name={name}-{recipe}"]
+        return tiny.config(*options, *words, world_size=world_size)
+
+    two = partial(config, world_size=2)
+    with one_process():
+        for recipe in recipes:
+            train_split(0, 1, config("one", recipe))
+    tensor = degrees(1, 1, tensor=2)
+    split = [two("split", recipe, *tensor) for recipe in recipes]
+    split += [two("compiled", recipe, *tensor, "--compile.enable") for recipe in recipes[:2]]
+    run_in_turn(train_split, 2, split)
+    run_in_turn(partial(train_split, own_scales=True), 2, [two("own", "tensorwise", *tensor)])
+    for recipe in recipes:
+        wanted = tiny.losses(f"one-{recipe}")
+        assert tiny.losses(f"split-{recipe}") == pytest.approx(wanted, rel=1e-6)
+    assert tiny.losses("own-tensorwise") != pytest.approx(tiny.losses("one-tensorwise"), rel=5e-6)
+    for recipe in recipes[:2]:
+        assert tiny.losses(f"compiled-{recipe}") == pytest.approx(tiny.losses(f"one-{recipe}"), rel=1e-6)
+
+
+@pytest.mark.nightly
+def test_split_layers_are_gathered_in_float8(tiny: TinyRun) -> None:
+    """With FSDP, stages and FSDP's all-gathers in float8, losses are those of FSDP on as many parts of the batch."""
+    pytest.importorskip("torchao")
+    common = [*SPLIT, *FLOAT8, "--optimizer.lr=1e-3", "--training.local_batch_size=1", "--validation.enable"]
+    common += [f"--validation.path={tiny.text}", "--validation.sequences=4", "--validation.freq=3"]
+    run_in_turn(train_split, 2, [tiny.config(*common, *degrees(1, 2), "--job.name=shard", world_size=2)])
+    layouts = {
+        "split": degrees(1, 2, tensor=2),
+        "on host": [*degrees(1, 2, tensor=2), "--training.enable_cpu_offload"],
+        "apart": [*degrees(1, 2, tensor=2), APART],
+    }
+    configs = [tiny.config(*common, *words, f"--job.name={name}", world_size=4) for name, words in layouts.items()]
+    run_in_turn(train_split, 4, configs)
+    for name in layouts:
+        assert tiny.losses(name) == pytest.approx(tiny.losses("shard"), rel=1e-6), name
+    with one_process():
+        train_split(0, 1, tiny.config(*common, "--job.name=one"))
+    stages = tiny.config(*common, *degrees(1, 1, tensor=2, pipeline=2), "--job.name=stages", world_size=4)
+    run_in_turn(train_split, 4, [stages])
+    assert tiny.losses("stages") == pytest.approx(tiny.losses("one"), rel=1e-6)

@@ -1,6 +1,5 @@
 """Pipeline parallelism: every schedule and combination trains as one process does, and checkpoints load anywhere."""
 
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,8 @@ from tests.layouts import FLOAT8, LORA, degrees, trace_blocks, whole
 from tests.unit.test_average import checkpoint, stored
 from titanlite.schema import Config, Parallelism
 from titanlite.techniques.pipeline.stages import blocks_of_stages
+from titanlite.tools.report.value_dump import TOKENS, Dump, read_dump, record
+from titanlite.tools.report.where import compare_dumps
 from titanlite.train import finish, train
 
 SIZES = "dim=32, n_layers=4, n_heads=4, n_kv_heads=2"
@@ -99,6 +100,10 @@ def assert_equal(tiny: TinyRun, name: str, reference: str) -> None:
         (
             14, {"pipeline_parallel_degree": 2, "pipeline_parallel_schedule": "LoopedBFS",
                  "pipeline_parallel_layers_per_stage": 4}, [3, 4, 4, 3],
+        ),
+        (
+            3, {"pipeline_parallel_degree": 2, "module_fqns_per_model_part":
+                [["tok_embeddings", "layers.0"], ["layers.1", "layers.2", "head.norm", "head.output"]]}, [1, 2],
         ),
     ],
 )  # fmt: skip
@@ -235,7 +240,7 @@ def exchanged(rank: int, world_size: int, config: Config) -> None:
 
     right = stages.blocks_of_stages
     with patch.object(stages, "blocks_of_stages", backwards):
-        train_here(rank, world_size, config)
+        dump_here(rank, world_size, config)
 
 
 def used_twice(rank: int, world_size: int, config: Config) -> None:
@@ -249,23 +254,43 @@ def used_twice(rank: int, world_size: int, config: Config) -> None:
         return right(self, stage, hidden)
 
     with patch.object(PipelinePasses, "forward", wrong):
-        train_here(rank, world_size, config)
+        dump_here(rank, world_size, config)
 
 
 def without_scale(rank: int, world_size: int, config: Config) -> None:
     from titanlite.step import Gradients
 
     with patch.object(Gradients, "scale", lambda self, valid_tokens, **_: 1 / (2 * valid_tokens)):
-        train_here(rank, world_size, config)
+        dump_here(rank, world_size, config)
+
+
+def dump_here(rank: int, world_size: int, config: Config) -> None:
+    """Write the values of the first step, as a side of `parity --where` does."""
+    record(built(rank, world_size, config), folder=Path(config.job.dump_folder, str(config.job.name), "values"), step=1)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mistake", [exchanged, used_twice, without_scale])
-def test_planted_mistakes_show(tiny: TinyRun, mistake: Callable[..., None]) -> None:
-    on_one(tiny, "one", *DENSE)
-    run_in_turn(mistake, 2, [configured(tiny, "wrong", *DENSE, *TWO, world_size=2)])
-    with pytest.raises(AssertionError):
-        assert_equal(tiny, "wrong", "one")
+def test_planted_mistakes_are_named(tiny: TinyRun) -> None:
+    """All values of stages are those of one process but where there is a mistake, which its first tensor names."""
+
+    def values_of(name: str) -> Dump:
+        return read_dump(tiny.folder / "outputs" / name / "values")
+
+    with one_process():
+        dump_here(0, 1, configured(tiny, "one", *DENSE))
+    mistakes = {
+        dump_here: None,
+        exchanged: "forward input layers.0",
+        used_twice: TOKENS,
+        without_scale: "gradient output head.norm",
+    }
+    for mistake, first in mistakes.items():
+        run_in_turn(mistake, 2, [configured(tiny, mistake.__name__, *DENSE, *TWO, world_size=2)])
+        compared = compare_dumps(values_of(mistake.__name__), values_of("one"))
+        assert len([it for it in compared.differences if it.direction == "gradient"]) > 30
+        assert (compared.first and compared.first.key) == first, mistake
+    run_in_turn(dump_here, 4, [configured(tiny, "four", *DENSE, *LAYOUTS["p2-s2-zero-bubble"][0], world_size=4)])
+    assert compare_dumps(values_of("four"), values_of("one")).first is None
 
 
 @pytest.mark.parametrize(

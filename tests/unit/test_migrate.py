@@ -118,10 +118,8 @@ def test_shipped_configs_load(path: Path, tmp_path: Path, monkeypatch: pytest.Mo
         (file if file.suffix else file / "tokenizer.json").parent.mkdir(parents=True, exist_ok=True)
         (file if file.suffix else file / "tokenizer.json").touch()
     wrong = problems(migration.text(), tmp_path, 64)
-    refused = "8 cannot be combined with quantize.linear.float8.enable = true, which changes the linear layers too"
-    is_refused = path.stem.startswith("405b")  # float8, and 8 ranks for a layer
-    assert wrong == ({"parallelism.tensor_parallel_degree": f"{refused}: choose one of the two"} if is_refused else {})
-    assert migration.losses == (["model.converters"] if is_refused else [])
+    assert wrong == {}
+    assert migration.losses == []
 
 
 # Keys one by one: old file, number of processes, what is in the new file, what is lost
@@ -148,12 +146,14 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     (
         "training.local_batch_size = 8\n"
         "parallelism = {pipeline_parallel_degree = 4, pipeline_parallel_microbatch_size = 2, "
-        "pipeline_parallel_schedule = 'Interleaved1F1B', pipeline_parallel_layers_per_stage = 4}",
+        "pipeline_parallel_schedule = 'Interleaved1F1B', pipeline_parallel_layers_per_stage = 4,"
+        "module_fqns_per_model_part = [['layers.0']]}",
         8,
         {
             "parallelism.pipeline_parallel_degree": 4,
             "parallelism.pipeline_parallel_schedule": "Interleaved1F1B",
             "parallelism.pipeline_parallel_layers_per_stage": 4,
+            "parallelism.module_fqns_per_model_part": [["layers.0"]],
             "training.local_batch_size": 2,
             "training.global_batch_size": 16,
         },
@@ -345,12 +345,13 @@ GOOD = (
 )
 
 
-def test_what_check_would_refuse_has_an_exit_code(capsys: pytest.CaptureFixture[str]) -> None:
-    assert command(DATA / "405b.toml", "--world-size=128") == 1
+def test_what_is_lost_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "old.toml").write_text("[model]\nconverters = ['quantize.linear.mx']\n")
+    assert command(tmp_path / "old.toml", "--world-size=128") == 1
     lines = capsys.readouterr().err.splitlines()
     assert mentions(lines[-1], "model.converters")
     [lost] = [line for line in lines if line.startswith("LOST")]
-    assert mentions(lost, "float8", "tensor parallelism")
+    assert mentions(lost, "quantize.linear.mx")
 
 
 def test_without_out_the_toml_is_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

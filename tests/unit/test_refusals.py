@@ -72,7 +72,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "parallelism.tensor_parallel_degree": {
         4: [
             f"{MESH}tensor_parallel_degree=2 {it}"
-            for it in ("--lora.rank=2", f"{TRAIN}loss=own.py:loss", TEACHER, FLOAT8)
+            for it in ("--lora.rank=2", f"{TRAIN}loss=own.py:loss", TEACHER)
         ],
     },
     "parallelism.expert_parallel_degree": {

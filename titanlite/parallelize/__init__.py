@@ -111,7 +111,9 @@ def parallelize(
     if float8.enable:
         from titanlite.techniques.float8.layers import convert_to_float8
 
-        convert_to_float8(model, float8=float8, shard_degree=shard_degree_of(mesh))
+        convert_to_float8(
+            model, float8=float8, shard_degree=shard_degree_of(mesh), tensor=tensor_mesh(mesh), on_host=on_host
+        )
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import split_layers
 

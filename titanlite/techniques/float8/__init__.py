@@ -27,7 +27,8 @@ class Float8Training(Technique):
 
     def claims(self, config: Config) -> dict[Claim, str]:
         gathers = {Claim.PARAMETERS: GATHERS} if config.quantize.linear.float8.gathers_float8 else {}
-        return {Claim.LAYERS: self.option, Claim.MATMULS: self.option, **gathers}
+        layers = {} if config.parallelism.tensor_parallel_degree > 1 else {Claim.LAYERS: self.option}  # splits ours
+        return {**layers, Claim.MATMULS: self.option, **gathers}
 
     @reads("quantize", "compile", "parallelism.fsdp_reshard_after_forward")
     def conflicts(self, config: Config) -> Iterator[Conflict]:

@@ -3,13 +3,14 @@
 import importlib
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.models.base import Model, head_of
@@ -25,8 +26,15 @@ PACKAGE = "torchao.float8"
 """Package of torchao, with the classes of float8 layers."""
 
 
-def convert_to_float8(model: Model, *, float8: Float8, shard_degree: int) -> None:
+def convert_to_float8(
+    model: Model, *, float8: Float8, shard_degree: int, tensor: DeviceMesh | None = None, on_host: bool = False
+) -> None:
     """Swap linear layers for float8 ones, in place; log which, and why the others stay.
+
+    Args:
+        shard_degree: ranks that FSDP shards a weight over.
+        tensor: axis over whose ranks the layers will be split.
+        on_host: whether parameters are in host memory, where they lose precomputed scales.
 
     Raises:
         UserError: torchao is missing, or there is nothing to convert.
@@ -45,9 +53,21 @@ def convert_to_float8(model: Model, *, float8: Float8, shard_degree: int) -> Non
         small = any(SMALL in reason for reason in kept)
         hint = "; quantize.linear.float8.skip_small = false converts small ones too" if small else ""
         raise UserError(f"quantize.linear.float8.enable: no layer can be converted; see the reasons above{hint}")
-    gather = _gathers_in_float8(float8, chosen, shard_degree)
+    split = _split_dims(model, chosen) if tensor else {}
+    parts = dict.fromkeys((name for name, dim in split.items() if dim == 0), tensor.size() if tensor else 1)
+    gather = _gathers_in_float8(float8, chosen, shard_degree, parts)
+    if gather and split and (on_host or not float8.precompute_float8_dynamic_scale_for_fsdp):
+        logger.info("float8: weights are not gathered in float8: each needs one scale for all parts, computed before")
+        gather = False
     config = _torchao_config(torchao, float8, gather=gather)
-    torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in chosen)
+    for name, dim in split.items():
+        from titanlite.techniques.float8.split import split_float8_linear
+
+        assert tensor is not None, "what is split has an axis"
+        new = split_float8_linear(chosen[name], config, split_dim=dim, group_name=tensor.get_group().group_name)
+        model.set_submodule(name, new)
+    whole = chosen.keys() - split.keys()
+    torchao.convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: name in whole)
 
 
 def choose_layers(model: Model, float8: Float8) -> tuple[dict[str, nn.Linear], dict[str, list[str]]]:
@@ -77,12 +97,24 @@ def _torchao_config(torchao: Any, float8: Float8, *, gather: bool) -> Any:
     return replace(torchao.Float8LinearConfig.from_recipe_name(float8.recipe_name), emulate=float8.emulate)
 
 
-def _gathers_in_float8(float8: Float8, chosen: dict[str, nn.Linear], shard_degree: int) -> bool:
+def _split_dims(model: Model, chosen: Iterable[str]) -> dict[str, int]:
+    """Return the dimension of the weight of each layer that tensor parallelism splits."""
+    from titanlite.techniques.tensor.layers import SPLIT_DIM, roles_of
+
+    roles = roles_of(model)
+    return {name: SPLIT_DIM[roles[name]] for name in chosen if roles.get(name) in SPLIT_DIM}
+
+
+def _gathers_in_float8(float8: Float8, chosen: dict[str, nn.Linear], shard_degree: int, parts: dict[str, int]) -> bool:
     """Decide whether FSDP all-gathers the weights in float8. Rows must divide evenly: FSDP cannot pad float8 weights,
-    and ranks would send different sizes."""
+    and ranks would send different sizes.
+
+    Args:
+        parts: into how many the rows of some layers are split first.
+    """
     if not float8.gathers_float8 or shard_degree == 1:
         return False
-    uneven = [name for name, linear in chosen.items() if linear.out_features % shard_degree]
+    uneven = [name for name, it in chosen.items() if it.out_features % (shard_degree * parts.get(name, 1))]
     if uneven:
         what = f"the rows of {len(uneven)} of them do not divide by the shard degree {shard_degree}"
         logger.info("float8: weights are not gathered in float8 (%s): %s", what, _brief(uneven))

@@ -4,6 +4,7 @@ Names of parameters stay, so that checkpoints, initial values and groups of para
 passes hidden states [B, L, D] on in the place of logits, and takes them in the place of tokens.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from titanlite.techniques.tensor.layers import split_blocks, take_own_tokens, te
 
 ONE_STAGE, V_SHAPED = ("1F1B", "GPipe"), ("ZBVZeroBubble", "DualPipeV")
 """Schedules of one stage on each rank, and those of two of which the last rank's follow each other."""
+BLOCK = re.compile(r"layers\.(\d+)")
 
 
 class Blocks(nn.ModuleList):
@@ -33,17 +35,14 @@ class Blocks(nn.ModuleList):
         return [*self][index]
 
 
-class Received(nn.Module):
+class Received(nn.Identity):
     """Stands for the embedding where hidden states come from another stage."""
 
-    def forward(self, hidden_BLD: Tensor) -> Tensor:
-        return hidden_BLD
 
-
-class Passed(nn.Module):
+class Passed(nn.Identity):
     """Stands for the head where hidden states go to another stage."""
 
-    def forward(self, hidden_BLD: Tensor, loss: Any = None) -> Tensor:
+    def forward(self, hidden_BLD: Tensor, loss: Any = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return hidden_BLD
 
 
@@ -63,14 +62,18 @@ def blocks_of_stages(blocks: int, parallelism: Parallelism) -> list[range]:
         parallelism.pipeline_parallel_last_stage_less_layers,
     )
     ranks, per_stage = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_layers_per_stage
-    single = parallelism.pipeline_parallel_schedule in ONE_STAGE
+    single, parts = parallelism.pipeline_parallel_schedule in ONE_STAGE, parallelism.module_fqns_per_model_part
     stages = -(-(blocks + first + last) // per_stage) if per_stage else ranks * (1 if single else 2)
-    if per_stage and (stages % ranks or (stages == ranks) != single):
+    stages = len(parts) or stages
+    if stages % ranks or (stages == ranks) != single:
         wanted = f"{ranks}" if single else f"a multiple of {ranks} from {2 * ranks} on"
+        what = "" if parts else f" of {blocks} blocks, {first} for the embedding and {last} for the head"
         raise ValueError(
-            f"{per_stage} blocks a stage make {stages} stages of {blocks} blocks, {first} for the embedding and {last} "
-            f"for the head; {parallelism.pipeline_parallel_schedule} on {ranks} ranks needs {wanted}"
+            f"{f'{per_stage} blocks a stage make ' if per_stage else ''}{stages} stages{what}; "
+            f"{parallelism.pipeline_parallel_schedule} on {ranks} ranks needs {wanted}"
         )
+    if parts:
+        return _named_blocks(blocks, parts)
     if stages > blocks:
         raise ValueError(f"{stages} stages need as many blocks, and the model has {blocks}")
     counts, loads = [1] * stages, [1.0] * stages
@@ -82,6 +85,23 @@ def blocks_of_stages(blocks: int, parallelism: Parallelism) -> list[range]:
         loads[stage] += 1
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def _named_blocks(blocks: int, parts: Sequence[Sequence[str]]) -> list[range]:
+    """Return the blocks of each stage by the names of its modules.
+
+    Raises:
+        ValueError: they are not all blocks, in their order.
+    """
+    numbers = [[int(it[1]) for name in part if (it := BLOCK.fullmatch(name))] for part in parts]
+    if [number for part in numbers for number in part] != [*range(blocks)] or not all(numbers):
+        raise ValueError(
+            f"module_fqns_per_model_part must name layers.0 to layers.{blocks - 1} in this order, and some in each part"
+        )
+    for part in parts[1:-1]:
+        if others := [name for name in part if not BLOCK.fullmatch(name)]:
+            raise ValueError(f"module_fqns_per_model_part: {others[0]} is in a part that is neither first nor last")
+    return [range(part[0], part[-1] + 1) for part in numbers]
 
 
 class Stage(nn.Module):

@@ -9,7 +9,7 @@ of the tokens (arXiv:2205.05198), or all of them, the same to the bit. Weights t
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, get_args
+from typing import Any, Protocol, get_args, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -136,7 +136,7 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
             module.share_of_unsplit = 1 / ranks.ranks
         if role == "rows" and _is_in(name, roles, "experts"):
             continue  # the output of the experts is summed
-        if role == "rows" and isinstance(module, Linear):
+        if role == "rows" and isinstance(module, _AddsBias):
             module.sum_over_ranks = total
         elif role in ("rows", "experts"):
             module.register_forward_hook(_result(total))
@@ -146,6 +146,13 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
             _look_up_part(module, ranks)
         elif role == "vocabulary":  # for logits; the loss takes the weight alone
             module.register_forward_hook(_whole_logits(ranks))
+
+
+@runtime_checkable
+class _AddsBias(Protocol):
+    """Layer that adds its bias after the sum over ranks."""
+
+    sum_over_ranks: Callable[[Tensor], Tensor] | None
 
 
 def take_own_tokens(block: nn.Module, ranks: TensorRanks) -> None:

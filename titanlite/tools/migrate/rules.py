@@ -42,6 +42,7 @@ SAME: dict[str, dict[str, Any]] = {
         "data_parallel_replicate_degree": 1, "data_parallel_shard_degree": -1, "context_parallel_degree": 1,
         "tensor_parallel_degree": 1, "expert_parallel_degree": 1, "fsdp_reshard_after_forward": "default",
         "pipeline_parallel_degree": 1, "pipeline_parallel_schedule": "1F1B", "pipeline_parallel_layers_per_stage": int,
+        "module_fqns_per_model_part": list,
         "pipeline_parallel_first_stage_less_layers": 1, "pipeline_parallel_last_stage_less_layers": 1,
     },
     "activation_checkpoint": {"mode": "selective", "selective_ac_option": "2"},
@@ -86,8 +87,6 @@ LOSES: dict[str, tuple[Any, str]] = {
     "titanlite has no such axis: use FSDP, HSDP, context, expert, tensor or pipeline parallelism, and activation "
     "checkpointing or training.enable_cpu_offload where memory is short":
         (1, "parallelism: expert_tensor_parallel_degree"),
-    "stages are cut by numbers of blocks: pipeline_parallel_layers_per_stage, and those that the first and the last "
-    "stage have less": (None, "parallelism: module_fqns_per_model_part"),
     "a schedule is one of PyTorch's: set parallelism.pipeline_parallel_schedule":
         ("", "parallelism: pipeline_parallel_schedule_csv"),
     "model.file names a model of your own; what else this code does is lost":
@@ -274,8 +273,6 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
         case "model.converters":
             others = [str(name) for name in value if name not in ("float8", FLOAT8)]
             notes = [f"no counterpart of {', '.join(others)}"] if others else []
-            if old.float8 and old["parallelism.tensor_parallel_degree"] > 1:
-                notes.append("no float8 with tensor parallelism here yet: leave out one of the two")
             value, note, lost = old.float8, "; ".join(notes), bool(notes)
         case "quantize.linear.float8.filter_fqns":
             # torchtitan leaves out small layers if this is among the names, by torchao's limits, which are ours too

@@ -10,11 +10,11 @@ import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
-from titanlite.mesh import context_rank, data_parallel_rank
+from titanlite.mesh import context_rank, data_parallel_rank, pipeline_mesh
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.observer import Phase, StepObserver
 from titanlite.ops.attention import SequencePart
@@ -91,10 +91,10 @@ class ValueDump(StepObserver):
         self._model, self._folder, self._most_bytes = model, folder, most_bytes
         (rank, ranks), (context, contexts) = data_parallel_rank(mesh), context_rank(mesh)
         self._rank, self._ranks = rank * contexts + context, ranks * contexts
+        self._stages = pipeline_mesh(mesh)
         self._index = Index(step, self._ranks, dtype, context=contexts)
         self._head = next(name for name, module in model.named_modules() if module is head_of(model))
         self._is_forward = self._is_on = False
-        self._micro_batch = -1
         self._batch: tuple[int, int] = (0, 0)
         self._hooks: list[Any] = []
         self._seen: list[tuple[str, str, Tensor, Tensor]] = []
@@ -117,15 +117,16 @@ class ValueDump(StepObserver):
             if not any(name.startswith(f"{block}.") for block in compiled)
         )
         self._hooks += watch(seen, self._see)
-        self._hooks.append(self._model.register_forward_pre_hook(self._see_tokens))
+        for module in self._model.stages or [self._model]:
+            self._hooks.append(module.register_forward_pre_hook(self._see_tokens))
+        for stage in self._model.stages:  # which may compute other micro-batches before it goes back
+            self._hooks.append(stage.register_forward_hook(lambda *_: self._take_forward()))
 
     def phase(self, name: Phase) -> None:
         if not self._is_on:
             return
         self._is_forward = name is Phase.FORWARD
-        if name is Phase.FORWARD:
-            self._micro_batch += 1
-        elif name is Phase.BACKWARD:
+        if name is Phase.BACKWARD:
             self._take_forward()
         elif name is Phase.UPDATE:
             while self._hooks:
@@ -139,8 +140,9 @@ class ValueDump(StepObserver):
     # The forward pass. A compiled block's hooks are compiled with it, so all they do is to append.
 
     def _see_tokens(self, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        self._batch = inputs[0].shape
-        self._add(TOKENS, inputs[0])
+        self._batch = inputs[0].shape[:2]
+        if not inputs[0].is_floating_point():  # else hidden states, which a stage receives
+            self._add(TOKENS, inputs[0])
 
     def _see(self, role: str, name: str, value: Any) -> None:
         if not self._is_forward:
@@ -167,16 +169,22 @@ class ValueDump(StepObserver):
             keys[id(tensor)] = key
             self._add(key, value)
             if tensor.requires_grad and is_new:
-                tensor.register_hook(partial(self._take_gradient, key.replace("forward", "gradient", 1)))
+                self._hook_gradient(tensor, key.replace("forward", "gradient", 1))
         self._seen = []
 
     def _has_samples(self, tensor: Tensor) -> bool:
         """Return True if the rows of a tensor are samples or tokens in their order, so that ranks can be joined."""
         return tensor.ndim > 1 and tensor.shape[0] in (self._batch[0], self._batch[0] * self._batch[1])
 
-    def _take_gradient(self, key: str, gradient: Tensor) -> None:
-        with torch.no_grad():
+    def _hook_gradient(self, tensor: Tensor, key: str) -> None:
+        """Keep the gradient of a tensor. Schedules of pipelines that split backward compute some twice."""
+
+        @torch.no_grad()
+        def take(gradient: Tensor) -> None:
+            handle.remove()
             self._add(key, gradient, scale=1 / self._ranks)  # FSDP averages, so the loss has a factor
+
+        handle = tensor.register_hook(take)
 
     # Parameters
 
@@ -233,10 +241,26 @@ class ValueDump(StepObserver):
             values = {key: value for key, value in values.items() if " parameter " not in key}
         else:
             values |= {f"before parameter {name}": value for name, value in self._before.items()}
+        if (values := self._join_stages(values)) is None:
+            return
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file({key: value.contiguous() for key, value in values.items()}, self._folder / _file(self._rank))
         if self._rank == 0:
             (self._folder / INDEX).write_text(json.dumps(asdict(self._index), indent=1))
+
+    def _join_stages(self, values: dict[str, Tensor]) -> dict[str, Tensor] | None:
+        """Return the values of all stages on the first rank of a pipeline, and None on its others."""
+        if self._stages is None:
+            return values
+        is_first = self._stages.get_local_rank() == 0
+        found: list[Any] | None = [None] * self._stages.size() if is_first else None
+        dist.gather_object((values, self._index), found, group=self._stages.get_group(), group_dst=0)
+        for _, index in (found or [])[1:]:
+            self._index.forward.extend(index.forward)
+            self._index.gradients[:0] = index.gradients
+            self._index.updates.extend(index.updates)
+            self._index.dtypes.update(index.dtypes)
+        return {key: it for of_rank, _ in found for key, it in of_rank.items()} if found else None
 
 
 @dataclass(frozen=True)
@@ -319,8 +343,6 @@ def dump_step(path: str, overrides: Sequence[str], *, folder: Path, step: int) -
     config = load(path, overrides, world_size=ranks.world_size)
     if config.parallelism.tensor_parallel_degree > 1:
         raise UserError("parallelism.tensor_parallel_degree: values of parts of layers cannot be compared yet: set 1")
-    if config.parallelism.pipeline_parallel_degree > 1:
-        raise UserError("parallelism.pipeline_parallel_degree: values of stages cannot be compared yet: set 1")
     start_logging(ranks.rank)
     device = pick_device(ranks)
     resolved = preflight(config, ranks, device, find_text=find_files, open_model=open_model)

@@ -3,6 +3,7 @@
 Each side is a run of its own, started as a user starts one, that writes a dump of one step.
 """
 
+import math
 import os
 import re
 import shutil
@@ -18,6 +19,8 @@ from titanlite.tools.arguments import Count
 from titanlite.tools.report.parity import compare_layouts, layout_options, parity_options, start
 
 LAYOUT = re.compile(r"(\d+)x(\d+)")
+FURTHER = re.compile(r"--parallelism\.(?:context|pipeline)_parallel_degree=(\d+)")
+"""Axes whose ranks are others than the replicas and shards."""
 
 
 def parity(
@@ -115,7 +118,9 @@ def parse_side(text: str, folder: Path) -> Side:
             )
     if not text.split() or not replicate * shard:
         raise UserError(f"--where: {text!r} is no side: write a layout as 2x2, replicas x shards")
-    return Side(text, replicate * shard, [*layout_options(replicate, shard), *options], folder)
+    further = [int(match[1]) for option in options if (match := FURTHER.fullmatch(option))]
+    processes = math.prod((replicate, shard, *further))
+    return Side(text, processes, [*layout_options(replicate, shard), *options], folder)
 
 
 def compare_sides(
