@@ -11,8 +11,9 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.tools.plan.estimate import Layout, plan, trace, with_options
 from titanlite.tools.plan.hardware import find_hardware
-from titanlite.tools.plan.layouts import can_have, further_axes
-from titanlite.tools.plan.search import Found, Layouts, best_axes
+from titanlite.tools.plan.layouts import SCHEDULES, can_have, further_axes, pipelines
+from titanlite.tools.plan.pipeline import blocks_of_ends
+from titanlite.tools.plan.search import Found, Layouts, best_axes, search
 
 TENSOR = "--parallelism.tensor_parallel_degree=2"
 EXPERT = "--parallelism.expert_parallel_degree=2"
@@ -79,6 +80,47 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
     assert result.best[0][1].axis == best
     assert asked == tried
     assert result.tried == len([axis for axis in asked if axis in speeds])
+
+
+DEEP = "--model.args={dim=64, n_layers=8, n_heads=8, n_kv_heads=8, hidden_dim=128}"
+
+
+def test_pipelines_that_are_tried() -> None:
+    config = read(DEEP, "--training.global_batch_size=8")
+    found = [*pipelines(config, Layout(8, find_hardware("H100"), 2), {})]
+    tried = [
+        (it["parallelism.pipeline_parallel_degree"], it["parallelism.tensor_parallel_degree"], schedule)
+        for it in found
+        if (schedule := it["parallelism.pipeline_parallel_schedule"])
+    ]
+    one, two = SCHEDULES
+    assert tried == [
+        (2, 1, one), (2, 1, two), (2, 2, one), (2, 2, two), (4, 1, one), (4, 1, two), (4, 2, one), (4, 2, two),
+        (8, 1, one),  # 16 stages have too few blocks
+    ]  # fmt: skip
+    assert found[0]["parallelism.data_parallel_shard_degree"] == 4
+    assert not [*pipelines(read(DEEP, "--model.args.tied_head=true"), Layout(8, find_hardware("H100"), 2), {})]
+
+
+@pytest.mark.nightly
+def test_a_pipeline_is_proposed_where_collectives_take_long() -> None:
+    slow = replace(find_hardware("H100"), link_bandwidth=1e7, network_bandwidth=1e6)
+    layout = Layout(8, slow, 2)
+    config = read(DEEP, "--training.global_batch_size=64", "--training.seq_len=32")
+    found = search(config, layout)
+    [(candidate, planned), *others] = found.best
+    assert candidate.options["parallelism.pipeline_parallel_degree"] > 1
+    again = plan(with_options(config, candidate.options), layout)
+    assert (planned.reserved, planned.time.total) == (again.reserved, pytest.approx(again.time.total))
+    assert all(it.tokens_per_second <= planned.tokens_per_second for _, it in others)
+    fast = search(config, Layout(8, replace(slow, link_bandwidth=1e15, network_bandwidth=1e15), 8))
+    assert not any("parallelism.pipeline_parallel_degree" in it.options for it, _ in fast.best)
+
+
+def test_blocks_that_embedding_and_head_are_worth() -> None:
+    assert blocks_of_ends([4.1, 8.0, 6.2], [4, 8, 4]) == (0, 2)
+    assert blocks_of_ends([3.0, 3.9], [2, 3]) == (0, 0) == blocks_of_ends([2.0, 4.4], [2, 4])
+    assert blocks_of_ends([2.0, 3.9], [2, 2]) == (0, 2)
 
 
 @pytest.mark.parametrize(

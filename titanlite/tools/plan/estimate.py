@@ -15,11 +15,11 @@ from titanlite.runtime.hardware import Hardware
 from titanlite.schedule import known_steps
 from titanlite.schema import Config, Degrees
 from titanlite.techniques import choose_trained, places, used
-from titanlite.techniques.pipeline.stages import blocks_of_stages
+from titanlite.techniques.pipeline.stages import blocks_of_stages, rank_of_stage
 from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
-from titanlite.tools.plan.pipeline import pipeline_time, traced_ranks, with_buffers
+from titanlite.tools.plan.pipeline import blocks_of_ends, pipeline_time, stage_work, traced_ranks, with_buffers
 from titanlite.tools.plan.time import StepTime, host_time, step_time
 from titanlite.tools.plan.trace import trace_step, traced_micro_batches
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
@@ -106,6 +106,8 @@ class Plan(Profile):
     """Share of the device's peak for mixed_precision_param."""
     stages: list["StageMemory"] = field(default_factory=list)
     """Memory of ranks with different stages of a pipeline."""
+    ends: tuple[int, int] | None = None
+    """Blocks that embedding and head of a pipeline take as long as."""
 
     @property
     def fits(self) -> bool:
@@ -209,13 +211,17 @@ def plan_stages(config: Config, layout: Layout) -> Plan:
         )
         plans.append(estimate(found, config, layout))
         workloads.append(found.workload)
+    stages = blocks_of_stages(len(model.layers), parallelism)
+    of_ranks = [
+        sum(len(it) for number, it in enumerate(stages) if rank_of_stage(number, parallelism) == rank) for rank in ranks
+    ]
     time = pipeline_time(
         workloads,
         parallelism,
         hardware=layout.hardware,
         gpus_per_node=layout.gpus_per_node,
         accumulation=accumulation,
-        stages_of_rank=len(blocks_of_stages(len(model.layers), parallelism)) // degree,
+        stages_of_rank=len(stages) // degree,
     )
     largest = max(plans, key=lambda it: it.reserved)
     flops = sum(count * it.flops for count, it in zip(ranks.values(), plans, strict=True))
@@ -224,6 +230,7 @@ def plan_stages(config: Config, layout: Layout) -> Plan:
         time=time,
         mfu=largest.mfu * largest.time.total / time.total,
         flops=flops / degree,
+        ends=blocks_of_ends([stage_work(it, layout.hardware) for it in workloads], of_ranks),
         stages=[StageMemory(place * of_rank, it.peak, it.reserved) for place, it in zip(ranks, plans, strict=True)],
     )
 

@@ -3,8 +3,9 @@
 What the search knows of mesh axes stands here.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from itertools import product
 
 from titanlite.config.checks import find_conflicts
 from titanlite.runtime.errors import UserError
@@ -23,7 +24,11 @@ STATES = ("parameters", "gradients", "optimizer", "average")
 COMPUTE_POOL = 0, False
 """The pool of large tensors of the stream that computes."""
 
-CONTEXT, EXPERT, TENSOR = (f"parallelism.{axis}_parallel_degree" for axis in ("context", "expert", "tensor"))
+AXES = "context", "expert", "tensor", "pipeline"
+CONTEXT, EXPERT, TENSOR, PIPELINE = (f"parallelism.{axis}_parallel_degree" for axis in AXES)
+SCHEDULES = "1F1B", "Interleaved1F1B"
+"""Schedules of pipelines that a search tries."""
+MOST_PIPELINE = 16
 
 
 def all_degrees(world_size: int, context: int = 1, tensor: int = 1) -> list[Degrees]:
@@ -48,13 +53,35 @@ def further_axes(parallelism: Parallelism, world_size: int, *, seq_len: int, gpu
         > 1
     ):
         return []
-    powers = [2**exponent for exponent in range(1, MOST_CONTEXT.bit_length()) if world_size % 2**exponent == 0]
+    powers = [degree for degree in powers_of_2(MOST_CONTEXT) if world_size % degree == 0]
     within_node = [degree for degree in powers if degree <= gpus_per_node]
     return [
         *({EXPERT: degree} for degree in within_node[-1:]),
         *({CONTEXT: degree} for degree in powers if seq_len % (2 * degree) == 0),
         *({TENSOR: degree} for degree in within_node),
     ]
+
+
+def pipelines(config: Config, layout: Layout, own: Options) -> Iterator[Options]:
+    """Yield the options of pipelines that a search tries, of what the config and its model allow.
+
+    Args:
+        own: options of the best layout without a pipeline, whose split of layers and recomputation are tried.
+    """
+    tensor = {own.get(TENSOR, 1), layout.gpus_per_node}
+    for degree, ranks, schedule in product(powers_of_2(MOST_PIPELINE), sorted(tensor), SCHEDULES):
+        shard, rest = divmod(layout.world_size, degree * ranks)
+        options = own | {
+            PIPELINE: degree, TENSOR: ranks, "parallelism.pipeline_parallel_schedule": schedule,
+            "parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": shard,
+            "parallelism.fsdp_reshard_after_forward": "default", "training.local_batch_size": 1,
+        }  # fmt: skip
+        if not rest and shard and can_have(config, options, layout.world_size, 1):
+            yield options
+
+
+def powers_of_2(most: int) -> list[int]:
+    return [2**exponent for exponent in range(1, most.bit_length())]
 
 
 def can_have(config: Config, options: Options, world_size: int, replicate: int = 1) -> bool:

@@ -17,7 +17,7 @@ GIB = 2**30
 
 def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
     """Yield the lines of a plan."""
-    layout, time = planned.layout, planned.time
+    layout, time, less = planned.layout, planned.time, config.parallelism
     hardware = layout.hardware
     yield (
         f"{config.job.name}: {planned.parameters:,} parameters on {layout.world_size:,} x {hardware.name} "
@@ -34,6 +34,15 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
     if planned.stages:
         of_ranks = (f"rank {it.rank} {it.reserved / GIB:.1f} GiB" for it in planned.stages)
         yield f"           reserved by stages: {', '.join(of_ranks)}"
+    if planned.ends and planned.ends != (
+        less.pipeline_parallel_first_stage_less_layers,
+        less.pipeline_parallel_last_stage_less_layers,
+    ):
+        first, last = (f"pipeline_parallel_{it}_stage_less_layers" for it in ("first", "last"))
+        yield (
+            f"stages   take equally long with parallelism.{first} = {planned.ends[0]} and {last} = {planned.ends[1]}, "
+            "since embedding and head take as long as these numbers of blocks"
+        )
     for category, size in sorted(planned.breakdown.items(), key=lambda item: -item[1]):
         if size:
             yield f"           {category:15s}{size / GIB:8.2f} GiB{size / planned.peak:7.0%}"

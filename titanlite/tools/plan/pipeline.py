@@ -7,7 +7,7 @@ from titanlite.schema import Parallelism
 from titanlite.techniques.pipeline import SPLIT_BACKWARD
 from titanlite.tools.plan.allocator import PoolSize
 from titanlite.tools.plan.memory import Profile
-from titanlite.tools.plan.time import Collective, Kernel, StepTime, collective_time, kernel_time
+from titanlite.tools.plan.time import Collective, StepTime, collective_time, kernel_time
 from titanlite.tools.plan.workload import Workload
 
 SPLIT_BUBBLE = 1 / 3
@@ -31,6 +31,24 @@ def with_buffers(profile: Profile, size: int) -> Profile:
     return Profile(phases, pools)
 
 
+def stage_work(stage: Workload, hardware: Hardware) -> float:
+    """Return the seconds of the kernels of a micro-batch in a stage."""
+    return sum(kernel_time(it, hardware) for unit in stage.units for it in (*unit.forward, *unit.backward))
+
+
+def blocks_of_ends(work: Sequence[float], blocks: Sequence[int]) -> tuple[int, int]:
+    """Return how many blocks the embedding and the head take as long as, rounded: what first and last stage should have
+    less, so that all stages take equally long.
+
+    Args:
+        work: seconds of the traced ranks, in their order.
+        blocks: of each of these ranks.
+    """
+    block = min(seconds / count for seconds, count in zip(work, blocks, strict=True))
+    first, last = round(work[0] / block - blocks[0]), round(work[-1] / block - blocks[-1])
+    return max(0, first), max(0, last)
+
+
 def pipeline_time(
     stages: Sequence[Workload],
     parallelism: Parallelism,
@@ -48,16 +66,13 @@ def pipeline_time(
     ranks, schedule = parallelism.pipeline_parallel_degree, parallelism.pipeline_parallel_schedule
     bubble = (ranks - 1) / stages_of_rank * (SPLIT_BUBBLE if schedule in SPLIT_BACKWARD else 1)
 
-    def computed(kernels: Iterable[Kernel]) -> float:
-        return sum(kernel_time(it, hardware) for it in kernels)
-
     def sent(collectives: Iterable[Collective]) -> float:
         return sum(collective_time(it, hardware, gpus_per_node) for it in collectives)
 
     of_stages = []
     for stage in stages:
         units = stage.units
-        work = sum(computed((*it.forward, *it.backward)) for it in units)
+        work = stage_work(stage, hardware)
         waits = sum(sent((*it.forward_waits, *it.backward_waits)) for it in units)
         once = sum(sent((*it.reduce, *it.all_reduce)) for it in units) + sent(stage.whole)
         gathers = sum(sent((*it.gather, *it.gather_again)) for it in units)
@@ -65,7 +80,7 @@ def pipeline_time(
             once += gathers
         else:
             waits += gathers
-        of_stages.append((work + waits, work, waits, once, computed(stage.update)))
+        of_stages.append((work + waits, work, waits, once, sum(kernel_time(it, hardware) for it in stage.update)))
     micro_batch, work, waits, once, update = max(of_stages)
     total = (accumulation + bubble) * micro_batch + once + update
     compute = accumulation * work

@@ -21,15 +21,27 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Degrees
 from titanlite.techniques import every_technique, exclusions
 from titanlite.techniques.technique import Options
-from titanlite.tools.plan.estimate import Layout, Plan, Trace, estimate, model_of, planned_targets, trace, with_options
+from titanlite.tools.plan.estimate import (
+    Layout,
+    Plan,
+    Trace,
+    estimate,
+    model_of,
+    plan,
+    planned_targets,
+    trace,
+    with_options,
+)
 from titanlite.tools.plan.layouts import (
     CONTEXT,
     EXPERT,
+    PIPELINE,
     TENSOR,
     all_degrees,
     can_have,
     further_axes,
     lay_out,
+    pipelines,
 )
 
 RESHARD = ("default", "never")
@@ -37,6 +49,8 @@ RESHARD = ("default", "never")
 MODES = ("none", "selective", "full")
 WORTH = 1.005
 """Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
+WORTH_A_PIPELINE = 0.15
+"""Least share of a step that waits for collectives for which pipelines are tried."""
 LARGEST_BATCH = 16
 """Most sequences in a forward pass that are tried."""
 GIB = 2**30
@@ -57,8 +71,18 @@ class Candidate:
     def title(self) -> str:
         mode, variant, batch = self.kernels
         reshard = self.options["parallelism.fsdp_reshard_after_forward"]
-        words = [str(self.expected.degrees), f"reshard {reshard}", f"recompute {mode}", f"local batch {batch}"]
+        words = [
+            str(self.expected.degrees),
+            *self._schedule(),
+            f"reshard {reshard}",
+            f"recompute {mode}",
+            f"local batch {batch}",
+        ]
         return ", ".join([*words, *filter(None, [variant])])
+
+    def _schedule(self) -> list[str]:
+        schedule = self.options.get("parallelism.pipeline_parallel_schedule")
+        return [schedule] if schedule else []
 
 
 @dataclass(frozen=True)
@@ -89,8 +113,39 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
         UserError: nothing fits, or the global batch cannot be split over the processes.
     """
     spawn = multiprocessing.get_context("spawn")
+    without = with_options(config, {PIPELINE: 1})
     with ProcessPoolExecutor(cores(), spawn, torch.set_num_threads, (1,)) as pool:
-        return best_axes(config, layout, partial(_search, pool=pool, count=count))
+        try:
+            found, failure = best_axes(without, layout, partial(_search, pool=pool, count=count)), None
+        except UserError as error:
+            found, failure = Found([], 0), error
+        if not found.best or found.is_last_resort or waits(found.best[0][1]) > WORTH_A_PIPELINE:
+            found = add_pipelines(found, without, layout, pool)
+    if not found.best and failure:
+        raise failure
+    return replace(found, best=found.best[:count])
+
+
+def waits(plan: Plan) -> float:
+    """Return the share of a step in which the device waits for collectives."""
+    return plan.time.exposed / plan.time.total
+
+
+def add_pipelines(found: Found, config: Config, layout: Layout, pool: ProcessPoolExecutor) -> Found:
+    """Return the result of a search with the pipelines that fit among the best. All are planned in full.
+
+    Without a layout that fits, pipelines recompute all.
+    """
+    own = found.best[0][0].options if found.best else {"activation_checkpoint.mode": "full"}
+    own = {key: it for key, it in own.items() if key.startswith(("activation_checkpoint.", TENSOR, "quantize."))}
+    tried = [*pipelines(config, layout, own)]
+    plans = [pool.submit(plan, with_options(config, options), layout) for options in tried]
+    kernels = own["activation_checkpoint.mode"], "", 1
+    pairs = [(Candidate(options, kernels, it.result()), it.result()) for options, it in zip(tried, plans, strict=True)]
+    fitting = [pair for pair in pairs if pair[1].fits]
+    kept = [] if found.is_last_resort and fitting else found.best
+    best = sorted([*kept, *fitting], key=lambda pair: -pair[1].tokens_per_second)
+    return Found(best, found.tried + len(tried), found.is_last_resort and not fitting)
 
 
 def best_axes(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
