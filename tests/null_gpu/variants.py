@@ -138,6 +138,7 @@ VARIANTS = [
         for rank in (0, 8, 120)
     ),
     Variant("float8 tensorwise, batch 2, compiled", (*BATCH_2, *FLOAT8)),
+    Variant("float8 tensorwise, tensor 2, compiled", (TENSOR + "2", "--training.global_batch_size=4", *FLOAT8)),
     Variant("float8 rowwise, batch 2, compiled", (*BATCH_2, *FLOAT8, "--quantize.linear.float8.recipe_name=rowwise")),
     Variant("70B, 64 GPUs", config="llama3_70b", world_size=64),
     Variant("70B, 64 GPUs, compiled", COMPILE, config="llama3_70b", world_size=64),
