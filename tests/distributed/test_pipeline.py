@@ -12,6 +12,7 @@ from tests.helpers import TinyRun, built, mentions, one_process, run_in_turn, ti
 from tests.layouts import FLOAT8, LORA, degrees, trace_blocks, whole
 from tests.unit.test_average import checkpoint, stored
 from titanlite.schema import Config, Parallelism
+from titanlite.techniques.pipeline import SPLIT_BACKWARD
 from titanlite.techniques.pipeline.stages import blocks_of_stages
 from titanlite.tools.report.value_dump import TOKENS, Dump, read_dump, record
 from titanlite.tools.report.where import compare_dumps
@@ -65,6 +66,11 @@ TECHNIQUES: dict[str, list[str]] = {
 
 def train_here(rank: int, world_size: int, config: Config) -> None:
     train_on_this_rank(config, rank, world_size)
+
+
+def train_compiled(rank: int, world_size: int, config: Config) -> None:
+    with patch("titanlite.parallelize.compile_blocks", trace_blocks):
+        train_here(rank, world_size, config)
 
 
 def configured(tiny: TinyRun, name: str, *words: str, world_size: int = 1) -> Config:
@@ -128,13 +134,16 @@ def test_twenty_steps_of_every_schedule(tiny: TinyRun, schedule: str) -> None:
     """With twice as many blocks as the other tests, so that four ranks have several stages. A higher rate would amplify
     rounding."""
     deeper = "--model.args.n_layers=8", "--training.steps=20", "--optimizer.lr=1e-3", "--data.document_mask"
+    deeper = *deeper, "--activation_checkpoint.mode=full"
     for name, model in (("dense", DENSE), ("experts", EXPERTS)):
         on_one(tiny, name, *model, *deeper)
     layouts = {name: LAYOUTS[name] for name in ("p4", "p2-s2", "p2-c2", "p2-t2", "p2-e2")}
     words = [*deeper, SCHEDULE.format(schedule)]
     configs = [configured(tiny, name, *m, *of, *words, world_size=4) for name, (of, m) in layouts.items()]
     run_in_turn(train_here, 4, configs)
-    for name, (_, model) in layouts.items():
+    compiled = [] if schedule in SPLIT_BACKWARD else ["--compile.enable"]
+    run_in_turn(train_compiled, 2, [configured(tiny, "p2", *DENSE, *TWO, *words, *compiled, world_size=2)])
+    for name, (_, model) in [*layouts.items(), ("p2", (TWO, DENSE))]:
         assert_equal(tiny, name, "experts" if model is EXPERTS else "dense")
 
 
@@ -183,11 +192,6 @@ def test_stages_combine_with_techniques(tiny: TinyRun, chosen: list[str]) -> Non
         assert_equal(tiny, name, f"{name}-one")
 
 
-def train_compiled(rank: int, world_size: int, config: Config) -> None:
-    with patch("titanlite.parallelize.compile_blocks", trace_blocks):
-        train_here(rank, world_size, config)
-
-
 @pytest.mark.slow
 def test_compiled_blocks_train_as_others(tiny: TinyRun) -> None:
     on_one(tiny, "one", *DENSE)
@@ -210,19 +214,22 @@ def test_a_checkpoint_continues_on_other_degrees(tiny: TinyRun) -> None:
     on_one(tiny, "whole", *DENSE, "--training.steps=4")
     places = {
         "p4": degrees(1, 1, pipeline=4), "p2-s2": degrees(1, 2, pipeline=2),
-        "t2": degrees(1, 2, tensor=2),
+        "s4": degrees(1, 4), "t2": degrees(1, 2, tensor=2),
     }  # fmt: skip
-    chain = ["p4", "p2-s2", "t2", "p4"]
+    chain = ["p4", "p2-s2", "t2", "p4", "s4", "p4"]
     pairs = [*pairwise(chain)]
 
-    def config(pair: tuple[str, str], place: str, steps: int) -> Config:
-        words = [*DENSE, *places[place], "--checkpoint.interval=2", f"--training.steps={steps}"]
-        return configured(tiny, "-".join(pair), *words, world_size=4)
+    def config(pair: tuple[str, str], place: str, steps: int, world_size: int = 4) -> Config:
+        words = [*DENSE, *places.get(place, []), "--checkpoint.interval=2", f"--training.steps={steps}"]
+        return configured(tiny, "-".join(pair), *words, world_size=world_size)
 
-    run_in_turn(train_here, 4, [config(pair, pair[0], 2) for pair in pairs])
+    last = "p4", "one"
+    run_in_turn(train_here, 4, [config(pair, pair[0], 2) for pair in [*pairs, last]])
     second = [config(pair, pair[1], 4) for pair in pairs]
     begun = run_in_turn(values_of, 4, second)
-    for (a, b), of_ranks in zip(pairs, begun, strict=True):
+    with one_process():
+        begun.append([values_of(0, 1, config(last, "one", 4, 1))])
+    for (a, b), of_ranks in zip([*pairs, last], begun, strict=True):
         saved = dict(stored(checkpoint(tiny, f"{a}-{b}", 2)))
         loaded = {name: it for of_rank in of_ranks for name, it in of_rank.items()}
         for name, value in loaded.items():
