@@ -31,6 +31,7 @@ from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, folder_name
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.staging import Staging
+from titanlite.checkpoint.state import check_settings
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
@@ -374,6 +375,13 @@ def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
     assert [record["samples"] for record in tiny.records()] == [8, 12]
     with pytest.raises(UserError, match=r"missing +model\.layers\.0\.feed_forward\.w1"):
         trained(tiny.config(*other, "--model.args.hidden_dim=64", '--checkpoint.allow_changes=["*"]'))
+
+
+def test_a_setting_that_an_older_version_did_not_know_is_off() -> None:
+    then = {"model.args.dim": 32, "model.args.gone": 0}
+    check_settings({"model.args.dim": 32, "model.args.new": None, "model.args.gate": False}, then, (), "it")
+    with pytest.raises(UserError, match=r"model\.args\.gate was None, is True"):
+        check_settings({"model.args.dim": 32, "model.args.gate": True}, then, (), "it")
 
 
 @pytest.mark.long

@@ -164,10 +164,13 @@ def difference(wanted: dict[str, Tensor], there: Metadata, patterns: Iterable[st
 def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[str], where: str) -> None:
     """Refuse to resume with other settings than the checkpoint's.
 
+    One that is missing is one that is off: None, False, 0 or empty. An older version may not have known it.
+
     Raises:
         UserError: listing every setting that changed without being allowed to.
     """
-    changed = [key for key in sorted(now | then) if now.get(key) != then.get(key) and not selected(key, allowed)]
+    differing = (key for key in sorted(now | then) if (now.get(key) or None) != (then.get(key) or None))
+    changed = [key for key in differing if not selected(key, allowed)]
     if changed:
         lines = "\n".join(f"  {_change(key, then.get(key), now.get(key))}" for key in changed)
         keys = ", ".join(f'"{key}"' for key in changed if not key.startswith("data."))
