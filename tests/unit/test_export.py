@@ -19,8 +19,8 @@ from tests.manifests import flip
 from tests.object_stores import Flaky
 from tests.weights import one_process, random_model, save_model, save_random, small_toml, state
 from titanlite.tools import cli
+from titanlite.tools.convert.export import Target
 from titanlite.tools.convert.source import load_model, open_source
-from titanlite.tools.convert.target import Target
 
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384
 

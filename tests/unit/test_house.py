@@ -179,7 +179,7 @@ REPLACED = {
         "sys.stderr": "as sys.stdout",
         "sys.stdin": "as sys.stdout; a stream that the shell closed is opened on /dev/null",
     },
-    "run/raw_output.py": {
+    "runtime/console.py": {
         "sys.stdout": "as in runtime/output.py; what is written is also logged",
         "sys.stderr": "as sys.stdout",
     },
