@@ -1,18 +1,17 @@
-"""A small Llama 3, the same model in transformers, and documents in packed sequences."""
+"""A small Llama 3, comparisons of models with those of transformers, and documents in packed sequences."""
 
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
-import transformers
-from torch import Tensor
 
+from tests.families import oracle, renamed
 from titanlite.loss import token_loss
-from titanlite.models.decoder import Decoder
+from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.layers import Documents
 from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.qwen3 import Qwen3, Qwen3Args
+from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.optim import build_optimizer, set_learning_rate
@@ -27,60 +26,19 @@ SMALL = Llama3Args(
 )  # fmt: skip
 
 
-def built(args: Llama3Args, scale: float = 5) -> Llama3:
+def built(args: DecoderArgs, scale: float = 5) -> Decoder:
     """Args:
-    scale: of matrices, beyond the initial one; so that attention is far from uniform.
+    scale: of matrices, beyond the initial one; so that attention and routing are far from uniform.
     """
-    model = Llama3(args)
+    model = {Llama3Args: Llama3, Qwen3Args: Qwen3, Qwen3MoeArgs: Qwen3Moe}[type(args)](args)
     draw_weights(model, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.mul_(scale)
     model.init_buffers()
     set_kernels(model, CpuKernels())
     return model
-
-
-NAMES = {
-    "tok_embeddings": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
-    "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
-    "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
-    "w3": "up_proj", "output": "lm_head", "router": "gate.weight",
-}  # fmt: skip
-
-
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors like transformers."""
-    found = {}
-    for name, value in tensors.items():
-        their = ".".join(NAMES.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
-        found[their.replace("head.lm_head", "lm_head")] = value
-    return found
-
-
-def oracle(model: Llama3) -> transformers.LlamaForCausalLM:
-    args = model.args
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling_factor != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    config = transformers.LlamaConfig(
-        vocab_size=args.vocab_size, hidden_size=args.dim, intermediate_size=args.hidden_dim,
-        num_hidden_layers=args.n_layers, num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads,
-        rms_norm_eps=args.norm_eps, max_position_embeddings=131072, tie_word_embeddings=args.tied_head,
-        rope_parameters=rope,
-    )  # fmt: skip
-    other = transformers.LlamaForCausalLM(config)
-    missing = other.load_state_dict(renamed(model.state_dict()), strict=False)
-    assert not missing.unexpected_keys
-    assert not missing.missing_keys
-    return other.float().eval()
 
 
 def documents(rows: list[list[int]]) -> Documents:
@@ -91,14 +49,9 @@ def documents(rows: list[list[int]]) -> Documents:
     return Documents(torch.stack(positions), torch.stack(ids), boundaries)
 
 
-def assert_gradients_equal(
-    model: Decoder, theirs: Any, theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]
-) -> None:
-    """Compare logits and gradients of a batch with those of transformers' model.
-
-    Args:
-        theirs_of: renames and lays out tensors of ours by name like transformers.
-    """
+def assert_gradients_equal(model: Decoder) -> None:
+    """Compare logits and gradients of a batch with those of transformers' model."""
+    theirs = oracle(model)
     tokens = torch.randint(0, model.args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(1))
     ours, other = model(tokens[:, :-1]), theirs(tokens[:, :-1]).logits
     assert ours.std() > 0.1
@@ -107,15 +60,15 @@ def assert_gradients_equal(
     theirs(tokens, labels=tokens).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len([*model.parameters()])
-    for name, gradient in theirs_of(gradients).items():
+    for name, gradient in renamed(model, gradients).items():
         expected = theirs.get_parameter(name).grad
         limit = 1e-4 * expected.abs().max() + 1e-8  # 0 of a router to one expert
         assert (gradient - expected).abs().max() < limit, name
 
 
-def assert_steps_equal(model: Decoder, theirs: Any) -> None:
+def assert_steps_equal(model: Decoder) -> None:
     """titanlite's step against a plain loop: clip, AdamW with its groups, warm-up."""
-    theirs = theirs.train()
+    theirs = oracle(model).train()
     optimizer = build_optimizer(model, Optimizer(), seed=0)
     decayed = [p for p in theirs.parameters() if p.ndim >= 2]
     plain = torch.optim.AdamW(

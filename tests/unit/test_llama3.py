@@ -8,7 +8,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models import SMALL, assert_gradients_equal, assert_steps_equal, built, oracle, renamed
+from tests.families import oracle
+from tests.models import SMALL, assert_gradients_equal, assert_steps_equal, built
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3Args
 from titanlite.models.registry import MODELS, resolve_model
@@ -38,15 +39,13 @@ def test_parameter_counts(flavor: str) -> None:
 
 @pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
 def test_gradients_equal_those_of_transformers(args: Llama3Args) -> None:
-    model = built(args)
-    assert_gradients_equal(model, oracle(model), renamed)
+    assert_gradients_equal(built(args))
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_twenty_steps_lose_as_much_as_with_transformers() -> None:
-    model = built(SMALL, scale=1)
-    assert_steps_equal(model, oracle(model))
+    assert_steps_equal(built(SMALL, scale=1))
 
 
 def test_scaled_rope_equals_that_of_transformers_far_out() -> None:
