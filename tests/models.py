@@ -1,6 +1,7 @@
-"""A small Llama 3, comparisons of models with those of transformers, and documents in packed sequences."""
+"""Small Llama 3 and Qwen3 models, comparisons with transformers, and documents in packed sequences."""
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -24,6 +25,12 @@ SMALL = Llama3Args(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
     rope_scaling_factor=1.0,
 )  # fmt: skip
+SIZES: dict[str, Any] = {
+    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 24, "vocab_size": 101, "max_seq_len": 64,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+DENSE = Qwen3Args(hidden_dim=96, **SIZES)
+MOE = Qwen3MoeArgs(hidden_dim=32, n_experts=8, n_active_experts=2, balance_rate=1e-3, **SIZES)
 
 
 def built(args: DecoderArgs, scale: float = 5) -> Decoder:

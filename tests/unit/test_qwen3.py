@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.models import assert_gradients_equal, built
+from tests.models import DENSE, MOE, assert_gradients_equal, built
 from titanlite.models.qwen3 import Qwen3Args
-from titanlite.models.qwen3_moe import Experts, Qwen3Moe, Qwen3MoeArgs
+from titanlite.models.qwen3_moe import Experts, Qwen3Moe
 from titanlite.models.registry import resolve_model
 from titanlite.ops.kernels import DEFAULT_KERNELS
 from titanlite.optim import build_optimizer
@@ -27,12 +27,6 @@ COUNTS = {
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
 }
-SIZES: dict[str, Any] = {
-    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 24, "vocab_size": 101, "max_seq_len": 64,
-    "rope_theta": 10000.0,
-}  # fmt: skip
-DENSE = Qwen3Args(hidden_dim=96, **SIZES)
-MOE = Qwen3MoeArgs(hidden_dim=32, n_experts=8, n_active_experts=2, balance_rate=1e-3, **SIZES)
 SHAPES = {
     "dense": DENSE,
     "tied": replace(DENSE, tied_head=True, norm_eps=1e-3),
