@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.families import oracle, renamed
+from tests.helpers import world
 from titanlite.loss import token_loss
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.layers import Documents
@@ -83,8 +84,7 @@ def assert_steps_equal(model: Decoder) -> None:
          {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0}],
         betas=(0.9, 0.95),
     )  # fmt: skip
-    group = torch.distributed.group.WORLD
-    assert group is not None
+    group = world()
     generator = torch.Generator().manual_seed(2)
     batches = torch.randint(0, model.args.vocab_size // 4, (20, 2, 33), generator=generator)
     found, expected = [], []

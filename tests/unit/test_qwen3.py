@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tests.helpers import world
 from tests.models import DENSE, MOE, assert_gradients_equal, built
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe
@@ -92,8 +93,7 @@ def test_experts_become_equally_busy() -> None:
         for experts in model.experts():
             experts.bias_E[:2] = 4.0
         optimizer = build_optimizer(model, Optimizer(lr=1e-4), seed=0)
-        group = torch.distributed.group.WORLD
-        assert group is not None
+        group = world()
         loads: list[float] = []
         end_step = model.end_step
 
