@@ -40,7 +40,7 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
 from titanlite.runtime.ranks import AgreedStop, check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.runtime.weight_average import WeightAverage
+from titanlite.runtime.state_memory import WeightAverage
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import AddUp, Gradients, StepResult, train_step
