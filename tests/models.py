@@ -1,12 +1,13 @@
 """Small Llama 3 and Qwen3 models, comparisons with transformers, and documents in packed sequences."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
-from tests.families import oracle, renamed
 from tests.helpers import world
 from titanlite.loss import token_loss
 from titanlite.models.decoder import Decoder, DecoderArgs
@@ -57,9 +58,14 @@ def documents(rows: list[list[int]]) -> Documents:
     return Documents(torch.stack(positions), torch.stack(ids), boundaries)
 
 
-def assert_gradients_equal(model: Decoder) -> None:
-    """Compare logits and gradients of a batch with those of transformers' model."""
-    theirs = oracle(model)
+def assert_gradients_equal(
+    model: Decoder, theirs: Any, theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    """Compare logits and gradients of a batch with those of transformers' model.
+
+    Args:
+        theirs_of: renames and lays out tensors of ours by name like transformers.
+    """
     tokens = torch.randint(0, model.args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(1))
     ours, other = model(tokens[:, :-1]), theirs(tokens[:, :-1]).logits
     assert ours.std() > 0.1
@@ -68,15 +74,15 @@ def assert_gradients_equal(model: Decoder) -> None:
     theirs(tokens, labels=tokens).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     assert len(gradients) == len([*model.parameters()])
-    for name, gradient in renamed(model, gradients).items():
+    for name, gradient in theirs_of(gradients).items():
         expected = theirs.get_parameter(name).grad
         limit = 1e-4 * expected.abs().max() + 1e-8  # 0 of a router to one expert
         assert (gradient - expected).abs().max() < limit, name
 
 
-def assert_steps_equal(model: Decoder) -> None:
+def assert_steps_equal(model: Decoder, theirs: Any) -> None:
     """titanlite's step against a plain loop: clip, AdamW with its groups, warm-up."""
-    theirs = oracle(model).train()
+    theirs = theirs.train()
     optimizer = build_optimizer(model, Optimizer(), seed=0)
     decayed = [p for p in theirs.parameters() if p.ndim >= 2]
     plain = torch.optim.AdamW(

@@ -1,6 +1,7 @@
 """Llama 3 against exact parameter counts, against transformers' Llama, and against torch's own FLOP counter."""
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.families import oracle
+from tests.families import oracle, renamed
 from tests.models import SMALL, assert_gradients_equal, assert_steps_equal, built
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3Args
@@ -39,13 +40,15 @@ def test_parameter_counts(flavor: str) -> None:
 
 @pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
 def test_gradients_equal_those_of_transformers(args: Llama3Args) -> None:
-    assert_gradients_equal(built(args))
+    model = built(args)
+    assert_gradients_equal(model, oracle(model), partial(renamed, model))
 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_twenty_steps_lose_as_much_as_with_transformers() -> None:
-    assert_steps_equal(built(SMALL, scale=1))
+    model = built(SMALL, scale=1)
+    assert_steps_equal(model, oracle(model))
 
 
 def test_scaled_rope_equals_that_of_transformers_far_out() -> None:
