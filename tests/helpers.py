@@ -22,6 +22,7 @@ from titanlite.config.load import load
 from titanlite.schema import Config
 
 if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.train import Run
@@ -143,6 +144,13 @@ def train_on_this_rank(config: Config, rank: int, world_size: int, observer: Any
     finish(run)
     export_last(run)
     return run
+
+
+def world() -> "ProcessGroup":
+    import torch.distributed as dist
+
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD
 
 
 @contextmanager

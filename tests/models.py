@@ -1,18 +1,20 @@
-"""A small Llama 3, the same model in transformers, and documents in packed sequences."""
+"""Small Llama 3 and Qwen3 models, comparisons with transformers, and documents in packed sequences."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor
 
+from tests.helpers import world
 from titanlite.loss import token_loss
-from titanlite.models.decoder import Decoder
+from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.layers import Documents
 from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.qwen3 import Qwen3, Qwen3Args
+from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.optim import build_optimizer, set_learning_rate
@@ -25,62 +27,27 @@ SMALL = Llama3Args(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
     rope_scaling_factor=1.0,
 )  # fmt: skip
+SIZES: dict[str, Any] = {
+    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 24, "vocab_size": 101, "max_seq_len": 64,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+DENSE = Qwen3Args(hidden_dim=96, **SIZES)
+MOE = Qwen3MoeArgs(hidden_dim=32, n_experts=8, n_active_experts=2, balance_rate=1e-3, **SIZES)
 
 
-def built(args: Llama3Args, scale: float = 5) -> Llama3:
+def built(args: DecoderArgs, scale: float = 5) -> Decoder:
     """Args:
-    scale: of matrices, beyond the initial one; so that attention is far from uniform.
+    scale: of matrices, beyond the initial one; so that attention and routing are far from uniform.
     """
-    model = Llama3(args)
+    model = {Llama3Args: Llama3, Qwen3Args: Qwen3, Qwen3MoeArgs: Qwen3Moe}[type(args)](args)
     draw_weights(model, device=torch.device("cpu"), seed=0)
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim == 2:
+            if parameter.ndim >= 2:
                 parameter.mul_(scale)
     model.init_buffers()
     set_kernels(model, CpuKernels())
     return model
-
-
-NAMES = {
-    "tok_embeddings": "model.embed_tokens", "layers": "model.layers", "attention_norm": "input_layernorm",
-    "attention": "self_attn", "wq": "q_proj", "wk": "k_proj", "wv": "v_proj", "wo": "o_proj",
-    "ffn_norm": "post_attention_layernorm", "feed_forward": "mlp", "w1": "gate_proj", "w2": "down_proj",
-    "w3": "up_proj", "output": "lm_head", "router": "gate.weight",
-}  # fmt: skip
-
-
-def renamed(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename tensors like transformers."""
-    found = {}
-    for name, value in tensors.items():
-        their = ".".join(NAMES.get(part, part) for part in name.replace("head.norm", "model.norm").split("."))
-        found[their.replace("head.lm_head", "lm_head")] = value
-    return found
-
-
-def oracle(model: Llama3) -> transformers.LlamaForCausalLM:
-    args = model.args
-    rope = {"rope_type": "default", "rope_theta": args.rope_theta}
-    if args.rope_scaling_factor != 1:
-        rope |= {
-            "rope_type": "llama3",
-            "factor": args.rope_scaling_factor,
-            "low_freq_factor": 1.0,
-            "high_freq_factor": 4.0,
-            "original_max_position_embeddings": 8192,
-        }
-    config = transformers.LlamaConfig(
-        vocab_size=args.vocab_size, hidden_size=args.dim, intermediate_size=args.hidden_dim,
-        num_hidden_layers=args.n_layers, num_attention_heads=args.n_heads, num_key_value_heads=args.n_kv_heads,
-        rms_norm_eps=args.norm_eps, max_position_embeddings=131072, tie_word_embeddings=args.tied_head,
-        rope_parameters=rope,
-    )  # fmt: skip
-    other = transformers.LlamaForCausalLM(config)
-    missing = other.load_state_dict(renamed(model.state_dict()), strict=False)
-    assert not missing.unexpected_keys
-    assert not missing.missing_keys
-    return other.float().eval()
 
 
 def documents(rows: list[list[int]]) -> Documents:
@@ -123,8 +90,7 @@ def assert_steps_equal(model: Decoder, theirs: Any) -> None:
          {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0}],
         betas=(0.9, 0.95),
     )  # fmt: skip
-    group = torch.distributed.group.WORLD
-    assert group is not None
+    group = world()
     generator = torch.Generator().manual_seed(2)
     batches = torch.randint(0, model.args.vocab_size // 4, (20, 2, 33), generator=generator)
     found, expected = [], []

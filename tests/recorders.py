@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
+from tests.helpers import world
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.observer import CurrentPhase
 from titanlite.run.run_folder import RunFolder
@@ -21,11 +21,10 @@ def recorder(
     log_freq: int = 2,
     phase: CurrentPhase | None = None,
 ) -> MetricsRecorder:
-    group = dist.group.WORLD
+    group = world()
     if phase is None:
         phase = CurrentPhase()
         phase.begin_step(step + 1)
-    assert group is not None
     return MetricsRecorder(
         Metrics(log_freq=log_freq, loggers=[]),
         folder=RunFolder(folder, run_id="x", data_cache=folder),

@@ -34,14 +34,13 @@ from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.parallelize import DTYPES, materialize, parallelize_student, reduces_gradients_once
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
-from titanlite.run.stop import AgreedStop
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
-from titanlite.runtime.ranks import check_same_everywhere
+from titanlite.runtime.ranks import AgreedStop, check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.runtime.weight_average import WeightAverage
+from titanlite.runtime.state_memory import WeightAverage
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import AddUp, Gradients, StepResult, train_step

@@ -17,8 +17,6 @@ import pytest
 
 from tests.helpers import TinyRun, mentions, train_on_this_rank
 from tests.processes import kill_all, started, unhurried
-from titanlite.data import growing
-from titanlite.data.growing import GrowingStore, failure_of
 from titanlite.data.packing import Stream
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
@@ -26,7 +24,8 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import ConfigError, RunError
 from titanlite.schema import Data
-from titanlite.tools.ingest import token_writer
+from titanlite.tools.ingest import background, token_writer
+from titanlite.tools.ingest.background import GrowingStore, failure_of
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.ingest.token_writer import TokenWriter
 
@@ -57,8 +56,8 @@ def read(samples: Samples, first: int, end: int) -> list[list[int]]:
 @pytest.fixture
 def small_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(token_writer, "GROWING_TOKENS", 200)
-    monkeypatch.setattr(growing, "POLL_SECONDS", 0.01)
-    monkeypatch.setattr(growing, "REPORT_SECONDS", 0.05)
+    monkeypatch.setattr(background, "POLL_SECONDS", 0.01)
+    monkeypatch.setattr(background, "REPORT_SECONDS", 0.05)
 
 
 @pytest.mark.usefixtures("small_steps")

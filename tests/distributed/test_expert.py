@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests import own_models
-from tests.helpers import TinyRun, run_ranks, train_on_this_rank
+from tests.helpers import TinyRun, run_ranks, train_on_this_rank, world
 from tests.layouts import (
     ADAPTERS,
     BFLOAT16,
@@ -67,8 +67,7 @@ def check_exchange(counts: list[list[int]]) -> None:
     Args:
         counts: for each rank, its tokens for each expert.
     """
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     rank = group.rank()
     tokens = torch.arange(1.0, sum(counts[rank]) + 1)[:, None] + 100 * rank
     whole_weight = torch.tensor([[1.0], [10.0], [100.0], [1000.0]])

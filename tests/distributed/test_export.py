@@ -9,9 +9,8 @@ from safetensors.torch import load_file
 from tests.helpers import TinyRun, mentions, run_in_turn, train_on_this_rank
 from tests.weights import SMALL
 from titanlite.schema import Config
-from titanlite.tools.convert.export import export_folder
+from titanlite.tools.convert.export import Target, export_folder
 from titanlite.tools.convert.source import load_model, open_source
-from titanlite.tools.convert.target import Target
 
 
 def train(rank: int, world_size: int, config: Config) -> None:

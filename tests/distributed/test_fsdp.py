@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_on_this_rank, world
 from tests.layouts import built, degrees, one_step
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter
 from titanlite.schema import Config
@@ -19,8 +19,7 @@ def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Ten
     """Return what this rank gets, and what it should get."""
     wholes = [torch.randn(5 * world_size, generator=torch.Generator().manual_seed(it)) for it in range(world_size)]
     wholes = [whole.to(dtype) for whole in wholes]
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     comm = AllToAllReduceScatter(in_flight=None)
     out = comm.allocate([5], dtype=dtype, device=torch.device("cpu"))
     comm(out, wholes[rank], group, dist.ReduceOp.AVG)

@@ -9,7 +9,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn
+from tests.helpers import TinyRun, run_in_turn, world
 from tests.layouts import LAYOUTS, built, degrees, job, trained, whole
 from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
 from titanlite.schema import Config, Guard
@@ -117,8 +117,7 @@ def test_every_layout_skips_the_same_steps_and_a_resume_goes_on_with_the_scale(
 @pytest.mark.usefixtures("single_process_group")
 def test_at_a_scale_of_1_an_overflow_is_the_guards() -> None:
     """16 halvings are steps like others. What is not finite then stops the run, whose state is that of step 17."""
-    group = torch.distributed.group.WORLD
-    assert group is not None
+    group = world()
     inf, scale = float("inf"), LossScale(device=CPU, state={})
     guard = guard_of()
     assert skip_reasons(scale, guard, [inf] * 16 + [1.0, inf, 1.0]) == [*[OVERFLOW] * 16, TAKEN, NONFINITE, AFTER_STOP]

@@ -18,7 +18,7 @@ from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage
 
 
-@pytest.fixture(params=["disk", "flaky memory", "s3"])
+@pytest.fixture(params=["disk", "flaky memory", pytest.param("s3", marks=pytest.mark.slow)])
 def storage(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Storage]:
     """A place for checkpoints, of each kind."""
     if request.param == "disk":

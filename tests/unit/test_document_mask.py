@@ -22,9 +22,10 @@ from tests.models import SMALL, built, documents
 from titanlite.batch import IGNORE
 from titanlite.checks.preflight import preflight
 from titanlite.loss import token_loss
+from titanlite.models.decoder import Decoder
 from titanlite.models.documents import check_documents_apart, small_model
 from titanlite.models.layers import Documents, rope_at
-from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.llama3 import Llama3Args
 from titanlite.models.registry import resolve_model
 from titanlite.ops.attention import Boundaries, document_arguments
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
@@ -50,7 +51,7 @@ def labels_for(rows: list[list[int]]) -> Tensor:
 
 
 def loss_and_gradients(
-    model: Llama3, tokens: Tensor, labels: Tensor, where: Documents | None
+    model: Decoder, tokens: Tensor, labels: Tensor, where: Documents | None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the loss and the gradients of parameters, and of the blocks' input as "embeddings"."""
     seen: list[Tensor] = []
@@ -101,7 +102,7 @@ def test_a_changed_token_changes_no_bit_of_another_document(
         assert not same[within].all()
 
 
-def alone(model: Llama3, tokens: Tensor, labels: Tensor, rows: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
+def alone(model: Decoder, tokens: Tensor, labels: Tensor, rows: list[list[int]]) -> tuple[Tensor, dict[str, Tensor]]:
     """Logits [B * L, V] of documents run one by one, without a mask, and the sum of their gradients."""
     lengths = [length for row in rows for length in row]
     logits, gradients = [], {}
@@ -113,7 +114,7 @@ def alone(model: Llama3, tokens: Tensor, labels: Tensor, rows: list[list[int]]) 
     return torch.cat(logits), gradients
 
 
-def check_against_documents_alone(model: Llama3) -> None:
+def check_against_documents_alone(model: Decoder) -> None:
     tokens, labels, where = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
     logits, gradients = alone(model, tokens, labels, ROWS)
     assert logits.std() > 0.1

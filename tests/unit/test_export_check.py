@@ -16,10 +16,9 @@ from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.tools import cli
 from titanlite.tools.convert import check as check_module
 from titanlite.tools.convert.check import CheckFailed, check_folder
-from titanlite.tools.convert.export import export_folder
+from titanlite.tools.convert.export import Target, export_folder
 from titanlite.tools.convert.layout import outgoing
 from titanlite.tools.convert.source import Source, open_source
-from titanlite.tools.convert.target import Target
 
 Change = Callable[[Entry], Entry]
 

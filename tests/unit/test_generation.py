@@ -12,10 +12,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import models, qwen_models
+from tests import models
+from tests.families import oracle
 from titanlite.data.tokenizer import ByteTokenizer, load_tokenizer
 from titanlite.models.base import Model
-from titanlite.models.decoder import Decoder
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.runtime.errors import RunError, UserError
@@ -26,10 +26,10 @@ from titanlite.tools.convert.generation import (
     token_probabilities,
 )
 
-FAMILIES: dict[str, tuple[Any, Any]] = {
-    "llama3": (lambda: models.built(replace(models.SMALL, rope_scaling_factor=8.0)), models.oracle),
-    "qwen3": (lambda: qwen_models.built(qwen_models.DENSE), qwen_models.oracle),
-    "qwen3_moe": (lambda: qwen_models.built(qwen_models.MOE), qwen_models.oracle),
+FAMILIES = {
+    "llama3": replace(models.SMALL, rope_scaling_factor=8.0),
+    "qwen3": models.DENSE,
+    "qwen3_moe": models.MOE,
 }
 PROMPT = (5, 17, 80, 3, 3, 9)
 PROMPTS = [tuple(random.Random(i).choices(range(101), k=1 + 3 * (i // 2))) for i in range(4)]
@@ -48,9 +48,7 @@ def greedy(source: Generator, prompt: Sequence[int] = PROMPT, tokens: int = 40, 
 @pytest.mark.parametrize("family", ["llama3", "qwen3_moe"])
 def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
     """Tokens are the same with a cache that held another sequence."""
-    build, oracle = FAMILIES[family]
-    model: Decoder = build()
-    set_kernels(model, CpuKernels())
+    model = models.built(FAMILIES[family])
     theirs = oracle(model)
     theirs.generation_config.eos_token_id = None
     expected = {}
@@ -67,8 +65,7 @@ def test_greedy_tokens_are_those_of_transformers(family: str) -> None:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_with_a_cache_are_those_of_the_whole_sequence(family: str) -> None:
-    model = FAMILIES[family][0]()
-    set_kernels(model, CpuKernels())
+    model = models.built(FAMILIES[family])
     tokens = torch.randint(0, 101, (60,), generator=torch.Generator().manual_seed(1)).tolist()
     whole = model(torch.tensor([tokens]))[0]
     cached = generator(model)

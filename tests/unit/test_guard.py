@@ -5,9 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.helpers import mentions
+from tests.helpers import mentions, world
 from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
 from titanlite.schema import Guard
 from titanlite.step import StepResult
@@ -31,11 +30,6 @@ def skip_reasons(guard: StepGuard, metrics: Sequence[tuple[float, float]], *, fi
         found.append(int(skip_reason))
         guard.remember(step, StepResult(pair[0], torch.zeros(()), pair[1], skip_reason, pair[0][None], pair[1]))
     return found
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def test_after_a_stop_no_step_is_taken() -> None:

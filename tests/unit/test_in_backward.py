@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, world
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.errors import UserError
@@ -58,11 +57,6 @@ class Tied(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.last(self.first(torch.relu(self.first(x)))).square().mean()
-
-
-def world() -> dist.ProcessGroup:
-    assert dist.group.WORLD is not None
-    return dist.group.WORLD
 
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Tensor]:

@@ -1,6 +1,7 @@
 """Llama 3 against exact parameter counts, against transformers' Llama, and against torch's own FLOP counter."""
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,7 +9,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.models import SMALL, assert_gradients_equal, assert_steps_equal, built, oracle, renamed
+from tests.families import oracle, renamed
+from tests.models import SMALL, assert_gradients_equal, assert_steps_equal, built
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3Args
 from titanlite.models.registry import MODELS, resolve_model
@@ -39,7 +41,7 @@ def test_parameter_counts(flavor: str) -> None:
 @pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
 def test_gradients_equal_those_of_transformers(args: Llama3Args) -> None:
     model = built(args)
-    assert_gradients_equal(model, oracle(model), renamed)
+    assert_gradients_equal(model, oracle(model), partial(renamed, model))
 
 
 @pytest.mark.long

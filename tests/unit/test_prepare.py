@@ -637,6 +637,7 @@ def test_a_store_that_fails_loses_nothing(tmp_path: Path, monkeypatch: pytest.Mo
         make(path, tmp_path / "none", on_error="skip")
 
 
+@pytest.mark.slow
 def test_text_in_s3(s3: str, tmp_path: Path) -> None:
     fs = fsspec.filesystem("s3")
     fs.pipe_file(f"{s3}/text/b.jsonl", as_lines(TEXTS[3:]))

@@ -42,7 +42,6 @@ from titanlite.runtime.private_torch.checkpoint import (
 from titanlite.runtime.private_torch.compiler import (
     compile_seconds,
     compiled_graphs,
-    is_compiled,
     last_recompile_reason,
     mark_dynamic,
     without_autograd_cache,
@@ -59,15 +58,11 @@ from titanlite.runtime.private_torch.fsdp import (
     sharded_parameters,
 )
 from titanlite.runtime.private_torch.process_groups import (
-    all_gather,
-    all_reduce,
     connect_to_store,
     count_collectives,
-    exchange_rows,
     flatten_axes,
     join_meshes,
     recent_collectives,
-    reduce_scatter,
     run_on_all_ranks,
     run_on_rank_0,
     set_timeouts,
@@ -86,13 +81,10 @@ from titanlite.runtime.private_torch.tensors import (
     has_hooks,
     is_in_backward,
     local_tensor,
-    non_persistent_buffers,
     reads_found_inf,
     record_memory_history,
-    replace_tensors,
     reshape_result,
     scale_in_place,
-    storage_key,
     wrapped_tensors,
 )
 from titanlite.runtime.private_torch.tracing import (
@@ -107,15 +99,6 @@ from titanlite.runtime.private_torch.tracing import (
     unboxed_group,
     without_fake_tensors,
 )
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_local_tensor() -> None:
-    whole = torch.arange(6.0).view(3, 2)
-    sharded = distribute_tensor(whole, init_device_mesh("cpu", (1,)), [Shard(0)])
-    assert torch.equal(local_tensor(sharded), whole)
-    assert local_tensor(sharded) is sharded._local_tensor
-    assert local_tensor(whole) is whole
 
 
 def test_wrapped_tensors() -> None:
@@ -204,14 +187,6 @@ def test_without_autograd_cache() -> None:
     assert functorch_config.enable_autograd_cache == before
 
 
-def test_non_persistent_buffers() -> None:
-    module = nn.Module()
-    module.register_buffer("kept", torch.zeros(1))
-    module.register_buffer("made_anew", torch.zeros(1), persistent=False)
-    assert non_persistent_buffers(module) == {"made_anew"}
-    assert [*module.state_dict()] == ["kept"]
-
-
 def checkpoint(folder: Path) -> Any:
     """Save a checkpoint by plain DCP in this process, and return its metadata."""
     dcp.save({"a": torch.ones(3)}, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
@@ -255,12 +230,6 @@ def test_cached_plans(tmp_path: Path) -> None:
     caches = [cache for name, cache in vars(dcp.planner.SavePlanner).items() if name.startswith("_cached_")]
     assert len(caches) >= 5
     assert not [cache for cache in caches if "mine" in cache]
-
-
-def test_a_module_that_compiles_its_forward() -> None:
-    one, other = nn.Linear(2, 2), nn.Linear(2, 2)
-    one.compile(backend="eager")
-    assert (is_compiled(one), is_compiled(other)) == (True, False)
 
 
 @pytest.mark.long
@@ -307,12 +276,6 @@ def test_shardings_are_propagated_outside_of_modes() -> None:
         with propagate_shardings_without_modes():
             assert torch.Size([64]) not in shapes_made(torch.Tensor.cos)
         assert torch.Size([64]) in shapes_made(torch.Tensor.sin)
-
-
-def test_storage_key() -> None:
-    tensor, other = torch.zeros(4), torch.zeros(4)
-    assert storage_key(tensor.untyped_storage()) == storage_key(tensor[1:].untyped_storage())
-    assert storage_key(tensor.untyped_storage()) != storage_key(other.untyped_storage())
 
 
 def test_is_in_backward() -> None:
@@ -378,15 +341,6 @@ def test_scale_in_place() -> None:
     scale_in_place([x], factor)
     assert torch.equal(x, expected), "the factor is not rounded to bfloat16"
     assert factor_of(x, factor) is factor, "CPUs do not round it"
-
-
-def test_replace_tensors_keeps_parameters_and_names() -> None:
-    with torch.device("meta"):
-        module = nn.BatchNorm1d(3)
-    replace_tensors(module, lambda tensor: torch.empty_like(tensor, device="cpu"))
-    names = {"weight", "bias", "running_mean", "running_var", "num_batches_tracked"}
-    assert {name for name, tensor in module.state_dict().items() if tensor.device.type == "cpu"} == names
-    assert isinstance(module.weight, nn.Parameter)
 
 
 def test_chosen_attention() -> None:
@@ -616,17 +570,6 @@ def test_random_operators_are_seen_by_a_mode() -> None:
     assert state.numel() == 0
 
 
-def test_a_fake_process_group_has_ranks_that_do_nothing() -> None:
-    with fake_process_group(8):
-        assert (dist.get_rank(), dist.get_world_size()) == (0, 8)
-        x = torch.ones(2)
-        dist.all_reduce(x)
-        assert x.tolist() == [1.0, 1.0]
-    with fake_process_group(8, rank=5):
-        assert (dist.get_rank(), dist.get_world_size()) == (5, 8)
-    assert not dist.is_initialized()
-
-
 @pytest.mark.usefixtures("single_process_group")
 def test_timeouts_are_set_in_all_groups_but_one() -> None:
     kept = dist.new_group(backend="gloo", timeout=timedelta(seconds=5), group_desc="kept")
@@ -678,22 +621,6 @@ def test_parts_of_a_mesh() -> None:
         assert dist.get_process_group_ranks(parts.get_group("outer")) == [9, 13]
 
 
-@pytest.mark.long
-@pytest.mark.usefixtures("single_process_group")
-def test_functional_collectives() -> None:
-    """The compiler traces them. More ranks: tests/distributed/test_context.py."""
-    group = dist.group.WORLD
-    assert group is not None
-    x = torch.arange(6.0).view(1, 2, 3)
-    for collective in (all_gather, reduce_scatter):
-        compiled = torch.compile(collective, backend="aot_eager", fullgraph=True)
-        for function in (collective, compiled):
-            found = function(x, group.size(), group.group_name)
-            assert torch.equal(found, x)
-            assert found.data_ptr() != x.data_ptr()
-    assert torch.equal(exchange_rows(x[0], [2], [2], group.group_name), x[0])
-
-
 def test_a_reshaped_result_is_no_view() -> None:
     x = torch.ones(2, 3, requires_grad=True)
     doubled = 2 * x
@@ -703,17 +630,6 @@ def test_a_reshaped_result_is_no_view() -> None:
     result.mul(torch.arange(6.0).view(3, 2)).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, 2 * torch.arange(6.0).view(2, 3))
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_all_reduce() -> None:
-    """tests/distributed/test_tensor.py has values of two ranks."""
-    assert dist.group.WORLD is not None
-    name = dist.group.WORLD.group_name
-    x = torch.tensor([3.0, 1.0])
-    for call in (all_reduce, torch.compile(all_reduce, backend="aot_eager", fullgraph=True)):
-        for operation in ("sum", "max"):
-            assert torch.equal(call(x, operation, name), x)
 
 
 def test_a_fake_world_uses_no_groups_of_an_earlier_one() -> None:

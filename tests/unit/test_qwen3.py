@@ -1,6 +1,7 @@
 """Qwen3, dense and with experts, against exact parameter counts and against transformers' models."""
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tests.models import assert_gradients_equal
-from tests.qwen_models import DENSE, MOE, built, oracle, renamed
+from tests.families import oracle, renamed
+from tests.helpers import world
+from tests.models import DENSE, MOE, assert_gradients_equal, built
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe
 from titanlite.models.registry import resolve_model
@@ -47,7 +49,7 @@ def test_parameter_counts(name: str, flavor: str) -> None:
 @pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)
 def test_logits_and_gradients_equal_those_of_transformers(args: Qwen3Args) -> None:
     model = built(args)
-    assert_gradients_equal(model, oracle(model), renamed)
+    assert_gradients_equal(model, oracle(model), partial(renamed, model))
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 9, 0]])
@@ -94,8 +96,7 @@ def test_experts_become_equally_busy() -> None:
         for experts in model.experts():
             experts.bias_E[:2] = 4.0
         optimizer = build_optimizer(model, Optimizer(lr=1e-4), seed=0)
-        group = torch.distributed.group.WORLD
-        assert group is not None
+        group = world()
         loads: list[float] = []
         end_step = model.end_step
 

@@ -8,10 +8,9 @@ from dataclasses import astuple, replace
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tests.helpers import mentions
+from tests.helpers import mentions, world
 from titanlite.metrics.clock import StepClock
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, slowest_rank
 from titanlite.observer import CurrentPhase
@@ -162,5 +161,4 @@ def test_own_time_is_that_of_the_head(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_hosts_of_one_name_are_told_apart(monkeypatch: pytest.MonkeyPatch, single_process_group: None) -> None:
     found = [("a", "0"), ("a", "0"), ("b", "1"), ("a", "2")]
     monkeypatch.setattr("titanlite.runtime.ranks.gather", lambda value, group: found)
-    assert dist.group.WORLD is not None
-    assert host_names(dist.group.WORLD) == ["a (node 0)", "a (node 0)", "b", "a (node 2)"]
+    assert host_names(world()) == ["a (node 0)", "a (node 0)", "b", "a (node 2)"]

@@ -20,11 +20,13 @@ TEACHER = "--teacher.path=. --distill.ratio=1"
 MOE = '--model=\'{name="qwen3_moe", flavor="debug", args={dim=32, n_layers=2, vocab_size=259}}\''
 GPT2 = Path(__file__).parents[2] / "examples/my_model/gpt2.py"
 OWN_MODEL = f"--model='{{file=\"{GPT2}\", args={{dim=32, n_layers=2, n_heads=2, vocab_size=259}}}}'"
-THREE_BLOCKS = "--model.args.n_layers=3"
+THREE_BLOCKS, FOUR_BLOCKS = "--model.args.n_layers=3", "--model.args.n_layers=4"
 STAGES = "[{until_tokens=%d, global_batch_size=%d}, {until_tokens=128, global_batch_size=4}]"
 RAMP = f"{TRAIN}local_batch_size=1 {TRAIN}batch_ramp='{STAGES}'"
 LENGTHS = f"{TRAIN}seq_len=16 {TRAIN}seq_len_ramp='[{{until_tokens=64, seq_len=%d}}, {{until_tokens=%d, seq_len=8}}]'"
 STAGE = "--data.stages='[{until_tokens=64, weights={%s}}]'"
+PIPELINE = f"{MESH}pipeline_parallel_degree=2 {TRAIN}local_batch_size=1"
+SCHEDULE = f"{PIPELINE} {MESH}pipeline_parallel_schedule"
 OTHER_GROUPS = '[{match=["tok_embeddings.*"]}, {match=["layers.*", "head.*"]}]'
 
 REFUSED: dict[str, dict[int, list[str]]] = {
@@ -34,6 +36,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             for it in (
                 f"{TRAIN}max_norm=1", "--guard.nonfinite=skip", "--guard.spike_sigma=6", f"{OPTIM}name=Muon",
                 f"{OPTIM}groups='[{{match=[\"*\"], name=\"Muon\"}}]'", f"{TRAIN}local_batch_size=2", RAMP % (64, 2),
+                f"{FOUR_BLOCKS} {PIPELINE}",
             )
         ],
     },
@@ -75,6 +78,21 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             for it in ("--lora.rank=2", f"{TRAIN}loss=own.py:loss", TEACHER)
         ],
     },
+    "parallelism.pipeline_parallel_degree": {
+        2: [
+            f"{PIPELINE} --model.args.n_layers=1", f"{FOUR_BLOCKS} {PIPELINE} --model.args.tied_head",
+            f"{FOUR_BLOCKS} {PIPELINE} {TRAIN}local_batch_size=8", f"{SCHEDULE}=Interleaved1F1B {THREE_BLOCKS}",
+            f"{FOUR_BLOCKS} {PIPELINE} {MESH}pipeline_parallel_layers_per_stage=2",
+            f"{FOUR_BLOCKS} {PIPELINE} --freeze.parameters='[\"tok_embeddings.*\", \"layers.[01].*\"]'",
+        ],
+    },
+    "parallelism.pipeline_parallel_schedule": {
+        2: [
+            f"{FOUR_BLOCKS} {SCHEDULE}=InterleavedZeroBubble {MESH}fsdp_reshard_after_forward=always",
+            f"{FOUR_BLOCKS} {SCHEDULE}=ZBVZeroBubble --compile.enable",
+        ],
+    },
+    "metrics.layers.freq": {2: [f"{FOUR_BLOCKS} {PIPELINE} --metrics.layers.freq=1"]},
     "parallelism.expert_parallel_degree": {
         4: [
             f"{MESH}expert_parallel_degree=3",

@@ -112,7 +112,7 @@ def test_other_tokens_at_the_same_place_become_another_copy(tokens: Path, tmp_pa
     assert [TokenStore(folder).read(0, 2).tolist() for folder in (first, second)] == [[0, 1], [1, 2]]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_copy_from_an_s3_server(s3: str, prepared: Path, tmp_path: Path) -> None:
     url = f"{s3}/{tmp_path.name}/tokens"
     upload(prepared, url)

@@ -5,10 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 
-from tests.helpers import mentions
+from tests.helpers import mentions, world
 from tests.layouts import CountOperators
 from titanlite.models.base import DECODER, Model, TensorPlan, build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
@@ -82,8 +81,7 @@ def test_models_and_tables_that_are_wrong() -> None:
 @pytest.mark.usefixtures("single_process_group")
 def test_sums_over_ranks() -> None:
     """Add nothing with one rank. There is one collective all the same: in forward, or in backward."""
-    assert dist.group.WORLD is not None
-    ranks = TensorRanks(0, 1, dist.group.WORLD.group_name)
+    ranks = TensorRanks(0, 1, world().group_name)
     x = torch.tensor([3.0, 1.0], requires_grad=True)
     for function, forward, backward in ((ranks.total, 1, 0), (ranks.enter, 0, 1)):
         for call in (function, torch.compile(function, backend="aot_eager", fullgraph=True)):

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
+from tests.helpers import world
 from tests.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss
@@ -146,8 +146,7 @@ def test_a_batch_without_valid_tokens_changes_nothing() -> None:
     batch, model = batch_of(2), model_of()
     batch["labels"][:] = IGNORE
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     assert float(train_step(model, [batch], optimizer=optimizer, group=group, max_norm=0.0).loss) == 0
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
@@ -208,8 +207,7 @@ def test_a_loss_that_forgets_to_detach_keeps_no_graph() -> None:
         nats = (hidden @ weight.T).logsumexp(-1).sum()
         return TokenLoss(2 * nats, nats)
 
-    group = torch.distributed.group.WORLD
-    assert group is not None
+    group = world()
     optimizer = build_optimizer(model, Optimizer(), seed=0)
     result = train_step(model, batches, optimizer=optimizer, group=group, max_norm=1.0, loss_function=careless)
     for value in (result.loss, result.added_loss, result.grad_norm, result.micro_losses):

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
+from tests.helpers import world
 from titanlite.batch import IGNORE
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import Source
@@ -49,8 +49,7 @@ def model() -> Llama3:
 def validate(
     model: Llama3, *sequences: RandomSequences, batch_size: int = 3, mask: bool = False, **options: Any
 ) -> dict[str, Any]:
-    group = dist.group.WORLD
-    assert group is not None
+    group = world()
     validator = Validator(
         Validation(enable=True, path="x", **options),
         [Source(f"s{i}", part, f"f{i}", marks_documents=mask) for i, part in enumerate(sequences)],

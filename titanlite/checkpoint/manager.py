@@ -28,7 +28,7 @@ from titanlite.models.base import added_parameters
 from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
-from titanlite.runtime.weight_average import WeightAverage
+from titanlite.runtime.state_memory import WeightAverage
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import Storage
 

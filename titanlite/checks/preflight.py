@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from titanlite.checkpoint.exports import check_exports
 from titanlite.checks.memory import bytes_on_disk, check_model_memory
-from titanlite.checks.model import check_own_model, check_quantized_moments
+from titanlite.checks.model import check_exports, check_own_model, check_quantized_moments
 from titanlite.config.checks import are_right
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer

@@ -2,8 +2,8 @@
 
 A folder holds `index.json`, and for each shard `NAME.tokens` (uint16 or uint32, little endian), `NAME.documents`
 (uint64: where in the shard documents begin) and, if some of its tokens do not count in the loss, `NAME.mask` (one byte
-a token, 0 for those). The folder is written beside its place and renamed when it is whole; `titanlite.data.growing`
-reads it before that.
+a token, 0 for those). The folder is written beside its place and renamed when it is whole;
+`titanlite.tools.ingest.background` reads it before that.
 """
 
 import hashlib

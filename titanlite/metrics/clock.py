@@ -1,13 +1,13 @@
 """Time of a run by phase: where its hours went, how long a step takes, and how long without waits for other ranks."""
 
 import math
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import nn
 
+from titanlite.checkpoint.save_overhead import between, is_past, mark
 from titanlite.models.base import head_of
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.runtime.private_torch.compiler import compile_seconds
@@ -64,7 +64,7 @@ class StepClock:
     """
 
     def __init__(self, phase: CurrentPhase, device: torch.device) -> None:
-        self._phase, self._is_gpu = phase, device.type == "cuda"
+        self._phase, self._device = phase, device
         self._begins: list[Any] = []
         """Beginnings of own time: seconds, or events."""
         self._ends: list[Any] = []
@@ -99,14 +99,7 @@ class StepClock:
 
     def _note(self, times: list[Any]) -> None:
         if self._is_measured:
-            times.append(self._now())
-
-    def _now(self) -> Any:
-        if not self._is_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
+            times.append(mark(self._device))
 
     def own_seconds(self) -> float:
         """End the measured step, and return its own time; NaN if it was not measured. Call it when the device is done
@@ -115,6 +108,6 @@ class StepClock:
         if len(self._begins) != len(self._ends):  # a forward that raised, such as a recomputation that stops early
             return math.nan
         spans = list(zip(self._begins, self._ends, strict=True))
-        if not spans or (self._is_gpu and not all(begin.query() and end.query() for begin, end in spans)):
+        if not spans or not all(is_past(begin) and is_past(end) for begin, end in spans):
             return math.nan
-        return sum(begin.elapsed_time(end) / 1e3 if self._is_gpu else end - begin for begin, end in spans)
+        return sum(between(begin, end) for begin, end in spans)

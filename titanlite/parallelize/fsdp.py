@@ -27,7 +27,7 @@ from titanlite.runtime.private_torch.fsdp import keep_dtypes
 from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
-    from titanlite.runtime.separate_units import SeparateUnits
+    from titanlite.techniques.expert.exchange import SeparateUnits
 
 # Decisions about the reduction of gradients over ranks, from the sizes of a step.
 

@@ -20,9 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import titanlite
 from titanlite.data.tokenizer import COPY, Tokenizer, copy_tokenizer, files_of, find_tokenizer, is_copy, is_shipped
-from titanlite.run.raw_output import copy_output
 from titanlite.run.restarts import CrashLoop, are_starts, begin_start, check_progress, end_last, is_own
-from titanlite.runtime.console import hide_secrets, log_to_file
+from titanlite.runtime.console import copy_output, hide_secrets, log_to_file
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
 from titanlite.runtime.process_group import Ranks

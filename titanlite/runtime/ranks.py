@@ -1,4 +1,4 @@
-"""Work that ranks do together: an error on one rank is raised on all of them."""
+"""What ranks do together: an error on one is raised on all of them, and all stop after the same step."""
 
 import os
 import socket
@@ -12,6 +12,7 @@ from torch.distributed.checkpoint import CheckpointException
 
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.private_torch.process_groups import run_on_all_ranks, run_on_rank_0
+from titanlite.runtime.signals import StopRequests
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -145,3 +146,51 @@ def named_ranks(ranks: Sequence[int], hosts: Sequence[str], *, most: int = 3) ->
     if len(named) > most:
         named = [*named[: most - 1], f"those of {len(named) - most + 1} more hosts"]
     return named[0] if len(named) == 1 else f"{', '.join(named[:-1])} and {named[-1]}"
+
+
+class AgreedStop:
+    """Flag of this rank that travels in the all-reduce of each step, and the sum of all ranks' flags.
+
+    On GPUs the sum of a step is read one step later, when it has long been computed. So the host is at most one step
+    ahead of the device, and the device never waits for the host.
+
+    Args:
+        device: device of the step's losses.
+    """
+
+    def __init__(self, requests: StopRequests, device: torch.device) -> None:
+        self._requests = requests
+        self._flag = torch.zeros(1, device=device)
+        on_gpu = device.type == "cuda"
+        self._on_host = [torch.zeros(1, pin_memory=True) for _ in range(2)] if on_gpu else []
+        self._copied: torch.cuda.Event | None = None
+
+    def flag(self) -> Tensor:
+        """Return this rank's flag [1] for `train_step`: 1 if this process knows a reason to stop."""
+        if self._requests.requested():
+            self._flag.fill_(1)
+        return self._flag
+
+    def is_asked(self) -> bool:
+        """Return whether any rank asks to stop now, in validation. Every rank calls it at the same time."""
+        flag = torch.tensor(self._requests.requested())
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX)  # on the CPU, and of one byte
+        return bool(flag)
+
+    def is_agreed(self, flags: Tensor) -> bool:
+        """Return whether the run stops after this step, equal on all ranks. Every rank calls it after every step.
+
+        Args:
+            flags: sum over the ranks, `StepResult.stop_flags`.
+        """
+        self._requests.begin_training()
+        if not self._on_host:
+            return bool(flags > 0)
+        if self._copied is not None and not self._copied.query():
+            self._copied.synchronize()
+        stops = self._copied is not None and float(self._on_host[0]) > 0
+        self._on_host.reverse()
+        self._on_host[0].copy_(flags, non_blocking=True)
+        self._copied = torch.cuda.Event()
+        self._copied.record()
+        return stops

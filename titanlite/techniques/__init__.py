@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from titanlite.batch import Batch
     from titanlite.models.base import Model
     from titanlite.ops.cross_entropy import SplitVocabulary
-    from titanlite.runtime.state_memory import StateMemory
-    from titanlite.runtime.weight_average import WeightAverage
+    from titanlite.runtime.state_memory import StateMemory, WeightAverage
     from titanlite.step import AddUp, Gradients
 
 Found = TypeVar("Found")
@@ -115,7 +114,7 @@ def state_memory(config: Config, run: Path) -> "StateMemory":
 
 def weight_average(config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage":
     """Return the average of the weights of a model that has memory; see `Technique.weight_average`."""
-    from titanlite.runtime.weight_average import WeightAverage
+    from titanlite.runtime.state_memory import WeightAverage
 
     return _first(technique.weight_average(config, model, memory) for technique in used(config)) or WeightAverage()
 

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from titanlite.observer import StepObserver
     from titanlite.ops.cross_entropy import SplitVocabulary
     from titanlite.runtime.hardware import Hardware
-    from titanlite.runtime.state_memory import StateMemory
-    from titanlite.runtime.weight_average import WeightAverage
+    from titanlite.runtime.state_memory import StateMemory, WeightAverage
     from titanlite.step import AddUp, Gradients
     from titanlite.train import Run
 

@@ -8,8 +8,7 @@ from titanlite.techniques.technique import Conflict, Options, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
-    from titanlite.runtime.state_memory import StateMemory
-    from titanlite.runtime.weight_average import WeightAverage
+    from titanlite.runtime.state_memory import StateMemory, WeightAverage
 
 
 class AverageOfWeights(Technique):

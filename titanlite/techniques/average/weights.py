@@ -15,8 +15,7 @@ from titanlite.models.base import trainable_parameters
 from titanlite.ops.mean import rounded_once, weighted_mean
 from titanlite.runtime.dtensor import unwrapped
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.state_memory import StateMemory
-from titanlite.runtime.weight_average import WeightAverage
+from titanlite.runtime.state_memory import StateMemory, WeightAverage
 from titanlite.schema import Average
 
 

@@ -6,6 +6,7 @@ counts comes first. The host waits for the counts, as the sizes of tensors follo
 """
 
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any
 
@@ -13,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.models.base import ComputeExperts, Model, expert_layers
@@ -20,7 +22,27 @@ from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import exchange_rows
-from titanlite.runtime.separate_units import SeparateUnits
+
+
+@dataclass(frozen=True)
+class SeparateUnits:
+    """Modules whose parameters are sharded over other ranks than those of the units around them."""
+
+    modules: Sequence[nn.Module]
+    parameters: set[nn.Parameter]
+    """Those of the modules. The modules may have further ones, which belong to the units around them."""
+    mesh: DeviceMesh
+    """For `fully_shard`."""
+    placement: Callable[[Tensor], Shard]
+
+    def shard(self, **options: Any) -> list[FSDPModule]:
+        """Make each module an FSDP unit, after the units around them.
+
+        Args:
+            options: of `fully_shard`, but for the mesh.
+        """
+        options |= {"mesh": self.mesh, "shard_placement_fn": self.placement}
+        return [fully_shard(it, ignored_params={*it.parameters()} - self.parameters, **options) for it in self.modules]
 
 
 def distribute_experts(
