@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed.test_families import GEMMA, GPT_OSS
-from tests.helpers import TinyRun, built, mentions, one_process, run_in_turn, titanlite, train_on_this_rank
+from tests.helpers import TinyRun, built, one_process, run_in_turn, train_on_this_rank
 from tests.layouts import FLOAT8, LORA, degrees, trace_blocks, whole
 from tests.unit.test_average import checkpoint, stored
 from titanlite.schema import Config, Parallelism
@@ -118,6 +118,19 @@ def test_blocks_are_cut_evenly(blocks: int, words: dict[str, Any], sizes: list[i
     stages = blocks_of_stages(blocks, Parallelism(**words))
     assert [*map(len, stages)] == sizes
     assert [block for stage in stages for block in stage] == [*range(blocks)]
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [["layers.0"], ["layers.2", "layers.1"]], [["layers.0", "layers.1", "layers.2"], ["head"]],
+        [["layers.0"], ["layers.1"]], [["layers.0"], ["layers.1"], ["layers.2"]],
+    ],
+)  # fmt: skip
+def test_names_of_stages_are_those_of_all_blocks_in_order(parts: list[list[str]]) -> None:
+    words = Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=parts)
+    with pytest.raises(ValueError, match="module_fqns_per_model_part|3 stages"):
+        blocks_of_stages(3, words)
 
 
 def test_every_schedule_trains_as_one_process(tiny: TinyRun) -> None:
@@ -298,29 +311,3 @@ def test_planted_mistakes_are_named(tiny: TinyRun) -> None:
         assert (compared.first and compared.first.key) == first, mistake
     run_in_turn(dump_here, 4, [configured(tiny, "four", *DENSE, *LAYOUTS["p2-s2-zero-bubble"][0], world_size=4)])
     assert compare_dumps(values_of("four"), values_of("one")).first is None
-
-
-@pytest.mark.parametrize(
-    ("words", "named"),
-    [
-        (["--model.args.n_layers=1"], ["pipeline_parallel_degree", "2"]),
-        (["--model.args.tied_head=true"], ["tied_head"]),
-        (["--training.local_batch_size=8"], ["micro-batches", "training.local_batch_size", "4"]),
-        ([SCHEDULE.format("Interleaved1F1B"), "--model.args.n_layers=3"], ["4", "3"]),
-        (["--parallelism.pipeline_parallel_layers_per_stage=2"], ["3", "stages"]),
-        (["--freeze.parameters=['tok_embeddings.*', 'layers.0.*', 'layers.1.*']"], ["rank 0", "train", "0, 1"]),
-        (["--metrics.layers.freq=1"], ["metrics.layers.freq", "parallelism.pipeline_parallel_degree"]),
-        (["--optimizer.in_backward", "--training.max_norm=0"], ["optimizer.in_backward"]),
-        (
-            ["--parallelism.fsdp_reshard_after_forward=always", SCHEDULE.format("InterleavedZeroBubble")],
-            ["fsdp_reshard_after_forward", "InterleavedZeroBubble"],
-        ),
-        (["--compile.enable", SCHEDULE.format("ZBVZeroBubble")], ["compile.enable", "ZBVZeroBubble"]),
-    ],
-)
-def test_what_does_not_fit_is_one_line(tiny: TinyRun, tmp_path: Path, words: list[str], named: list[str]) -> None:
-    common = [*DENSE, "--training.local_batch_size=1", *TWO, *words]
-    code, _, errors = titanlite("check", "--config", str(tiny.toml), *common, WORLD_SIZE="2")
-    assert code == 2
-    assert len([line for line in errors if "pipeline" in line]) == 1, errors
-    assert mentions("\n".join(errors), *named)
