@@ -129,7 +129,7 @@ def test_blocks_are_cut_evenly(blocks: int, words: dict[str, Any], sizes: list[i
 )  # fmt: skip
 def test_names_of_stages_are_those_of_all_blocks_in_order(parts: list[list[str]]) -> None:
     words = Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=parts)
-    with pytest.raises(ValueError, match="module_fqns_per_model_part|3 stages"):
+    with pytest.raises(ValueError, match=r"module_fqns_per_model_part|3 stages"):
         blocks_of_stages(3, words)
 
 
