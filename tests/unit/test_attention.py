@@ -17,9 +17,9 @@ from tests.operators import Operators
 from titanlite.models.layers import Attention, Linear, Rope, rope_cos_sin
 from titanlite.ops.attention import Boundaries, Scores, SequencePart, additive_mask, chunk_boundaries
 from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.formulas import attend_by_formula
 from titanlite.ops.functions import rotate
 from titanlite.ops.kernels import Kernels
-from titanlite.ops.sinks import attend_by_formula
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS
@@ -185,7 +185,7 @@ def test_sinks_keep_the_memory_and_the_dtype_of_attention(dtype: torch.dtype) ->
         out = CpuKernels().attend(q, k, v, None, scores=Scores(None, sinks))
     assert out.dtype == dtype
     assert sum(it.nbytes for it in kept) == sum(it.nbytes for it in (q, k, v, sinks, out)) + 4 * q[..., 0].numel()
-    exact = attend_by_formula(q.float(), k.float(), v.float(), sinks.float(), None, None)
+    exact = attend_by_formula(q.float(), k.float(), v.float(), None, Scores(None, sinks.float()))
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), exact, rtol=tolerance, atol=tolerance)
 

@@ -110,14 +110,20 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
 
 
 def vector_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters with fewer than two dimensions, or with fewer for each expert."""
+    """Return the names of parameters with fewer than two dimensions, or with fewer for each expert, and of those that
+    a module names in `vectors`: they are a vector for each channel."""
+    declared = {f"{prefix}.{it}" for prefix, module in model.named_modules() for it in getattr(module, "vectors", ())}
     stacks = {
         f"{prefix}.{name}"
         for prefix, layer in model.named_modules()
         if isinstance(layer, ExpertLayer)
         for name in layer.stacks
     }
-    return {name for name, parameter in unique_parameters(model) if parameter.ndim - (name in stacks) < 2}
+    return {
+        name
+        for name, parameter in unique_parameters(model)
+        if parameter.ndim - (name in stacks) < 2 or name in declared
+    }
 
 
 def exchanges_tokens(block: nn.Module) -> bool:
