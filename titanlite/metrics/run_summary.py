@@ -191,11 +191,8 @@ def attention_backend(model: Decoder, kernels: Kernels, config: Config, device: 
     Raises:
         UserError: the backend that the config names is not available.
     """
-    args, options, windows = (
-        model.args,
-        model.attention_options(),
-        {it.window or config.training.seq_len for it in model.attentions},
-    )
+    args, options = model.args, model.attention_options()
+    windows = {it.window or config.training.seq_len for it in model.attentions}
     return kernels.attention_name(
         n_heads=args.n_heads,
         n_kv_heads=args.n_kv_heads,

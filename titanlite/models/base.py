@@ -82,6 +82,8 @@ class ExpertLayer(nn.Module):
     hidden_dims: tuple[int | None, ...] = ()
     """Dim of each of `stacks` that is the hidden one of an expert. The output is a sum over it, so that tensor
     parallelism can split it. None: the stack has no such dim. (): experts are not split."""
+    rows_of_vectors: int = 1
+    """Rows, all but the first of them 0, of the matrices that `compute` makes of stacks of vectors for a matmul."""
     share_of_unsplit: float = 1.0
     """Factor for stacks without a hidden dim, since outputs of the ranks that split the others are summed. Tensor
     parallelism sets it."""

@@ -46,7 +46,7 @@ class GatedDeltaNet(nn.Module):
         key_dim: int,
         value_dim: int,
         conv_size: int,
-        eps: float,
+        norm_eps: float,
     ) -> None:
         super().__init__()
         self.n_key_heads, self.key_dim, self.value_dim = n_key_heads, key_dim, value_dim
@@ -56,7 +56,7 @@ class GatedDeltaNet(nn.Module):
         self.conv = nn.Parameter(torch.empty(2 * keys + values, 1, conv_size))
         self.a_log = nn.Parameter(torch.empty(n_value_heads))
         self.dt_bias = nn.Parameter(torch.empty(n_value_heads))
-        self.norm = GatedNorm(value_dim, eps=eps)
+        self.norm = GatedNorm(value_dim, eps=norm_eps)
         self.out = Linear(values, dim)
 
     def forward(self, x_BLD: Tensor, _cos: Tensor, _sin: Tensor, positions_BL: Tensor | None = None) -> Tensor:
@@ -87,7 +87,7 @@ class GatedDeltaNet(nn.Module):
         return self.out(out_BLXV.flatten(2))
 
     def _convolve(self, x_BLC: Tensor, positions_BL: Tensor | None) -> Tensor:
-        """Causal convolution of each channel, within documents."""
+        """Convolve each channel of tokens with those before it, within documents."""
         B, L, C = x_BLC.shape
         size, past = self.conv.shape[-1], self.past or {}
         before = past["inputs"] if "inputs" in past else x_BLC.new_zeros(B, size - 1, C)

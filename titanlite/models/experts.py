@@ -135,6 +135,7 @@ class Experts(ExpertLayer):
     kernels: Kernels = DEFAULT_KERNELS
     stacks = ("w1", "w2", "w3")
     hidden_dims = (2, 1, 2)
+    rows_of_vectors = 8
     bias_E: Tensor
     load_E: Tensor
 
@@ -215,7 +216,8 @@ class Experts(ExpertLayer):
         if bias_EF is None:
             return out_SF
         # A matmul of ones adds up the bias' gradient in float32 and in a fixed order. Its kernels need 8 columns.
-        one_S8, bias_E8F = F.pad(x_SD.new_ones(len(x_SD), 1), (0, 7)), F.pad(bias_EF.unsqueeze(1), (0, 0, 0, 7))
+        more = self.rows_of_vectors - 1
+        one_S8, bias_E8F = F.pad(x_SD.new_ones(len(x_SD), 1), (0, more)), F.pad(bias_EF.unsqueeze(1), (0, 0, 0, more))
         return out_SF + self.kernels.grouped_mm(one_S8, bias_E8F, ends_E)
 
 

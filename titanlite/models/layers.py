@@ -185,7 +185,8 @@ class Attention(nn.Module):
         has_gate: bool = False,
     ) -> None:
         super().__init__()
-        assert not (has_sinks and soft_cap is not None) and (norms_heads or not has_gate)
+        assert not (has_sinks and soft_cap is not None)
+        assert norms_heads or not has_gate
         self.head_dim = head_dim
         self.norms_heads = norms_heads
         self.rotates = rotates

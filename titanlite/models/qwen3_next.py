@@ -131,7 +131,6 @@ class LogUniform(InitialValues):
 class Qwen3Next(DecoderOfExperts):
     draws_random = False
     norm_offset = 1.0
-    tensor_plan: ClassVar[TensorPlan] = {}  # pyright: ignore[reportIncompatibleVariableOverride]
     roles: ClassVar[Roles] = {"layers.*.attention.out.weight": "residual", **DecoderOfExperts.roles}
     formats = Formats(
         hugging_face=HuggingFace(
@@ -167,6 +166,10 @@ class Qwen3Next(DecoderOfExperts):
 
     args: Qwen3NextArgs  # pyright: ignore[reportIncompatibleVariableOverride]
 
+    @property
+    def tensor_plan(self) -> TensorPlan:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return {}
+
     def build_attention(self, layer: int) -> nn.Module:
         args = self.args
         if not self.attentions[layer].has_state:
@@ -178,7 +181,7 @@ class Qwen3Next(DecoderOfExperts):
             key_dim=args.linear_key_dim,
             value_dim=args.linear_value_dim,
             conv_size=args.conv_size,
-            eps=args.norm_eps,
+            norm_eps=args.norm_eps,
         )
 
     def attention_options(self) -> dict[str, Any]:
