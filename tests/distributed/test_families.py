@@ -116,8 +116,9 @@ def test_four_ranks(tiny: TinyRun) -> None:
 
 @pytest.mark.nightly
 def test_layers_with_a_state_on_four_ranks(tiny: TinyRun) -> None:
-    full = ["--activation_checkpoint.mode=full"]
-    frozen = ["--freeze.parameters=['tok_embeddings.*', 'layers.0.*']"]
+    """At a higher rate the loss falls below 0.5, and rounding grows beyond the tolerance."""
+    full = ["--activation_checkpoint.mode=full", "--optimizer.lr=1e-3"]
+    frozen = ["--freeze.parameters=['tok_embeddings.*', 'layers.0.*']", "--optimizer.lr=1e-3"]
     techniques = {"qwen3-next, mask": [*QWEN_NEXT, *MASK, *full], "qwen3-next, frozen": [*QWEN_NEXT, *frozen]}
     compare_with_one(tiny, techniques, [(2, 2), (1, 4, 1, 1, 2)])
 

@@ -213,7 +213,7 @@ def test_a_plan_of_a_gpu_traces_flash_attention_for_a_soft_cap() -> None:
     q, k, v = (it.detach().bfloat16() for it in drawn_heads(16)[:3])
     for dtype, operators in ((torch.bfloat16, 1), (torch.float32, 0)):
         with Operators() as mode:
-            GpuKernels().attend(*(it.to(dtype) for it in (q, k, v)), None, scores=Scores(None, soft_cap=0.2))
+            GpuKernels().attend(q.to(dtype), k.to(dtype), v.to(dtype), None, scores=Scores(None, soft_cap=0.2))
         assert sum(func in ATTENTION_OPERATORS for func, _ in mode.calls) == operators
 
 
@@ -264,7 +264,7 @@ def test_sinks_keep_the_memory_and_the_dtype_of_attention(dtype: torch.dtype) ->
         out = CpuKernels().attend(q, k, v, None, scores=Scores(None, sinks))
     assert out.dtype == dtype
     assert sum(it.nbytes for it in kept) == sum(it.nbytes for it in (q, k, v, sinks, out)) + 4 * q[..., 0].numel()
-    exact = attend_by_formula(q.float(), k.float(), v.float(), None, Scores(None, sinks.float()))
+    exact = attend_by_formula(q.float(), k.float(), v.float(), None, None, sinks.float(), None)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), exact, rtol=tolerance, atol=tolerance)
 

@@ -35,7 +35,7 @@ def drawn(tokens: int) -> list[Tensor]:
 
 
 def by_recurrence(
-    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, positions: Tensor | None
+    q: Tensor, k: Tensor, v: Tensor, decay: Tensor, beta: Tensor, *, positions: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     state, outs = q.new_zeros(2, 3, 5, 4), []
     for token in range(q.shape[2]):
@@ -63,7 +63,7 @@ def test_chunks_compute_the_recurrence(rows: list[list[int]], within_documents: 
     inputs = drawn(sum(rows[0]))
     positions = documents(rows).positions_BL if within_documents else None
     found = gated_delta_rule(*inputs, positions_BL=positions)
-    expected = by_recurrence(*inputs, positions)
+    expected = by_recurrence(*inputs, positions=positions)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     upstream = torch.randn_like(found[0])
     ours, theirs = (torch.autograd.grad(it, inputs, upstream) for it in (found[0], expected[0]))

@@ -240,7 +240,8 @@ def _packed_attention(
     if scores.soft_cap is not None:
         from titanlite.ops.formulas import attend_packed  # most models have none
 
-        return attend_packed(q_BNLH, k_BKSH, v_BKSH, query_offsets, key_offsets, window, scores)
+        operands = q_BNLH, k_BKSH, v_BKSH, query_offsets, key_offsets
+        return attend_packed(*operands, window=window, scale=scores.scale, soft_cap=scores.soft_cap)
     from torch.nn.attention.varlen import varlen_attn  # the import takes a second, and not every device needs it
 
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNLH, k_BKSH, v_BKSH))

@@ -58,12 +58,14 @@ def gated_delta_rule(
         unitriangular=True,
     )
     new, of_state = corrections.split([V, K], dim=-1)
-    k_at_end, kept = k * between[..., -1, :].unsqueeze(-1), since_start[..., -1:].unsqueeze(-1)
+    k_at_end, kept = (k * between[..., -1, :].unsqueeze(-1)).mT, since_start[..., -1:].unsqueeze(-1)
     state = q.new_zeros(*q.shape[:2], K, V) if state_BNKV is None else state_BNKV
     states, values = [], []
-    for chunk in range(q.shape[2]):
+    for new_CV, of_state_CK, k_KC, kept_11 in zip(
+        *(it.unbind(2) for it in (new, of_state, k_at_end, kept)), strict=True
+    ):
         states.append(state)
-        values.append(new[:, :, chunk] - of_state[:, :, chunk] @ state)
-        state = state * kept[:, :, chunk] + k_at_end[:, :, chunk].mT @ values[-1]
+        values.append(new_CV - of_state_CK @ state)
+        state = state * kept_11 + k_KC @ values[-1]
     out = (q * since_start.unsqueeze(-1)) @ torch.stack(states, 2) + (q @ k.mT * between) @ torch.stack(values, 2)
     return out.flatten(2, 3)[:, :, :L], state

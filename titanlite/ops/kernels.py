@@ -149,7 +149,7 @@ class Kernels:
                 has_kernel = q_BNLH.device.type == "cpu" and not self.is_gpu(q_BNLH.device)
                 if has_kernel and scores.sinks_N is not None:
                     return attend_on_cpu(q_BNLH, k_BKLH, v_BKLH, scores.sinks_N, mask, scores.scale)
-                return attend_by_formula(q_BNLH, k_BKLH, v_BKLH, mask, scores)
+                return attend_by_formula(q_BNLH, k_BKLH, v_BKLH, mask, *scores)
             return attend(q_BNLH, k_BKLH, v_BKLH, mask, scores)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
         is_masked = isinstance(mask, Tensor)
