@@ -59,13 +59,14 @@ def gated_delta_rule(
     )
     new, of_state = corrections.split([V, K], dim=-1)
     k_at_end, kept = (k * between[..., -1, :].unsqueeze(-1)).mT, since_start[..., -1:].unsqueeze(-1)
-    state = q.new_zeros(*q.shape[:2], K, V) if state_BNKV is None else state_BNKV
+    batch = q.shape[:2]
+    state = (q.new_zeros(*batch, K, V) if state_BNKV is None else state_BNKV).flatten(0, 1)
     states, values = [], []
-    for new_CV, of_state_CK, k_KC, kept_11 in zip(
-        *(it.unbind(2) for it in (new, of_state, k_at_end, kept)), strict=True
-    ):
+    parts = (it.flatten(0, 1).unbind(1) for it in (new, of_state, k_at_end, kept))
+    for new_XCV, of_state_XCK, k_XKC, kept_X11 in zip(*parts, strict=True):  # of X = B * N heads
         states.append(state)
-        values.append(new_CV - of_state_CK @ state)
-        state = state * kept_11 + k_KC @ values[-1]
-    out = (q * since_start.unsqueeze(-1)) @ torch.stack(states, 2) + (q @ k.mT * between) @ torch.stack(values, 2)
-    return out.flatten(2, 3)[:, :, :L], state
+        values.append(torch.baddbmm(new_XCV, of_state_XCK, state, alpha=-1))
+        state = torch.baddbmm(state * kept_X11, k_XKC, values[-1])
+    states_BNGKV, values_BNGCV = (torch.stack(it, dim=1).unflatten(0, batch) for it in (states, values))
+    out = (q * since_start.unsqueeze(-1)) @ states_BNGKV + (q @ k.mT * between) @ values_BNGCV
+    return out.flatten(2, 3)[:, :, :L], state.unflatten(0, batch)
