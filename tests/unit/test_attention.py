@@ -1,5 +1,6 @@
 """Variants of attention that families declare, against transformers' layers."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -16,17 +17,20 @@ from tests import packed_kernel
 from tests.families import built
 from tests.models import documents
 from tests.operators import Operators
+from tests.own_models import Capped
 from titanlite.models.layers import Attention, Linear, Rope, rope_cos_sin
 from titanlite.ops import formulas
-from titanlite.ops.attention import Boundaries, Scores, SequencePart, additive_mask, chunk_boundaries
+from titanlite.ops.attention import Boundaries, Scores, SequencePart, additive_mask, chunk_boundaries, set_key_source
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.formulas import attend_by_formula
 from titanlite.ops.functions import rotate
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import Kernels, set_kernels
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS
 from titanlite.techniques.lora.adapters import LoraLinear
+from titanlite.tools.convert.generation import KeyValueCache
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 D, N, K, H, ROTATED, L = 32, 4, 2, 16, 8, 12
@@ -195,6 +199,28 @@ def test_flex_attention_is_compiled_within_a_block() -> None:
     compiled = torch.compile(CpuKernels().attend, backend="aot_eager", fullgraph=True)
     expected = CpuKernels().attend(q, k, v, additive_mask(where.ids_BS, q.dtype), scores=scores)
     torch.testing.assert_close(compiled(q, k, v, Boundaries(where.boundaries), scores=scores), expected)
+
+
+@pytest.mark.long
+def test_a_cache_keeps_keys_for_a_soft_cap_and_a_gate() -> None:
+    shape: Any = Capped.flavors["debug"]
+    model = Capped(replace(shape, dim=64, n_layers=2, hidden_dim=64, vocab_size=101))
+    draw_weights(model, device=torch.device("cpu"), seed=0)
+    model.init_buffers()
+    set_kernels(model, CpuKernels())
+    tokens = torch.arange(20)[None]
+    cache = KeyValueCache(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.ndim == 2 else 1)  # or the cap changes little
+        first = model(tokens[:, :9], documents=cache.next_documents(tokens[:, :9]))
+        later = [model(tokens[:, [it]], documents=cache.next_documents(tokens[:, [it]])) for it in range(9, 20)]
+        set_key_source(model, None)
+        whole = model(tokens)
+        torch.testing.assert_close(torch.cat([first, *later], dim=1), whole, rtol=1e-4, atol=1e-4)
+        for block in model.layers:
+            block.attention.soft_cap = None  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
+        assert (model(tokens) - whole).abs().max() > 0.1
 
 
 def test_the_backend_of_attention_with_a_soft_cap() -> None:
