@@ -14,6 +14,7 @@ from titanlite.models.gemma3 import Gemma3, Gemma3Args
 from titanlite.models.glm4_moe import Glm4Moe, Glm4MoeArgs
 from titanlite.models.gpt_oss import GptOss, GptOssArgs
 from titanlite.models.olmo3 import Olmo3, Olmo3Args
+from titanlite.models.qwen3_next import Qwen3Next, Qwen3NextArgs
 from titanlite.models.smollm3 import SmolLM3, SmolLM3Args
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
@@ -44,6 +45,22 @@ FAMILIES: dict[str, tuple[type[Decoder], DecoderArgs]] = {
         GptOssArgs(**{**SHAPE, "hidden_dim": 40}, head_dim=24, window=7, n_experts=6, n_active_experts=2),
     ),
     "olmo3": (Olmo3, Olmo3Args(**SHAPE, window=7)),
+    "qwen3_next": (
+        Qwen3Next,
+        Qwen3NextArgs(
+            **{**SHAPE, "hidden_dim": 40},
+            head_dim=24,
+            rotary_factor=0.5,
+            full_every=2,
+            n_linear_key_heads=2,
+            n_linear_value_heads=4,
+            linear_key_dim=12,
+            linear_value_dim=10,
+            n_experts=6,
+            n_active_experts=2,
+            shared_hidden_dim=48,
+        ),
+    ),
     "glm4_moe": (
         Glm4Moe,
         Glm4MoeArgs(

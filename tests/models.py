@@ -84,10 +84,11 @@ def assert_steps_equal(model: Decoder, theirs: Any) -> None:
     """titanlite's step against a plain loop: clip, AdamW with its groups, warm-up."""
     theirs = theirs.train()
     optimizer = build_optimizer(model, Optimizer(), seed=0)
-    decayed = [p for p in theirs.parameters() if p.ndim >= 2]
+    vectors = {name: p for name, p in theirs.named_parameters() if p.ndim < 2 or "conv1d" in name}
+    decayed = [p for name, p in theirs.named_parameters() if name not in vectors]
     plain = torch.optim.AdamW(
         [{"params": decayed, "weight_decay": 0.1},
-         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0}],
+         {"params": [*vectors.values()], "weight_decay": 0.0}],
         betas=(0.9, 0.95),
     )  # fmt: skip
     group = world()

@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.distributed.test_families import GEMMA, GPT_OSS
+from tests.distributed.test_families import GEMMA, GPT_OSS, QWEN_NEXT
 from tests.helpers import TinyRun, built, one_process, run_in_turn, train_on_this_rank
 from tests.layouts import FLOAT8, LORA, degrees, trace_blocks, whole
 from tests.unit.test_average import checkpoint, stored
@@ -61,6 +61,7 @@ TECHNIQUES: dict[str, list[str]] = {
     "experts": EXPERTS,
     "gemma3": [*GEMMA, "--model.args.tied_head=false"],
     "gpt-oss": GPT_OSS,
+    "qwen3-next": [*QWEN_NEXT, "--data.document_mask"],
 }
 
 

@@ -19,6 +19,7 @@ from titanlite.tools.plan.hardware import find_hardware
         pytest.param("FSDP, 2, recompute op", marks=pytest.mark.slow),
         pytest.param("HSDP, 2 x 2, updates in backward", marks=pytest.mark.nightly),
         pytest.param("HSDP, 2 x 2, 2 micro-batches", marks=pytest.mark.nightly),
+        pytest.param("qwen3_next, recompute full", marks=pytest.mark.nightly),
         pytest.param("adapters", marks=pytest.mark.nightly),
         pytest.param("adapters on 8 bits, recompute full", marks=pytest.mark.nightly),
         pytest.param("teacher", marks=pytest.mark.nightly),

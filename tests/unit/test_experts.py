@@ -12,6 +12,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Confi
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeMoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssMLP
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeConfig, Qwen3MoeSparseMoeBlock
+from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, Qwen3NextSparseMoeBlock
 
 from tests.operators import OperatorNames
 from tests.own_models import Variants
@@ -73,6 +74,11 @@ def gated(layer: Experts, tensor: Callable[[str], Any]) -> dict[str, Tensor]:
     }
 
 
+def with_gate(layer: Experts, tensor: Callable[[str], Any]) -> dict[str, Tensor]:
+    found = {name.replace("shared_experts", "shared_expert"): it for name, it in gated(layer, tensor).items()}
+    return {**found, "shared_expert_gate.weight": tensor("shared_gate")}
+
+
 def clamped(layer: Experts, tensor: Callable[[str], Any]) -> dict[str, Tensor]:
     return {
         "router.weight": tensor("router"),
@@ -112,6 +118,13 @@ CASES = {
         replace(SIGMOID, n_groups=1, n_active_groups=1, normalized=False, shared_dim=24),
         lambda: Glm4MoeMoE(Glm4MoeConfig(**SIZES, **ONE_GROUP, norm_topk_prob=False)),
         has_balance=True,
+    ),
+    "Qwen3-Next": Case(
+        ExpertOptions(shared_dim=40, shared_has_gate=True),
+        lambda: Qwen3NextSparseMoeBlock(
+            Qwen3NextConfig(**SIZES, num_experts=8, shared_expert_intermediate_size=40, num_hidden_layers=1)
+        ),
+        with_gate,
     ),
     "gpt-oss": Case(
         ExpertOptions(router_has_bias=True, have_biases=True, activation=clamped_swiglu),
@@ -203,6 +216,7 @@ PLANTED: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "weights are not scaled to 1": ("DeepSeek-V3", lambda layer: planted(layer, normalized=False)),
     "weights are not scaled": ("GLM-4.5", lambda layer: planted(layer, scale=1.0)),
     "softmax for sigmoid": ("GLM-4.5", lambda layer: planted(layer, scores="softmax")),
+    "the shared expert has no gate": ("Qwen3-Next", lambda layer: setattr(layer, "shared_gate", None)),
     "softmax over all": ("gpt-oss", lambda layer: planted(layer, normalized=False)),
     "no clamp": ("gpt-oss", lambda layer: planted(layer, activation=lambda g, u: (u + 1) * g * (1.702 * g).sigmoid())),
     "the last bias is counted twice": ("gpt-oss", lambda layer: setattr(layer, "share_of_unsplit", 2.0)),

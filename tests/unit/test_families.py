@@ -13,7 +13,9 @@ from torch import nn
 from tests import models
 from tests.families import FAMILIES, built, oracle, renamed
 from tests.helpers import mentions
+from titanlite.models.base import vector_names
 from titanlite.models.decoder import Decoder, LayerAttention
+from titanlite.models.delta_net import GatedNorm
 from titanlite.models.experts import DecoderOfExperts, ExpertArgs, Experts
 from titanlite.models.gemma3 import ScaledEmbedding
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, rope_cos_sin, yarn_size
@@ -37,6 +39,7 @@ COUNTS = {
     ("deepseek_v3", "Moonlight-16B-A3B"): 15_960_108_544,
     ("deepseek_v3", "671B"): 671_026_404_352,  # and 14,848 biases of experts, which are buffers
     ("deepseek_v3", "Kimi-K2"): 1_026_408_209_408,
+    ("qwen3_next", "80B-A3B"): 79_674_391_296,
 }  # fmt: skip
 TOKENS = torch.randint(0, 101, (2, 40), generator=torch.Generator().manual_seed(0))
 
@@ -265,7 +268,46 @@ def experts_of(model: Decoder) -> list[Experts]:
     return model.experts()
 
 
+def no_gate_of_the_output(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.has_gate = False
+            module.wq.weight.data = module.wq.weight.unflatten(0, (-1, 2, module.head_dim))[:, 0].flatten(0, 1)
+
+
+def gates_before_queries(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.wq.weight.data = module.wq.weight.unflatten(0, (-1, 2, module.head_dim)).flip(1).flatten(0, 2)
+
+
+def no_gate_of_the_shared_expert(model: Decoder) -> None:
+    for experts in experts_of(model):
+        experts.shared_gate = None
+
+
+def norms_with_gates_offset(model: Decoder) -> None:
+    for module in model.modules():
+        if isinstance(module, GatedNorm):
+            module.offset = 1.0
+
+
+def convolutions_one_token_late(model: Decoder) -> None:
+    for name, parameter in model.named_parameters():
+        if name.endswith(".conv"):
+            parameter.data = parameter.roll(-1, dims=-1)
+
+
 PLANTED = {
+    "qwen3_next": (
+        every_pair_rotates,
+        no_norms_of_keys,
+        no_gate_of_the_output,
+        gates_before_queries,
+        no_gate_of_the_shared_expert,
+        norms_with_gates_offset,
+        convolutions_one_token_late,
+    ),
     "deepseek_v3": (
         latent_queries_without_a_norm,
         latent_keys_without_a_norm,
@@ -354,6 +396,16 @@ def test_flops_count_the_experts_of_a_token() -> None:
     assert model.flops_per_token(40) == pytest.approx(2 * active + attention / 3 + 4 * head)
 
 
+def test_flops_count_gates_and_states() -> None:
+    """A state counts as three matrices for each value head: it is read by a key and a query, and changed."""
+    model = built("qwen3_next")
+    vectors = vector_names(model)
+    matrices = [p for n, p in model.named_parameters() if n not in vectors and "tok_embeddings" not in n]
+    active = sum(p.numel() * (2 / 6 if p.ndim == 3 else 1) for p in matrices)
+    attention, states = 12 * 2 * 4 * 24 * 40, 6 * 2 * 3 * 4 * 12 * 10
+    assert model.flops_per_token(40) == pytest.approx(6 * active + attention + states)
+
+
 def test_the_plan_counts_what_a_window_leaves() -> None:
     q_TNH, offsets = torch.empty(80, 4, 16, device="meta"), torch.empty(3, device="meta")
     operator, window = SimpleNamespace(overloadpacket="torch_attn._varlen_attn"), [6, 0]
@@ -367,6 +419,7 @@ def test_the_plan_counts_what_a_window_leaves() -> None:
 
 def test_the_plan_repeats_blocks_after_their_pattern() -> None:
     assert period_of(Config(), built("olmo3", n_layers=10)) == 4
+    assert period_of(Config(), built("qwen3_next", n_layers=8, full_every=4)) == 4
     each_third = ActivationCheckpoint(mode="selective", selective_ac_option=3)
     assert period_of(Config(activation_checkpoint=each_third), built("olmo3", n_layers=10)) == 12
 
@@ -428,6 +481,11 @@ def test_branches_shrink_with_the_depth_by_their_norms(family: str, names: set[s
         ("deepseek_v3", {"n_kv_heads": 2}),
         ("glm4_moe", {"rotary_factor": 0.3}),
         ("glm4_moe", {"n_groups": 3}),
+        ("qwen3_next", {"rotary_factor": 0.3}),
+        ("qwen3_next", {"conv_size": 1}),
+        ("qwen3_next", {"full_every": 0}),
+        ("qwen3_next", {"shared_hidden_dim": 0}),
+        ("qwen3_next", {"n_linear_value_heads": 3}),
         ("glm4_moe", {"n_dense_layers": 5}),
     ],
 )
@@ -451,6 +509,9 @@ def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> 
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers"),
         ("smollm3", {"no_rope_layer_interval": 0}, "no_rope_layer_interval"),
         ("glm4_moe", {"norm_topk_prob": False}, "norm_topk_prob"),
+        ("qwen3_next", {"layer_types": ["full_attention", "linear_attention"]}, "layer_types"),
+        ("qwen3_next", {"layer_types": ["sliding_attention", "full_attention"]}, "layer_types"),
+        ("qwen3_next", {"mlp_only_layers": [1]}, "mlp_only_layers"),
         ("glm4_moe", {"attention_bias": False}, "attention_bias"),
         ("glm4_moe", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "yarn"),
     ],
@@ -473,6 +534,7 @@ def test_layers_of_a_family() -> None:
     assert built("gemma3").attentions == [LayerAttention(window=7)] * 5 + [LayerAttention(rope=1)]
     assert built("gpt_oss").attentions == [LayerAttention(window=7), LayerAttention()] * 2
     assert built("olmo3").attentions == [LayerAttention(window=7)] * 3 + [LayerAttention(rope=1)]
+    assert built("qwen3_next").attentions == [LayerAttention(rope=None, has_state=True), LayerAttention()] * 2
     assert built("smollm3").attentions == [LayerAttention()] * 3 + [LayerAttention(rope=None)]
 
 
@@ -483,6 +545,16 @@ def test_latent_dims_grow_with_the_width() -> None:
     assert changed == {
         "dim": 32, "n_layers": 2, "n_heads": 2, "n_kv_heads": 2, "hidden_dim": 12, "q_rank": 12, "kv_rank": 10,
         "dense_hidden_dim": 48,
+    }  # fmt: skip
+
+
+def test_heads_of_states_grow_with_the_width() -> None:
+    old = FAMILIES["qwen3_next"][1]
+    new = old.resized(width=128, depth=4)
+    changed = {name: value for name, value in vars(new).items() if value != vars(old)[name]}
+    assert changed == {
+        "dim": 128, "n_heads": 8, "n_kv_heads": 4, "hidden_dim": 80, "shared_hidden_dim": 96, "n_linear_key_heads": 4,
+        "n_linear_value_heads": 8,
     }  # fmt: skip
 
 

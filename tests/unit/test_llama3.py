@@ -67,9 +67,12 @@ OTHERS = [(name, flavor) for name, model in MODELS.items() for flavor in model.f
 
 
 def nothing_masked(name: str, flavor: str) -> dict[str, Any]:
-    """Let every token see all before it, and values be as long as keys: the counter counts masked scores and zeros."""
+    """Let every token see all before it, and values be as long as keys: the counter counts masked scores and zeros.
+
+    No layer has a state, of which the counter counts how it is computed.
+    """
     args = MODELS[name].flavors[flavor]
-    found = {"window": 1000, "v_dim": getattr(args, "head_size", 0), "n_dense_layers": 0}
+    found = {"window": 1000, "v_dim": getattr(args, "head_size", 0), "n_dense_layers": 0, "full_every": 1}
     return {it.name: found[it.name] for it in fields(args) if it.name in found}
 
 

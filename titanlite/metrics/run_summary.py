@@ -191,7 +191,8 @@ def attention_backend(model: Decoder, kernels: Kernels, config: Config, device: 
     Raises:
         UserError: the backend that the config names is not available.
     """
-    args, windows = model.args, {it.window or config.training.seq_len for it in model.attentions}
+    args, options = model.args, model.attention_options()
+    windows = {it.window or config.training.seq_len for it in model.attentions}
     return kernels.attention_name(
         n_heads=args.n_heads,
         n_kv_heads=args.n_kv_heads,
@@ -200,7 +201,8 @@ def attention_backend(model: Decoder, kernels: Kernels, config: Config, device: 
         dtype=torch_dtype(config.training.mixed_precision_param),
         device=device,
         masked=config.data.document_mask or min(windows) < config.training.seq_len,
-        has_sinks=model.attention_options().get("has_sinks", False),
+        has_sinks=options.get("has_sinks", False),
+        has_soft_cap=options.get("soft_cap") is not None,
     )
 
 

@@ -82,6 +82,8 @@ class ExpertLayer(nn.Module):
     hidden_dims: tuple[int | None, ...] = ()
     """Dim of each of `stacks` that is the hidden one of an expert. The output is a sum over it, so that tensor
     parallelism can split it. None: the stack has no such dim. (): experts are not split."""
+    rows_of_vectors: int = 1
+    """Rows, all but the first of them 0, of the matrices that `compute` makes of stacks of vectors for a matmul."""
     share_of_unsplit: float = 1.0
     """Factor for stacks without a hidden dim, since outputs of the ranks that split the others are summed. Tensor
     parallelism sets it."""
@@ -110,14 +112,20 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
 
 
 def vector_names(model: nn.Module) -> set[str]:
-    """Return the names of parameters with fewer than two dimensions, or with fewer for each expert."""
+    """Return the names of parameters with fewer than two dimensions, or with fewer for each expert, and of those that
+    a module names in `vectors`: they are a vector for each channel."""
+    declared = {f"{prefix}.{it}" for prefix, module in model.named_modules() for it in getattr(module, "vectors", ())}
     stacks = {
         f"{prefix}.{name}"
         for prefix, layer in model.named_modules()
         if isinstance(layer, ExpertLayer)
         for name in layer.stacks
     }
-    return {name for name, parameter in unique_parameters(model) if parameter.ndim - (name in stacks) < 2}
+    return {
+        name
+        for name, parameter in unique_parameters(model)
+        if parameter.ndim - (name in stacks) < 2 or name in declared
+    }
 
 
 def exchanges_tokens(block: nn.Module) -> bool:

@@ -19,7 +19,7 @@ from titanlite.models.base import (
     unique_parameters,
     vector_names,
 )
-from titanlite.models.initial import Constant, InitialValues, Normal
+from titanlite.models.initial import Constant, InitialValues, LessOne, Normal
 from titanlite.models.layers import (
     Attention,
     AttentionMask,
@@ -39,12 +39,15 @@ MAX_LAYERS = 10_000
 
 @dataclass(frozen=True, kw_only=True)
 class LayerAttention:
-    """What the attention of a layer sees."""
+    """What the attention of a layer sees, or that it has a state instead."""
 
     window: int | None = None
     """Tokens that a token sees, itself included. None: all before it."""
     rope: int | None = 0
     """Number of its rotary table in `DecoderArgs.ropes`. None: no positions (NoPE, arXiv:2305.19466)."""
+    has_state: bool = False
+    """The layer keeps a state of fixed size, and attends to nothing. In the place of a mask, it gets the positions of
+    tokens in their documents; None without documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,6 +116,8 @@ class Decoder(Model):
     rope_sin: Tensor
     further_weight: float = 0.0
     """Weight of the loss of the token after the next. 0: it is not predicted."""
+    norm_offset: ClassVar[float] = 0.0
+    """Added to the weights of all RMSNorms of `layers`, but for subclasses. Initial values are 1 less it."""
 
     def __init__(self, args: DecoderArgs) -> None:
         super().__init__(args)
@@ -126,6 +131,12 @@ class Decoder(Model):
         shape = len(args.ropes), args.max_seq_len, args.rotary_dims
         self.register_buffer("rope_cos", torch.empty(shape), persistent=False)
         self.register_buffer("rope_sin", torch.empty(shape), persistent=False)
+        self._offset_norms()
+
+    def _offset_norms(self) -> None:
+        for module in self.modules():
+            if type(module) is RMSNorm:
+                module.offset = self.norm_offset
 
     def build_embedding(self) -> nn.Embedding:
         """Return the module whose output the first block takes."""
@@ -151,6 +162,7 @@ class Decoder(Model):
         self.layers.append(further.to(like.dtype))
         self.head.further_norm = norm.to(like.dtype)
         self.further_weight = weight
+        self._offset_norms()
 
     def build_attention(self, layer: int) -> nn.Module:
         args, attention = self.args, self.attentions[layer]
@@ -170,7 +182,8 @@ class Decoder(Model):
     def attention_weights(self, layer: int) -> int:
         """Weights of a block's attention that a token is multiplied with."""
         args = self.args
-        return args.dim * args.head_size * (2 * args.n_heads + 2 * args.n_kv_heads)
+        of_q = 3 if self.attention_options().get("has_gate") else 2
+        return args.dim * args.head_size * (of_q * args.n_heads + 2 * args.n_kv_heads)
 
     def attention_dims(self, layer: int) -> int:
         """Dims of queries and values over all heads, which a token is multiplied with for each token that it sees."""
@@ -207,36 +220,28 @@ class Decoder(Model):
         return self.head(x_BLD, loss)
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:
-        """Return the mask of each layer, which those with the same window share. None: causal without a mask."""
+        """Return the mask of each layer, which those with the same window share, or positions for its state. None:
+        causal without a mask."""
         whole = x_BLD.shape[1] if documents is None else documents.ids_BS.shape[1]
         limits = [it.window if it.window is not None and it.window < whole else None for it in self.attentions]
+        positions_BL = None if documents is None else documents.positions_BL
         masks: dict[int | None, AttentionMask | None] = dict.fromkeys(limits)
         for limit in masks:
             if documents is not None or limit is not None:
                 masks[limit] = self.kernels.attention_mask(
                     documents, x_BLD, self.args.head_size, self.key_source, window=limit
                 )
-        return [masks[limit] for limit in limits]
+        return [
+            positions_BL if it.has_state else masks[limit] for it, limit in zip(self.attentions, limits, strict=True)
+        ]
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         std = 0.02
         match name.split(".")[-2:]:
             case [_, "bias"]:
                 return Constant(0.0)
-            case [
-                (
-                    "attention_norm"
-                    | "ffn_norm"
-                    | "norm"
-                    | "q_norm"
-                    | "k_norm"
-                    | "next_norm"
-                    | "hidden_norm"
-                    | "further_norm"
-                ),
-                "weight",
-            ]:
-                return Constant(1.0)
+            case [norm, "weight"] if norm.endswith("norm"):
+                return LessOne(Constant(1.0)) if self.norm_offset else Constant(1.0)
             case [("wo" | "w2"), "weight"]:  # they add to the residual stream, once each a block (GPT-2)
                 return Normal(std=std / (2 * self.args.n_layers) ** 0.5)
             case ["attention", "sinks"]:

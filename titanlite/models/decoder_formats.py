@@ -125,27 +125,30 @@ def rope_scaling(config: ConfigJson) -> dict[str, Any]:
 
 
 KINDS = {True: "full_attention", False: "sliding_attention"}
-"""Kinds of layers in layer_types of config.json, by whether they have no window."""
+"""Kinds of layers that attend, in layer_types of config.json, by whether they have no window."""
 
 
 def write_layer_types(args: Any) -> list[str]:
     """Return the kind of each layer."""
-    return [KINDS[args.attention_of(layer).window is None] for layer in range(args.n_layers)]
+    layers = [args.attention_of(layer) for layer in range(args.n_layers)]
+    return ["linear_attention" if it.has_state else KINDS[it.window is None] for it in layers]
 
 
-def read_full_every(config: ConfigJson, default: int) -> int:
-    """Return n where each n-th layer has no window, and all others do.
+def read_full_every(config: ConfigJson, default: int, *, other: str = KINDS[False]) -> int:
+    """Return n where each n-th layer attends to all tokens before it, and all others are of another kind.
 
     Args:
         default: n of files that lack layer_types.
+        other: that kind.
 
     Raises:
         ValueError: the layers have no such pattern.
     """
     numbers = range(1, config.get("num_hidden_layers", 0) + 1)
-    kinds = config.get("layer_types") or [KINDS[number % default == 0] for number in numbers]
-    every = kinds.index(KINDS[True]) + 1 if KINDS[True] in kinds else len(kinds) + 1
-    if kinds != [KINDS[number % every == 0] for number in range(1, len(kinds) + 1)]:
+    full = KINDS[True]
+    kinds = config.get("layer_types") or [other if number % default else full for number in numbers]
+    every = kinds.index(full) + 1 if full in kinds else len(kinds) + 1
+    if kinds != [other if number % every else full for number in range(1, len(kinds) + 1)]:
         raise ValueError(f"layer_types {kinds} is not supported, only full attention in each n-th layer")
     return every
 
@@ -167,3 +170,22 @@ def read_plain_rope(config: ConfigJson, default: float = 10000.0) -> dict[str, A
     if scaling := rope_scaling(config):
         raise ValueError(f"RoPE scaling of type {scaling['rope_type']!r} is not supported in this family")
     return {"rope_theta": rope_theta(config, default)}
+
+
+def write_partial_rope(args: Any) -> ConfigJson:
+    """Return the keys of config.json for RoPE of a share of each head, without scaling."""
+    return {**write_plain_rope(args), "partial_rotary_factor": args.rotary_factor}
+
+
+def read_partial_rope(config: ConfigJson, share: float) -> dict[str, Any]:
+    """Return the arguments for RoPE of a share of each head, without scaling.
+
+    Args:
+        share: of files that lack it.
+
+    Raises:
+        ValueError: config.json asks for scaling.
+    """
+    places = config.get("rope_parameters") or {}, config  # the first since transformers 5
+    factors = [place["partial_rotary_factor"] for place in places if "partial_rotary_factor" in place]
+    return {**read_plain_rope(config), "rotary_factor": [*factors, share][0]}

@@ -23,7 +23,7 @@ from titanlite.models.decoder_formats import (
 )
 from titanlite.models.experts import DecoderOfExperts, GroupedExpertArgs
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.initial import Constant, InitialValues, Normal
+from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.layers import Rope, yarn_size
 from titanlite.models.mla import LatentAttention
 
@@ -205,9 +205,5 @@ class DeepseekV3(DecoderOfExperts):
         return self.args.n_heads * (self.args.head_size + self.args.v_dim)
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
-        match name.split(".")[-2:]:
-            case ["kv_norm", "weight"]:
-                return Constant(1.0)
-            case [("q_a" | "kv_a" | "wq_b" | "wkv_b"), "weight"]:
-                return Normal(std=0.02)
-        return super().init_weight(name, shape)
+        is_latent = name.split(".")[-2] in ("q_a", "kv_a", "wq_b", "wkv_b")
+        return Normal(std=0.02) if is_latent else super().init_weight(name, shape)

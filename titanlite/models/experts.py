@@ -44,6 +44,8 @@ class ExpertOptions:
     """The router has a trained bias."""
     shared_dim: int = 0
     """Hidden dim of a SwiGLU layer that each token passes, too. 0: there is none."""
+    shared_has_gate: bool = False
+    """Its output is multiplied by the sigmoid of a number for each token."""
     have_biases: bool = False
     """Each expert has biases."""
     activation: Callable[[Tensor, Tensor], Tensor] = swiglu
@@ -133,6 +135,7 @@ class Experts(ExpertLayer):
     kernels: Kernels = DEFAULT_KERNELS
     stacks = ("w1", "w2", "w3")
     hidden_dims = (2, 1, 2)
+    rows_of_vectors = 8
     bias_E: Tensor
     load_E: Tensor
 
@@ -151,6 +154,7 @@ class Experts(ExpertLayer):
             self.b2 = nn.Parameter(torch.empty(E, D))
             self.b3 = nn.Parameter(torch.empty(E, F_))
         self.shared = FeedForward(D, self.options.shared_dim) if self.options.shared_dim else None
+        self.shared_gate = nn.Parameter(torch.empty(1, D)) if self.options.shared_has_gate else None
         self.register_buffer("bias_E", torch.zeros(E))
         self.register_buffer("load_E", torch.zeros(E), persistent=False)
 
@@ -167,7 +171,12 @@ class Experts(ExpertLayer):
         out_SD = self.pass_through_experts(x_SD, ends_E)
         out_TKD = torch.empty_like(out_SD).index_copy(0, order_S, out_SD).unflatten(0, chosen_TK.shape)
         out_BLD = reshape_result(torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD), x_BLD.shape)
-        return out_BLD if self.shared is None else out_BLD + self.shared(x_BLD)
+        if self.shared is None:
+            return out_BLD
+        shared_BLD = self.shared(x_BLD)
+        if self.shared_gate is not None:
+            shared_BLD = shared_BLD * F.linear(x_BLD, self.shared_gate).sigmoid()
+        return out_BLD + shared_BLD
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the float32 weights [T, K] and the int64 numbers [T, K] of the experts of each token."""
@@ -207,7 +216,8 @@ class Experts(ExpertLayer):
         if bias_EF is None:
             return out_SF
         # A matmul of ones adds up the bias' gradient in float32 and in a fixed order. Its kernels need 8 columns.
-        one_S8, bias_E8F = F.pad(x_SD.new_ones(len(x_SD), 1), (0, 7)), F.pad(bias_EF.unsqueeze(1), (0, 0, 0, 7))
+        more = self.rows_of_vectors - 1
+        one_S8, bias_E8F = F.pad(x_SD.new_ones(len(x_SD), 1), (0, more)), F.pad(bias_EF.unsqueeze(1), (0, 0, 0, more))
         return out_SF + self.kernels.grouped_mm(one_S8, bias_E8F, ends_E)
 
 
@@ -216,6 +226,7 @@ class DecoderOfExperts(Decoder):
 
     roles: ClassVar[Roles] = {
         "layers.*.feed_forward.router": "output",
+        "layers.*.feed_forward.shared_gate": "output",
         "layers.*.feed_forward.b2": "residual",
         "layers.*.feed_forward.shared.w2.weight": "residual",
         **BRANCHES_OF_DECODER,
@@ -240,14 +251,15 @@ class DecoderOfExperts(Decoder):
         args, options = self.args, self.args.experts
         if layer < options.n_dense_layers:
             return 3 * args.dim * options.dense_dim
-        return args.dim * (3 * (args.n_active_experts * args.hidden_dim + options.shared_dim) + args.n_experts)
+        of_router = args.n_experts + options.shared_has_gate
+        return args.dim * (3 * (args.n_active_experts * args.hidden_dim + options.shared_dim) + of_router)
 
     def share_of_experts(self) -> float:
         return self.args.n_active_experts / self.args.n_experts
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         match name.rpartition(".")[2]:
-            case "router":
+            case "router" | "shared_gate":
                 return Normal(std=0.02)
             case "router_bias" | "b1" | "b2" | "b3":
                 return Constant(0.0)

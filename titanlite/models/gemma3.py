@@ -24,7 +24,6 @@ from titanlite.models.decoder_formats import (
     write_layer_types,
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.initial import Constant, InitialValues, LessOne
 from titanlite.models.layers import AttentionMask, FeedForward, RMSNorm, Rope, geglu, linear_of_each
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.windows import WindowedArgs
@@ -130,6 +129,7 @@ HF_REST = tuple(entry for entry in HF_DECODER if entry.ours != "layers.{layer}.f
 
 class Gemma3(Decoder):
     draws_random = False
+    norm_offset = 1.0
     roles: ClassVar[Roles] = {"layers.*.post_*_norm.weight": "residual"}
     tensor_plan: ClassVar[TensorPlan] = DECODER
     formats = Formats(
@@ -177,19 +177,6 @@ class Gemma3(Decoder):
 
     args: Gemma3Args  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def __init__(self, args: Gemma3Args) -> None:
-        super().__init__(args)
-        self._offset_norms()
-
-    def predict_further(self, weight: float) -> None:
-        super().predict_further(weight)
-        self._offset_norms()
-
-    def _offset_norms(self) -> None:
-        for module in self.modules():
-            if isinstance(module, RMSNorm):
-                module.offset = 1.0
-
     def build_embedding(self) -> nn.Embedding:
         return ScaledEmbedding(self.args.vocab_size, self.args.dim)
 
@@ -202,6 +189,3 @@ class Gemma3(Decoder):
 
     def build_feed_forward(self, layer: int) -> nn.Module:
         return GeGLU(self.args.dim, self.args.hidden_dim)
-
-    def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
-        return LessOne(Constant(1.0)) if name.endswith("norm.weight") else super().init_weight(name, shape)

@@ -4,6 +4,7 @@ The released models have a further layer for multi-token prediction, which is no
 """
 
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar
 
 from titanlite.models.base import ModelArgs
@@ -14,44 +15,28 @@ from titanlite.models.decoder_formats import (
     HF_GROUPED_EXPERTS,
     HF_GROUPED_FIELDS,
     HF_QK_NORM,
-    read_plain_rope,
-    write_plain_rope,
+    read_partial_rope,
+    write_partial_rope,
 )
 from titanlite.models.experts import DecoderOfExperts, GroupedExpertArgs
 from titanlite.models.formats import ConfigJson, Formats, HuggingFace, Table
-from titanlite.models.qwen3 import Qwen3Args
+from titanlite.models.qwen3 import PartlyRotatedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
-class Glm4MoeArgs(Qwen3Args, GroupedExpertArgs):
+class Glm4MoeArgs(PartlyRotatedArgs, GroupedExpertArgs):
     vocab_size: int = 151552
     max_seq_len: int = 131072
     norm_eps: float = 1e-5
     n_experts: int = 128
     n_active_experts: int = 8
     rotary_factor: float = 0.5
-    """Share of the dims of a head that positions rotate."""
     qk_norm: bool = False
     """Norms of the queries and keys of each head."""
 
-    @property
-    def rotary_dims(self) -> int:
-        return int(self.head_dim * self.rotary_factor)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not 0 < self.rotary_factor <= 1 or self.rotary_dims % 2:
-            raise ValueError(f"rotary_factor must give an even share of head_dim, got {self.rotary_factor}")
-
 
 def _write_rest(args: Glm4MoeArgs) -> ConfigJson:
-    return {**write_plain_rope(args), "partial_rotary_factor": args.rotary_factor, "num_nextn_predict_layers": 0}
-
-
-def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    places = config.get("rope_parameters") or {}, config  # the first since transformers 5
-    factors = [place["partial_rotary_factor"] for place in places if "partial_rotary_factor" in place]
-    return {**read_plain_rope(config), "rotary_factor": [*factors, 0.5][0]}
+    return {**write_partial_rope(args), "num_nextn_predict_layers": 0}
 
 
 class Glm4Moe(DecoderOfExperts):
@@ -64,7 +49,7 @@ class Glm4Moe(DecoderOfExperts):
             fields={**HF_GROUPED_FIELDS, "head_dim": "head_dim", "qk_norm": "use_qk_norm"},
             constants={**HF_CONSTANTS, "attention_bias": True, "norm_topk_prob": True},
             write_rest=_write_rest,
-            read_rest=_read_rest,
+            read_rest=partial(read_partial_rope, share=0.5),
         ),
     )
     flavors: ClassVar[dict[str, ModelArgs]] = {

@@ -88,7 +88,7 @@ def _read_rest(config: ConfigJson) -> dict[str, Any]:
     }
 
 
-HF_EXPERTS = (
+HF_REST = (
     Entry("layers.{layer}.attention.sinks", "model.layers.{layer}.self_attn.sinks"),
     Entry("layers.{layer}.feed_forward.router", "model.layers.{layer}.mlp.router.weight"),
     Entry("layers.{layer}.feed_forward.router_bias", "model.layers.{layer}.mlp.router.bias"),
@@ -107,7 +107,7 @@ class GptOss(DecoderOfExperts):
         hugging_face=HuggingFace(
             architecture="GptOssForCausalLM",
             model_type="gpt_oss",
-            tensors=Table(HF_DECODER + HF_BIASES + HF_EXPERTS),
+            tensors=Table(HF_DECODER + HF_BIASES + HF_REST),
             fields={
                 **HF_FIELDS,
                 "head_dim": "head_dim",

@@ -159,6 +159,9 @@ class Attention(nn.Module):
         scale: factor of the scores. None: 1 / sqrt(head_dim).
         has_sinks: each query head has a learned score that takes part in the softmax and has no value
             (arXiv:2309.17453).
+        soft_cap: scores are cap * tanh(scores / cap) (arXiv:2408.00118). None: as they are. Not with sinks.
+        has_gate: the output is multiplied by the sigmoid of a gate (arXiv:2505.06708). Of each head, wq has the rows of
+            the query and behind them those of the gate. Only with norms of each head, or with none.
     """
 
     kernels: Kernels = DEFAULT_KERNELS
@@ -178,13 +181,17 @@ class Attention(nn.Module):
         biases: Literal["", "qkv", "qkvo"] = "",
         scale: float | None = None,
         has_sinks: bool = False,
+        soft_cap: float | None = None,
+        has_gate: bool = False,
     ) -> None:
         super().__init__()
+        assert not (has_sinks and soft_cap is not None)
+        assert norms_heads or not has_gate
         self.head_dim = head_dim
         self.norms_heads = norms_heads
         self.rotates = rotates
-        self.scale = scale
-        self.wq = Linear(dim, n_heads * head_dim, bias="q" in biases)
+        self.scale, self.soft_cap, self.has_gate = scale, soft_cap, has_gate
+        self.wq = Linear(dim, n_heads * head_dim * (2 if has_gate else 1), bias="q" in biases)
         self.wk = Linear(dim, n_kv_heads * head_dim, bias="k" in biases)
         self.wv = Linear(dim, n_kv_heads * head_dim, bias="v" in biases)
         self.wo = Linear(n_heads * head_dim, dim, bias="o" in biases)
@@ -195,21 +202,27 @@ class Attention(nn.Module):
 
     def heads(self) -> dict[str, int]:
         """Return the numbers of heads by kind. Several processes can split the layer between heads only."""
-        return {"query": self.wq.out_features // self.head_dim, "key/value": self.wk.out_features // self.head_dim}
+        return {"query": self.wo.in_features // self.head_dim, "key/value": self.wk.out_features // self.head_dim}
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
         B, L, _ = x_BLD.shape
         q, k, v = linear_of_each(x_BLD, self.wq, self.wk, self.wv)
         if not self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
+        gate_BLNH = None
+        if self.has_gate:
+            q, gate_BLNH = q.view(B, L, -1, 2 * self.head_dim).chunk(2, dim=-1)
         q, k, v = (it.view(B, L, -1, self.head_dim) for it in (q, k, v))
         if self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q_BNLH, k_BKLH, v_BKLH = (it.transpose(1, 2) for it in (q, k, v))
         if self.rotates:
             q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
-        out_BNLH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source, Scores(self.scale, self.sinks))
-        return self.wo(out_BNLH.transpose(1, 2).reshape(B, L, -1))
+        scores = Scores(self.scale, self.sinks, self.soft_cap)
+        out_BLNH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source, scores).transpose(1, 2)
+        if gate_BLNH is not None:
+            out_BLNH = out_BLNH * gate_BLNH.sigmoid()
+        return self.wo(out_BLNH.reshape(B, L, -1))
 
 
 class FeedForward(nn.Module):

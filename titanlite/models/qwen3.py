@@ -39,6 +39,21 @@ class Qwen3Args(DecoderArgs):
             raise ValueError(f"head_dim must be even, got {self.head_dim}")
 
 
+@dataclass(frozen=True, kw_only=True)
+class PartlyRotatedArgs(Qwen3Args):
+    rotary_factor: float
+    """Share of the dims of a head that positions rotate."""
+
+    @property
+    def rotary_dims(self) -> int:
+        return int(self.head_dim * self.rotary_factor)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.rotary_factor <= 1 or self.rotary_dims % 2:
+            raise ValueError(f"rotary_factor must give an even share of head_dim, got {self.rotary_factor}")
+
+
 class Qwen3(Decoder):
     draws_random = False
     formats = Formats(

@@ -40,6 +40,7 @@ MODELS = _Families(
         "olmo3": "Olmo3",
         "qwen3": "Qwen3",
         "qwen3_moe": "Qwen3Moe",
+        "qwen3_next": "Qwen3Next",
         "smollm3": "SmolLM3",
     }
 )

@@ -44,21 +44,6 @@ def attend_packed(
     return _PackedAttention.apply(q_TNH, k_TKH, v_TKH, sinks_N, of_queries, of_keys, longest, sides, scale)
 
 
-def attend_by_formula(
-    q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sinks_N: Tensor, mask: Tensor | None, scale: float | None
-) -> Tensor:
-    """Attention with sinks on any device -> [B, N, L, H]. It holds all scores, in float32."""
-    q_BKGLH = q_BNLH.unflatten(1, (k_BKSH.shape[1], -1))
-    scores_BKGLS = (q_BKGLH @ k_BKSH.unsqueeze(2).mT).float() * (q_BNLH.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is None:
-        mask = torch.full(scores_BKGLS.shape[-2:], -torch.inf, device=q_BNLH.device).triu(1)[None, None]
-    scores_BNLS = scores_BKGLS.flatten(1, 2) + mask
-    sinks_BNL1 = sinks_N.float().view(-1, 1, 1).expand_as(scores_BNLS[..., :1])
-    weights_BNLS = torch.cat([scores_BNLS, sinks_BNL1], dim=-1).softmax(-1)[..., :-1].type_as(v_BKSH)
-    weights_BKGLS = weights_BNLS.unflatten(1, (k_BKSH.shape[1], -1))
-    return (weights_BKGLS @ v_BKSH.unsqueeze(2)).flatten(1, 2)
-
-
 def _add_sink(out_NLH: Tensor, lse_NL: Tensor, sinks_N1: Tensor) -> tuple[Tensor, Tensor]:
     """Return the output with sinks, and the log-sum-exp of the scores and the sink. Dims of batches can come first."""
     total_NL = torch.logaddexp(lse_NL, sinks_N1)

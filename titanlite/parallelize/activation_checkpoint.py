@@ -1,13 +1,13 @@
 """Activation checkpointing (arXiv:1604.06174): recompute activations in backward instead of keeping them."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import partial
 from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from titanlite.models.base import Model, added_parameters, exchanges_tokens, vector_names
+from titanlite.models.base import Model, added_parameters, exchanges_tokens, expert_layers, vector_names
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS, local_tensor
 from titanlite.schema import ActivationCheckpoint
 
@@ -45,7 +45,7 @@ def apply_activation_checkpoint(
             save = partial(
                 _save_expensive_ops,
                 saves_first=is_compiled or wide % 2 == 0,
-                cheap={tuple(adapter.mT.shape) for adapter in adapters.values()},
+                cheap={*(tuple(adapter.mT.shape) for adapter in adapters.values()), *_shapes_of_vectors(block)},
                 in_parts=is_compiled and exchanges_tokens(block),
             )
             _checkpoint(block, preserve_rng_state=draws_random, context_fn=save)
@@ -69,9 +69,16 @@ def _save_expensive_ops(**options: Any) -> Any:
 
 
 def _is_narrow(weight: Tensor) -> bool:
-    """Return True if the outputs of a weight [..., in, out] have at most a quarter of its inputs' size, or if it is a
-    bias of experts, which has 8 inputs."""
-    return 4 * weight.shape[-1] <= weight.shape[-2] or (weight.ndim == 3 and weight.shape[1] == 8)
+    """Return True if the outputs of a weight [..., in, out] have at most a quarter of its inputs' size."""
+    return 4 * weight.shape[-1] <= weight.shape[-2]
+
+
+def _shapes_of_vectors(block: nn.Module) -> Iterator[tuple[int, ...]]:
+    """Yield the shapes of the matrices that experts make of stacks of vectors."""
+    for layer in expert_layers(block):
+        for stack in (local_tensor(layer.get_parameter(name)) for name in layer.stacks):
+            if stack.ndim == 2:
+                yield len(stack), layer.rows_of_vectors, stack.shape[1]
 
 
 class _SaveExpensiveOps:
@@ -84,7 +91,7 @@ class _SaveExpensiveOps:
 
     Args:
         saves_first: keep the first wide matmul, and so the last of an odd number.
-        cheap: shapes [in, out] of adapters. Their matmuls are recomputed, and not counted.
+        cheap: shapes of adapters [in, out], and of experts' biases. Their matmuls are recomputed, and not counted.
         in_parts: parts of the block are compiled, whose own matmuls cannot be kept, and are not counted.
     """
 

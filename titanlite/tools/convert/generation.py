@@ -195,7 +195,7 @@ class LayerCache:
         if self.window is not None:
             self.keys_BKSH = self.keys_BKSH[:, :, -self.window :]
             self.values_BKSH = self.values_BKSH[:, :, -self.window :]
-        if scores.sinks_N is not None:
+        if not scores.are_plain:
             mask = q_BNLH.new_zeros(1, 1, 1, self.keys_BKSH.shape[2])
             return kernels.attend(q_BNLH, self.keys_BKSH, self.values_BKSH, mask, scores=scores)
         return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH, scores.scale)
@@ -215,17 +215,21 @@ class KeyValueCache:
     """Caches of all layers of a model, for sequences that grow.
 
     Args:
-        model: its attention layers get a key source.
+        model: its attention layers get a key source, and layers with a state keep it.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self._layers: list[LayerCache] = []
+        self._states: list[dict[str, Tensor]] = []
         blocks = zip(model.layers, model.attentions, strict=False) if isinstance(model, Decoder) else ()
         windows = {module: it.window for block, it in blocks for module in block.modules()}
         for module in model.modules():
             if hasattr(module, "key_source"):
                 self._layers.append(LayerCache(windows.get(module)))
                 module.key_source = self._layers[-1]  # pyright: ignore[reportArgumentType]
+            elif hasattr(module, "past"):
+                self._states.append({})
+                module.past = self._states[-1]  # pyright: ignore[reportArgumentType]
         self.length = 0
         """Tokens of which keys and values are kept."""
 
@@ -250,3 +254,5 @@ class KeyValueCache:
         self.length = 0
         for layer in self._layers:
             layer.keys_BKSH = layer.values_BKSH = None
+        for state in self._states:
+            state.clear()
