@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SequencePart(NamedTuple):
-    """Tokens of each sequence of S tokens that one of several ranks computes.
+    """Tokens of each sequence of S tokens that one of several ranks computes, or so many ranks from it on.
 
     Rank r of R has the chunks r and 2R - 1 - r of the 2R chunks of a sequence. So all ranks have equal work under a
     causal mask, which lets late tokens see more (arXiv:2407.21783, section 3.3.2).
@@ -25,14 +25,16 @@ class SequencePart(NamedTuple):
 
     rank: int
     ranks: int
+    computed: int = 1
 
     def chunks(self, seq_len: int) -> list[tuple[int, int]]:
-        """Return the first token of both chunks, and the one behind the last."""
-        size = seq_len // (2 * self.ranks)
-        return [(number * size, (number + 1) * size) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
+        """Return the first token of both chunks of each rank, and the one behind the last."""
+        size, own = seq_len // (2 * self.ranks), range(self.rank, self.rank + self.computed)
+        numbers = [number for rank in own for number in (rank, 2 * self.ranks - 1 - rank)]
+        return [(number * size, (number + 1) * size) for number in numbers]
 
     def indices(self, seq_len: int, device: torch.device) -> Tensor:
-        """Return the places of this rank's tokens in a sequence: int64 [S / R]."""
+        """Return the places of these tokens in a sequence: int64 [computed * S / R]."""
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(seq_len)])
 
 

@@ -57,32 +57,46 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BJLH: Tensor, size: int, name: str) -> Tensor:
         ctx.group = size, name
-        ranks_RBJLH = all_gather(x_BJLH[None], size, name)
-        B, J, L, H = x_BJLH.shape
-        chunks_BJRCH = ranks_RBJLH.new_empty(B, J, 2 * size, L // 2, H)
-        first_RBJCH, second_RBJCH = ranks_RBJLH.chunk(2, dim=3)
-        chunks_BJRCH[:, :, :size] = first_RBJCH.permute(1, 2, 0, 3, 4)
-        chunks_BJRCH[:, :, size:] = second_RBJCH.flip(0).permute(1, 2, 0, 3, 4)
-        return chunks_BJRCH.flatten(2, 3)
+        return in_order(all_gather(x_BJLH[None], size, name))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         size, name = ctx.group
-        chunks_RBJCH = gradients[0].unflatten(2, (2 * size, -1)).permute(2, 0, 1, 3, 4)
-        ranks_RBJLH = torch.cat([chunks_RBJCH[:size], chunks_RBJCH[size:].flip(0)], dim=3)
-        return reduce_scatter(ranks_RBJLH, size, name)[0], None, None
+        return reduce_scatter(by_rank(gradients[0], size), size, name)[0], None, None
+
+
+def in_order(ranks_RBJLH: Tensor) -> Tensor:
+    """Put the chunks of all ranks in the order of their tokens -> [B, J, S, H]."""
+    size, B, J, L, H = ranks_RBJLH.shape
+    chunks_BJRCH = ranks_RBJLH.new_empty(B, J, 2 * size, L // 2, H)
+    first_RBJCH, second_RBJCH = ranks_RBJLH.chunk(2, dim=3)
+    chunks_BJRCH[:, :, :size] = first_RBJCH.permute(1, 2, 0, 3, 4)
+    chunks_BJRCH[:, :, size:] = second_RBJCH.flip(0).permute(1, 2, 0, 3, 4)
+    return chunks_BJRCH.flatten(2, 3)
+
+
+def by_rank(x_BJSH: Tensor, size: int) -> Tensor:
+    """Undo `in_order` -> [R, B, J, L, H]."""
+    chunks_RBJCH = x_BJSH.unflatten(2, (2 * size, -1)).permute(2, 0, 1, 3, 4)
+    return torch.cat([chunks_RBJCH[:size], chunks_RBJCH[size:].flip(0)], dim=3)
+
+
+def part_of(mesh: DeviceMesh, parts: int) -> SequencePart:
+    """Return what this rank computes of sequences that are split into a multiple of the ranks of its context axis."""
+    rank, ranks = context_rank(mesh)
+    return SequencePart(rank * (parts // ranks), parts, parts // ranks)
 
 
 def split_attention(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let the attention of a model gather keys and values of whole sequences, which ranks of the mesh split."""
     group = context_group(mesh)
     assert group is not None, "the mesh has no context axis"
-    set_key_source(model, ContextSplit(SequencePart(*context_rank(mesh)), group))
+    set_key_source(model, ContextSplit(part_of(mesh, group.size()), group))
 
 
-def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
-    """Return this rank's part of each sequence of a batch, with positions and documents."""
-    part = SequencePart(*context_rank(mesh))
+def split_batch(batch: Batch, part: SequencePart) -> Batch:
+    """Return a part of each sequence of a batch, with positions and documents. The parts of several ranks are sequences
+    of their own: those of the first rank, then those of the next."""
     size, seq_len = batch["tokens"].shape
     device = batch["tokens"].device
     places = part.indices(seq_len, device)
@@ -92,7 +106,10 @@ def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
             "documents": torch.zeros(size, seq_len, dtype=torch.int32, device=device),
             "boundaries": torch.arange(0, (size + 1) * seq_len, seq_len, dtype=torch.int32, device=device),
         }
-    return {name: it if name in WHOLE else it.index_select(1, places) for name, it in batch.items()}
+    own = {name: it.index_select(1, places) for name, it in batch.items() if name not in WHOLE}
+    if part.computed > 1:
+        own = {name: torch.cat(it.chunk(part.computed, dim=1)) for name, it in own.items()}
+    return batch | own
 
 
 def check_context(model: Model) -> None:
