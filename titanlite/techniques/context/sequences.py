@@ -17,10 +17,19 @@ from titanlite.batch import Batch
 from titanlite.mesh import context_group, context_rank
 from titanlite.models.base import Model
 from titanlite.models.documents import takes_documents
-from titanlite.ops.attention import AttentionMask, Scores, SequencePart, set_key_source
+from titanlite.ops.attention import (
+    AttentionMask,
+    Boundaries,
+    ChunkBoundaries,
+    ChunkMask,
+    Scores,
+    SequencePart,
+    set_key_source,
+)
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
+from titanlite.techniques.expert.exchange import exchange
 
 WHOLE = "documents", "boundaries"
 """Tensors of a batch that each rank needs of whole sequences."""
@@ -42,10 +51,52 @@ class ContextSplit:
         mask: AttentionMask | None,
         scores: Scores,
     ) -> Tensor:
-        """All-gather keys and values in one collective, and attend to those of whole sequences."""
+        """Attend to keys and values of whole sequences, all-gathered in one collective, or to those of neighbouring
+        chunks alone, where a window shows no more."""
         both_BJLH = torch.cat([k_BKLH, v_BKLH], dim=1)
-        k_BKSH, v_BKSH = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name).chunk(2, dim=1)
-        return kernels.attend(q_BNLH, k_BKSH, v_BKSH, mask, scores=scores)
+        last = mask[-1] if isinstance(mask, tuple) else None
+        if isinstance(last, ChunkMask | ChunkBoundaries) and last.begin:
+            keys = self._with_neighbours(both_BJLH, last)
+        else:
+            keys = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name)
+        return attend_to(kernels, q_BNLH, keys, mask, scores)
+
+    def _with_neighbours(self, both_BJLH: Tensor, mask: ChunkMask | ChunkBoundaries) -> list[Tensor]:
+        """Return the keys and values that each chunk sees: the last ones of the chunk before, and its own.
+
+        The chunk before the first one is of the rank before, that before the second one of the next rank. The last rank
+        has both chunks in the middle, and nothing is before the first of rank 0.
+        """
+        rank, ranks = self.part.rank, self.part.ranks
+        first, second = both_BJLH.chunk(2, dim=2)
+        size = first.shape[2]
+        seen = mask.end - mask.begin - size
+        ends = {rank - 1: second[:, :, size - seen :], rank + 1: first[:, :, size - seen :]}  # by the rank they go to
+        others = [other for other in ends if 0 <= other < ranks]
+        rows = [int(other in others) for other in range(ranks)]
+        received = exchange(torch.stack([ends[it] for it in others]), rows, rows, self.group.group_name).unbind()
+        before = dict(zip(others, received, strict=True))
+        return [
+            torch.cat([before[rank - 1], first], dim=2) if rank else first,
+            torch.cat([before.get(rank + 1, ends[rank + 1]), second], dim=2),
+        ]
+
+
+def attend_to(
+    kernels: Kernels, q_BNLH: Tensor, keys: Tensor | list[Tensor], mask: AttentionMask | None, scores: Scores
+) -> Tensor:
+    """Attend to keys and values of whole sequences [B, J, S, H], or to those that each chunk of the queries may see."""
+    if mask is None or isinstance(mask, Tensor | Boundaries):
+        assert isinstance(keys, Tensor)
+        k, v = keys.chunk(2, dim=1)
+        return kernels.attend(q_BNLH, k, v, mask, scores=scores)
+    outs = []
+    for number, (q_BNCH, it) in enumerate(zip(q_BNLH.chunk(len(mask), dim=2), mask, strict=True)):
+        seen_BJZH = keys[:, :, it.begin : it.end] if isinstance(keys, Tensor) else keys[number]
+        k, v = seen_BJZH.chunk(2, dim=1)
+        own = it.mask if isinstance(it, ChunkMask) else (it._replace(begin=0, end=it.end - it.begin),)
+        outs.append(kernels.attend(q_BNCH, k, v, own, scores=scores))
+    return torch.cat(outs, dim=2)
 
 
 class _Gather(torch.autograd.Function):

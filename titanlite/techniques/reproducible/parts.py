@@ -24,7 +24,7 @@ from titanlite.ops.attention import AttentionMask, Boundaries, Scores, SequenceP
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, exchange_rows
-from titanlite.techniques.context.sequences import by_rank, in_order, part_of
+from titanlite.techniques.context.sequences import attend_to, by_rank, in_order, part_of
 from titanlite.techniques.reproducible import sums
 from titanlite.techniques.reproducible.sums import copies
 
@@ -100,14 +100,13 @@ class KeysOfParts:
         count = self.part.computed
         assert mask is not None, "parts of sequences have positions"
         assert not isinstance(mask, Boundaries), "parts of sequences have boundaries for each chunk"
-        masks = mask.chunk(count, dim=2) if isinstance(mask, Tensor) else [*zip(mask[::2], mask[1::2], strict=True)]
+        masks = (
+            mask.chunk(count, dim=2) if isinstance(mask, Tensor) else [mask[2 * n : 2 * n + 2] for n in range(count)]
+        )
         sinks = [None] * count if scores.sinks_N is None else copies(scores.sinks_N, count, self.dtype)
         both = _GatherParts.apply(torch.cat([k_BKLH, v_BKLH], dim=1), self.part, self.group)
-        outs = []
-        for q, keys, its_mask, sinks_N in zip(q_BNLH.chunk(count), both, masks, sinks, strict=True):
-            k, v = keys.chunk(2, dim=1)
-            outs.append(kernels.attend(q, k, v, its_mask, scores=scores._replace(sinks_N=sinks_N)))
-        return torch.cat(outs)
+        each = zip(q_BNLH.chunk(count), both, masks, sinks, strict=True)
+        return torch.cat([attend_to(kernels, q, keys, m, scores._replace(sinks_N=s)) for q, keys, m, s in each])
 
 
 class _GatherParts(torch.autograd.Function):

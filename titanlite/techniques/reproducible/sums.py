@@ -44,7 +44,10 @@ def tree_sum(parts: Tensor) -> Tensor:
 
 
 def copies(weight: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-    """Return this rank's part of a weight several times. Their gradients are added in the tree, in a dtype."""
+    """Return this rank's part of a weight several times. Their gradients are added in the tree, in a dtype. A single
+    copy is the weight, whose gradient FSDP converts."""
+    if count == 1:
+        return (weight,)
     if weight.requires_grad and weight.is_leaf:  # FSDP adds it over ranks as it is
         weight.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
     return _Copies.apply(weight, count, dtype)
