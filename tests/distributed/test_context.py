@@ -158,7 +158,7 @@ def attend_with_window(rank: int, ranks: int, windows: list[int], packed: bool) 
     for window in windows:
         q, k, v, upstream = torch.randn(4, B, 2, S, H, generator=torch.Generator().manual_seed(0)).unbind()
         whole = [it.clone().requires_grad_() for it in (q, k, v)]
-        expected = attend(*whole, additive_mask(ids, q.dtype, window=window))
+        expected = attend(whole[0], whole[1], whole[2], additive_mask(ids, q.dtype, window=window))
         expected.backward(upstream)
         parts = [it[:, :, own].clone().requires_grad_() for it in (q, k, v)]
         source = ContextSplit(part, group)
@@ -166,7 +166,7 @@ def attend_with_window(rank: int, ranks: int, windows: list[int], packed: bool) 
         if packed:
             mask = chunk_boundaries(documents, part, window=window)
         with packed_kernel.on_cpu(), CountBytes(rank) as counted:
-            out = source.attend(kernels, *parts, mask, PLAIN_SCORES)
+            out = source.attend(kernels, parts[0], parts[1], parts[2], mask, PLAIN_SCORES)
         with packed_kernel.on_cpu():
             out.backward(upstream[:, :, own])
         pairs = [(out, expected), *((mine.grad, its.grad) for mine, its in zip(parts, whole, strict=True))]

@@ -190,7 +190,7 @@ def additive_mask(
     return torch.zeros(seen_B1LS.shape, dtype=dtype, device=ids_BS.device).masked_fill_(~seen_B1LS, -math.inf)
 
 
-def chunk_masks(mask_B1LS: Tensor, part: SequencePart, window: int) -> tuple[ChunkMask, ...]:
+def chunk_masks(mask_B1LS: Tensor, part: SequencePart, window: int | None) -> tuple[ChunkMask, ...]:
     """Return the mask for each chunk of a part, of the keys that it may see."""
     chunks = part.chunks(mask_B1LS.shape[-1])
     masks = zip(mask_B1LS.chunk(len(chunks), dim=2), chunks, strict=True)

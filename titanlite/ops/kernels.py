@@ -237,7 +237,7 @@ class Kernels:
         if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
             ids_BS = documents.ids_BS if documents else torch.zeros(1, L, dtype=torch.int32, device=x_BLD.device)
             mask_B1LS = additive_mask(ids_BS, x_BLD.dtype, part, window=window)
-            return chunk_masks(mask_B1LS, part, window) if part and window is not None else mask_B1LS
+            return chunk_masks(mask_B1LS, part, window) if part else mask_B1LS
         if documents is None:
             return _whole_sequences(B, L, x_BLD.device, window)
         masks = chunk_boundaries(documents, part, window=window) if part else Boundaries(documents.boundaries, window)

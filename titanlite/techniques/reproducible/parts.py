@@ -99,10 +99,8 @@ class KeysOfParts:
         """Attend to the keys and values of whole sequences, one part after the other."""
         count = self.part.computed
         assert mask is not None, "parts of sequences have positions"
-        assert not isinstance(mask, Boundaries), "parts of sequences have boundaries for each chunk"
-        masks = (
-            mask.chunk(count, dim=2) if isinstance(mask, Tensor) else [mask[2 * n : 2 * n + 2] for n in range(count)]
-        )
+        assert not isinstance(mask, Tensor | Boundaries), "parts of sequences have a mask for each chunk"
+        masks = [mask[2 * number : 2 * number + 2] for number in range(count)]
         sinks = [None] * count if scores.sinks_N is None else copies(scores.sinks_N, count, self.dtype)
         both = _GatherParts.apply(torch.cat([k_BKLH, v_BKLH], dim=1), self.part, self.group)
         each = zip(q_BNLH.chunk(count), both, masks, sinks, strict=True)
@@ -123,7 +121,7 @@ class _GatherParts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        total = by_rank(sums.tree_sum(torch.stack(gradients)), ctx.part.ranks).flatten(0, 1)
+        total = by_rank(sums.add_in_tree(gradients), ctx.part.ranks).flatten(0, 1)
         if ctx.group:
             ranks = ctx.group.size()
             rows = [len(total) // ranks] * ranks

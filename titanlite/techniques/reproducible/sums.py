@@ -43,6 +43,13 @@ def tree_sum(parts: Tensor) -> Tensor:
     return parts[0]
 
 
+def add_in_tree(parts: Sequence[Tensor]) -> Tensor:
+    """Return the `tree_sum` of tensors that are not parts of one, without a copy of them."""
+    while len(parts) > 1:
+        parts = [first + second for first, second in zip(parts[0::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
 def copies(weight: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
     """Return this rank's part of a weight several times. Their gradients are added in the tree, in a dtype. A single
     copy is the weight, whose gradient FSDP converts."""
@@ -63,7 +70,7 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        total = tree_sum(torch.stack(gradients).to(ctx.dtype))
+        total = add_in_tree([it.to(ctx.dtype) for it in gradients])
         return DTensor.from_local(total, *ctx.place, run_check=False) if ctx.place else total, None, None
 
 
