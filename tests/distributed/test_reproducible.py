@@ -5,6 +5,7 @@ import math
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -12,16 +13,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.helpers import TinyRun, built, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import degrees, job
 from tests.unit.test_average import KINDS, checkpoint, stored
 from titanlite import step
 from titanlite.batch import Batch
-from titanlite.runtime.errors import ConfigError
+from titanlite.models.base import build_on_meta
+from titanlite.models.llama3 import Llama3
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.schema import Config
-from titanlite.techniques.reproducible import sums
+from titanlite.techniques.reproducible import TECHNIQUE, sums
+from titanlite.techniques.reproducible.parts import check_parts
 from titanlite.tools import cli
 
 ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--training.global_batch_size=8"]
@@ -330,6 +334,25 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
     with pytest.raises(ConfigError) as error:
         tiny.config(*PARTS)
     assert [it.key for it in error.value.problems] == [PARTS[0][2:-2]], "it needs debug.reproducible_layouts"
+
+
+class WithScale(Llama3):
+    """A parameter of its own beside those of layers."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.layers[0].register_parameter("scale", nn.Parameter(torch.ones(())))
+
+
+def test_gradients_without_parts_are_refused(tiny: TinyRun) -> None:
+    args = Llama3.flavors["debug"]
+    check_parts(build_on_meta(Llama3, args))
+    with pytest.raises(UserError, match=r"layers\.0\.scale"):
+        check_parts(build_on_meta(WithScale, args))
+    with pytest.raises(UserError, match=r"tok_embeddings\.weight and head\.output\.weight"):
+        check_parts(build_on_meta(Llama3, replace(args, tied_head=True)))  # pyright: ignore[reportCallIssue]
+    settings = [TECHNIQUE.resume_settings(tiny.config(*ON, *further)) for further in ([], PARTS)]
+    assert settings == [{}, {PARTS[0][2:-2]: 4}], "a run resumes with the degree that it began with"
 
 
 @pytest.mark.nightly

@@ -113,6 +113,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "debug.reproducible_layouts": {
         1: [
             f"{EXACT} {OPTIM}args.fused=true",
+            f"{EXACT} {PARTS} --model.args.tied_head=true",
             f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8",
             f"{EXACT} {TRAIN}mixed_precision_reduce=bfloat16",
         ],

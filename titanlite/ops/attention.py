@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SequencePart(NamedTuple):
-    """Tokens of each sequence of S tokens that one of several ranks computes, or so many ranks from it on.
+    """Tokens of each sequence of S tokens that one of several ranks computes, or several neighbouring ones.
 
     Rank r of R has the chunks r and 2R - 1 - r of the 2R chunks of a sequence. So all ranks have equal work under a
     causal mask, which lets late tokens see more (arXiv:2407.21783, section 3.3.2).
@@ -26,6 +26,7 @@ class SequencePart(NamedTuple):
     rank: int
     ranks: int
     computed: int = 1
+    """Number of ranks, from `rank` on, whose tokens these are."""
 
     def chunks(self, seq_len: int) -> list[tuple[int, int]]:
         """Return the first token of both chunks of each rank, and the one behind the last."""

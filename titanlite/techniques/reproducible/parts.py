@@ -151,12 +151,11 @@ def check_parts(model: Model) -> None:
     owners: dict[nn.Parameter, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(parameter, []).append(name)
+    refused = "is refused with debug.reproducible_context_degree above 1"
     if shared := next((names for names in owners.values() if len(names) > 1), None):
-        raise UserError(f"cannot be combined with a parameter that two layers share, {' and '.join(shared)}: set 1")
+        raise UserError(f"{' and '.join(shared)}, one parameter of two layers, {refused}: set 1")
     added = {f"{layer}.{name}" for layer, it in layers_of_tokens(model) for name, _ in it.named_parameters()}
     added |= {f"{name}.sinks" for name, it in model.named_modules() if hasattr(it, "key_source")}
     added |= {name for name, it in model.named_parameters() if it is getattr(head_of(model), "weight", None)}
     if left := next((name for name, _ in unique_parameters(model) if name not in added), None):
-        raise UserError(
-            f"{left} is a parameter beside layers, whose gradient has no parts: move it into a layer, or set 1"
-        )
+        raise UserError(f"{left}, a parameter outside of layers that compute single tokens, {refused}: set 1")
