@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class TokenLoss(NamedTuple):
-    """Sums over valid tokens, in nats; float32 scalars."""
+    """Sums over valid tokens, in nats; float32 scalars, or those of each part of the sequences: [parts]."""
 
     total: Tensor
     """The minimized sum: cross entropy, and terms that are added to it."""

@@ -144,6 +144,10 @@ class Debug(Section):
     """Train to the same bits on every layout of replicas, shards and micro-batches, if their numbers are powers of two,
     and after a resume on another one. Implies debug.deterministic. Needs training.local_batch_size, which is part of
     what is computed: another one gives other bits. On CPUs, each process computes with one thread."""
+    reproducible_context_degree: PositiveInt = 1
+    """Largest parallelism.context_parallel_degree with the same bits, a power of two. Every process computes each
+    sequence in the parts of so many processes, also one that has all of them. So it is part of what is computed, and
+    takes time where fewer processes share a sequence. Needs reproducible_layouts."""
     hash_freq: Count = 0
     """Steps between hashes of weights and optimizer states in hashes.jsonl, which do not depend on the layout. 0: none,
     or with reproducible_layouts those of the steps with a checkpoint."""
@@ -762,6 +766,11 @@ class Config(Section):
     profiling: Profiling = Profiling()
     comm: Comm = Comm()
     debug: Debug = Debug()
+
+    @property
+    def sequence_parts(self) -> int:
+        """Parts of each sequence that are computed apart, by one process or several."""
+        return max(self.parallelism.context_parallel_degree, self.debug.reproducible_context_degree)
 
 
 def dump(config: Config) -> str:

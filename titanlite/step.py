@@ -187,6 +187,7 @@ def train_step(
     gradients.update(optimizer, skip=skip_reason != 0)
     metrics |= model.end_step(skip_reason == 0)
     local_norm = local_square.to(micro_losses.device).sqrt()
+    micro_losses = micro_losses.sum(dim=1) if micro_losses.dim() > 1 else micro_losses
     return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, metrics, stop_flags)
 
 
@@ -204,7 +205,8 @@ def accumulate(
     """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
 
     Returns:
-        cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches];
+        cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches], or
+        [micro-batches, parts] for a loss of several parts of sequences;
         and the loss's metrics, in the same form.
     """
     valid_tokens = count_valid_tokens(batches, group)
@@ -225,7 +227,8 @@ def accumulate(
         observer.phase(Phase.BACKWARD)
         factor = gradients.scale(valid_tokens, ranks=group.size(), micro_batches=len(batches))
         try:
-            (loss.total * factor).backward()
+            total = loss.total * factor
+            (total.sum() if total.dim() else total).backward()  # of parts of sequences
         except BaseException:
             finish_reductions(model)
             raise

@@ -22,7 +22,7 @@ from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
 from titanlite.loss import LossFunction, Targets, build_loss
-from titanlite.mesh import build_mesh, context_rank, data_parallel_rank, loss_group, ranks_of_stage, world_group
+from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, ranks_of_stage, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.records import RecordFile
@@ -52,6 +52,7 @@ from titanlite.techniques import (
     passes_of_step,
     places,
     split_batch,
+    split_loss,
     split_vocabulary,
     state_memory,
     used,
@@ -286,7 +287,7 @@ def build(
         validation_sources,
         resolved.tasks,
         seq_len=training.seq_len,
-        multiple_of=2 * context_rank(mesh)[1],
+        multiple_of=2 * config.sequence_parts,
         batch_size=batch_size,
         token_bytes=resolved.tokenizer.token_bytes(),
         kernels=kernels,
@@ -333,7 +334,7 @@ def build(
         optimizer=optimizer,
         gradients=gradients,
         add_up=passes_of_step(config, model, mesh),
-        loss_function=build_loss(training, kernels, targets, vocabulary=vocabulary),
+        loss_function=split_loss(build_loss(training, kernels, targets, vocabulary=vocabulary), config, mesh),
         targets=targets,
         guard=guard,
         samples=samples,

@@ -1,8 +1,13 @@
 """Context parallelism: runs whose ranks split sequences equal runs of one process."""
 
-import pytest
+from typing import Any
 
-from tests import own_models
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests import own_models, packed_kernel
 from tests.helpers import TinyRun, run_in_turn, run_ranks
 from tests.layouts import (
     ADAPTERS,
@@ -18,7 +23,17 @@ from tests.layouts import (
     one_step,
     trained,
 )
+from titanlite.ops.attention import (
+    PLAIN_SCORES,
+    Documents,
+    SequencePart,
+    additive_mask,
+    attend,
+    chunk_boundaries,
+)
+from titanlite.ops.cpu import CpuKernels
 from titanlite.schema import Config
+from titanlite.techniques.context.sequences import ContextSplit
 
 MASK = ["--data.document_mask"]
 MOE = [
@@ -112,3 +127,61 @@ def test_a_teacher(short_documents: TinyRun) -> None:
     run_ranks(trained, 1, tiny.config(*MASK, "--training.steps=4", "--job.name=teacher"))
     options = [*MASK, f"--teacher.path={tiny.folder}/outputs/teacher", "--distill.ratio=0.5", "--model.args.n_layers=2"]
     compare_with_one(tiny, {"taught": options}, [(1, 2, 2)], steps=6)
+
+
+class CountBytes(TorchDispatchMode):
+    """Bytes that this rank sends to others in each kind of collective."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank, self.sent = rank, dict[str, int]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = str(func)
+        if "all_gather_into" in name:
+            self.sent["all_gather"] = args[0].nbytes * (args[1] - 1)
+        elif "all_to_all" in name:
+            rows = sum(args[2]) - args[2][self.rank]
+            self.sent["all_to_all"] = rows * args[0][0].nbytes
+        return func(*args, **(kwargs or {}))
+
+
+def attend_with_window(rank: int, ranks: int, windows: list[int], packed: bool) -> list[tuple[float, dict[str, int]]]:
+    """Largest error of the outputs and gradients of this rank's tokens, and the bytes that it sends."""
+    S, B, H = 32, 2, 8
+    group = dist.group.WORLD
+    assert group is not None
+    part, kernels, found = SequencePart(rank, ranks), CpuKernels(), []
+    own = part.indices(S, torch.device("cpu"))
+    ids = torch.tensor([[0] * 7 + [1] * 20 + [2] * 5, [0] * 32]).int()
+    documents = Documents(torch.zeros(B, S), ids, torch.tensor([0, 7, 27, 32, 64]).int())
+    for window in windows:
+        q, k, v, upstream = torch.randn(4, B, 2, S, H, generator=torch.Generator().manual_seed(0)).unbind()
+        whole = [it.clone().requires_grad_() for it in (q, k, v)]
+        expected = attend(whole[0], whole[1], whole[2], additive_mask(ids, q.dtype, window=window))
+        expected.backward(upstream)
+        parts = [it[:, :, own].clone().requires_grad_() for it in (q, k, v)]
+        source = ContextSplit(part, group)
+        mask = kernels.attention_mask(documents, q[:, 0], H, source, window=window)
+        if packed:
+            mask = chunk_boundaries(documents, part, window=window)
+        with packed_kernel.on_cpu(), CountBytes(rank) as counted:
+            out = source.attend(kernels, parts[0], parts[1], parts[2], mask, PLAIN_SCORES)
+        with packed_kernel.on_cpu():
+            out.backward(upstream[:, :, own])
+        pairs = [(out, expected), *((mine.grad, its.grad) for mine, its in zip(parts, whole, strict=True))]
+        errors = [float((mine - its[:, :, own]).abs().max()) for mine, its in pairs]  # pyright: ignore[reportOptionalOperand, reportOptionalSubscript]
+        found.append((max(errors), counted.sent))
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_windows_need_keys_of_neighbouring_chunks_only(packed: bool) -> None:
+    """Chunks of 4 tokens. From windows of 6 tokens on, whole sequences are gathered."""
+    token, gathered = 2 * 2 * 2 * 8 * 4, {"all_gather": 3 * 8 * 2 * 2 * 2 * 8 * 4}  # keys and values of two sequences
+    of_ranks = run_ranks(attend_with_window, 4, [1, 2, 5, 6], packed)
+    for rank, found in enumerate(of_ranks):
+        assert [error for error, _ in found] == pytest.approx([0] * 4, abs=3e-6)
+        neighbours = 1 if rank in (0, 3) else 2
+        near = [{"all_to_all": neighbours * (window - 1) * token} for window in (1, 2, 5)]
+        assert [sent for _, sent in found] == [*near, gathered]

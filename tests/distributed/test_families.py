@@ -131,7 +131,7 @@ def test_compiled_layers_with_a_state(tiny: TinyRun) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("technique", COMPILED)
 def test_compiled_blocks_on_two_ranks(tiny: TinyRun, technique: str) -> None:
-    compare_with_one(tiny, {technique: COMPILED[technique]}, [(1, 1, 1, 2)], steps=6)
+    compare_with_one(tiny, {technique: COMPILED[technique]}, [(1, 1, 2), (1, 1, 1, 2)], steps=6)
 
 
 def gathered(rank: int, world_size: int, config: Config) -> list[str]:

@@ -1,9 +1,11 @@
 """`debug.reproducible_layouts`: the same bits on every layout, also after a kill on another one."""
 
 import json
+import math
 import re
 import shutil
 from collections.abc import Mapping
+from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -11,21 +13,26 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from tests.helpers import TinyRun, built, run_in_turn, run_ranks, train_on_this_rank
 from tests.layouts import degrees, job
 from tests.unit.test_average import KINDS, checkpoint, stored
 from titanlite import step
 from titanlite.batch import Batch
-from titanlite.runtime.errors import ConfigError
+from titanlite.models.base import build_on_meta
+from titanlite.models.llama3 import Llama3
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.schema import Config
-from titanlite.techniques.reproducible import sums
+from titanlite.techniques.reproducible import TECHNIQUE, sums
+from titanlite.techniques.reproducible.parts import check_parts
 from titanlite.tools import cli
 
 ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--training.global_batch_size=8"]
 SETTINGS = [*ON, "--training.steps=4", "--checkpoint.interval=1", "--debug.hash_freq=1", "--optimizer.lr=3e-3"]
 PAIRS = "--training.local_batch_size=2"
+FULL = ["--activation_checkpoint.mode=full"]
+PARTS = ["--debug.reproducible_context_degree=4"]
 
 
 SPARSE = ["--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, vocab_size=259}}"]
@@ -58,10 +65,15 @@ def begin_a_document(batch: Batch) -> None:
     batch["documents"][:, 16:] += 1
 
 
+def exchange_chunks(batch: Batch) -> None:
+    batch["tokens"].copy_(batch["tokens"].roll(batch["tokens"].shape[1] // 2, dims=1))
+
+
 CONTROLS = {
     "other-order": {"tree_sum": halves},
     "other-sequence": {"accumulate": accumulate_changed(change_a_token)},
     "other-mask": {"accumulate": accumulate_changed(begin_a_document)},
+    "other-chunk": {"accumulate": accumulate_changed(exchange_chunks)},
 }
 """What one rank of several does differently, by the name of the run. All of them add in the other order."""
 CONTROL_OPTIONS = {name: ["--training.steps=1"] for name in CONTROLS}
@@ -82,6 +94,12 @@ def hashes(tiny: TinyRun, name: str, steps: int = 4) -> list[str]:
     return [record["hash"] for record in records]
 
 
+def assert_other_hashes(tiny: TinyRun, first: str) -> None:
+    """Each control has another hash after its only step."""
+    found = [hashes(tiny, control, steps=1)[0] for control in CONTROLS]
+    assert len({first, *found}) == 1 + len(CONTROLS)
+
+
 @pytest.mark.usefixtures("single_process_group")
 def test_threads_do_not_depend_on_the_number_of_processes(tiny: TinyRun, request: pytest.FixtureRequest) -> None:
     request.addfinalizer(lambda: torch.set_num_threads(1))
@@ -96,13 +114,14 @@ def run_on(
     """Args:
     own: further options of some runs, by name.
     """
-    for world_size in sorted({layout[0] * layout[1] for layout in layouts.values()}):
+    sizes = {name: math.prod(layout[:3]) for name, layout in layouts.items()}
+    for world_size in sorted({*sizes.values()}):
         configs = [
             tiny.config(
                 *SETTINGS, *options, *degrees(*layout), f"--job.name={name}", *own.get(name, []), world_size=world_size
             )
             for name, layout in layouts.items()
-            if layout[0] * layout[1] == world_size
+            if sizes[name] == world_size
         ]
         run_in_turn(train, world_size, configs)
 
@@ -137,7 +156,7 @@ def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun) -> No
     run_on(tiny, layouts | dict.fromkeys(CONTROLS, (1, 4)), *options)
     one = hashes(tiny, "one")
     assert hashes(tiny, "on-1-4") == hashes(tiny, "on-2-2") == one
-    assert len({one[0], *(hashes(tiny, control, steps=1)[0] for control in CONTROLS)}) == 4
+    assert_other_hashes(tiny, one[0])
     for layout, killed_after in [((1, 1), 1), ((1, 2), 2)]:  # killed on four ranks, resumed on one, then on two
         for lost in range(killed_after + 1, 5):
             shutil.rmtree(tiny.folder / "outputs" / "on-1-4" / "checkpoints" / f"step-{lost:08}")
@@ -145,6 +164,41 @@ def test_every_layout_and_a_resume_on_another_have_one_hash(tiny: TinyRun) -> No
         assert hashes(tiny, "on-1-4") == one
     starts = json.loads((tiny.folder / "outputs" / "on-1-4" / "run.json").read_text())["starts"]
     assert [(start["processes"], start["step"]) for start in starts] == [(4, 0), (1, 1), (2, 2)]
+
+
+@pytest.fixture
+def short_documents(tiny: TinyRun) -> TinyRun:
+    """Sequences of several documents, of odd lengths."""
+    words = ["one", "two", "three", "four", "five"]
+    lines = [" ".join(words[(i * k) % 5] for k in range(i % 9 + 1)) for i in range(600)]
+    for file in tiny.text.iterdir():
+        file.unlink()
+    (tiny.text / "short.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+    return tiny
+
+
+def test_two_ranks_that_share_sequences_have_the_bits_of_one(short_documents: TinyRun) -> None:
+    options = ["--debug.reproducible_context_degree=2", "--data.document_mask", "--training.steps=2"]
+    run_on(short_documents, {"one": (1, 1, 1), "two": (1, 1, 2)}, *options)
+    one, two = (hashes(short_documents, name, steps=2) for name in ("one", "two"))
+    assert one == two
+    values = [[(it["loss"], it["grad_norm"]) for it in short_documents.records(name)] for name in ("one", "two")]
+    assert values[0] == values[1]
+
+
+@pytest.mark.slow
+def test_ranks_that_share_sequences_and_a_resume_on_fewer_have_one_hash(short_documents: TinyRun) -> None:
+    tiny, options = short_documents, [*PARTS, "--data.document_mask", *FULL]
+    layouts = {"one": (1, 1, 1), "moved": (1, 1, 4), "shards": (1, 2, 2), "replicas": (2, 1, 2)}
+    run_on(tiny, layouts | dict.fromkeys(CONTROLS, (1, 1, 4)), *options)
+    one = hashes(tiny, "one")
+    assert [hashes(tiny, name) == one for name in layouts] == [True] * len(layouts)
+    assert_other_hashes(tiny, one[0])
+    for layout, killed_after in [((1, 1, 1), 1), ((1, 1, 2), 2)]:
+        for lost in range(killed_after + 1, 5):
+            shutil.rmtree(tiny.folder / "outputs" / "moved" / "checkpoints" / f"step-{lost:08}")
+        run_on(tiny, {"moved": layout}, *options)
+        assert hashes(tiny, "moved") == one
 
 
 @pytest.mark.slow
@@ -178,6 +232,22 @@ def test_twenty_steps_on_every_layout_have_one_hash(tiny: TinyRun, model: str) -
     )
     assert len(wide) == len(narrow) == 1
     assert wide != narrow
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("model", MODELS)
+def test_twenty_steps_of_any_context_degree_have_one_hash(short_documents: TinyRun, model: str) -> None:
+    layouts = {job("on", *it): it for it in [(1, 1, 1), (1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 1, 2)]}
+    found = []
+    untied = ["--model.args.tied_head=false"] if model == "qwen3" else []
+    for further in (["--training.mixed_precision_param=bfloat16"], ["--data.document_mask", *FULL]):
+        options = [*MODELS[model], *untied, *PARTS, *further, "--training.steps=20", "--checkpoint.interval=20"]
+        run_on(short_documents, layouts, *options)
+        each = {tuple(hashes(short_documents, name, steps=20)) for name in layouts}
+        assert len(each) == 1
+        found += each
+        shutil.rmtree(short_documents.folder / "outputs")
+    assert len({*found}) == 2
 
 
 DENSE_TECHNIQUES = [
@@ -246,7 +316,11 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
         (["--training.local_batch_size=16"], 1, "training.local_batch_size", "set how many"),
         (["--training.local_batch_size=4"], 4, "debug.reproducible_layouts", "use 2 processes"),
         (["--training.global_batch_size=24"], 3, "debug.reproducible_layouts", "use 2 or 4"),
-        (["--parallelism.context_parallel_degree=2"], 2, "debug.reproducible_layouts", "context_parallel_degree"),
+        (["--parallelism.context_parallel_degree=2"], 2, PARTS[0][2:-2], "set it to 2"),
+        ([*PARTS, "--parallelism.context_parallel_degree=4", PAIRS], 32, ON[0][2:], "16 processes"),
+        ([*PARTS, "--training.seq_len=12"], 1, PARTS[0][2:-2], "set it to 16"),
+        (["--debug.reproducible_context_degree=3"], 1, PARTS[0][2:-2], "use 2 or 4"),
+        ([*PARTS, "--compile.enable"], 1, PARTS[0][2:-2], "compile.enable"),
         ([*SPARSE, "--parallelism.expert_parallel_degree=2", "--compile.enable"], 2, ON[0][2:], "compile.enable"),
         (["--optimizer.args.fused=true"], 1, "debug.reproducible_layouts", "optimizer.args.fused"),
         (["--optimizer.in_backward", "--training.max_norm=0"], 1, "debug.reproducible_layouts", "in_backward"),
@@ -257,6 +331,28 @@ def test_what_cannot_be_divided_is_refused_with_the_fix(tiny: TinyRun) -> None:
     with pytest.raises(ConfigError) as error:
         tiny.config(ON[0], ON[2])
     assert [it.key for it in error.value.problems] == ["training.local_batch_size"], "it must be set"
+    with pytest.raises(ConfigError) as error:
+        tiny.config(*PARTS)
+    assert [it.key for it in error.value.problems] == [PARTS[0][2:-2]], "it needs debug.reproducible_layouts"
+
+
+class WithScale(Llama3):
+    """A parameter of its own beside those of layers."""
+
+    def __init__(self, args: Any) -> None:
+        super().__init__(args)
+        self.layers[0].register_parameter("scale", nn.Parameter(torch.ones(())))
+
+
+def test_gradients_without_parts_are_refused(tiny: TinyRun) -> None:
+    args = Llama3.flavors["debug"]
+    check_parts(build_on_meta(Llama3, args))
+    with pytest.raises(UserError, match=r"layers\.0\.scale"):
+        check_parts(build_on_meta(WithScale, args))
+    with pytest.raises(UserError, match=r"tok_embeddings\.weight and head\.output\.weight"):
+        check_parts(build_on_meta(Llama3, replace(args, tied_head=True)))  # pyright: ignore[reportCallIssue]
+    settings = [TECHNIQUE.resume_settings(tiny.config(*ON, *further)) for further in ([], PARTS)]
+    assert settings == [{}, {PARTS[0][2:-2]: 4}], "a run resumes with the degree that it began with"
 
 
 @pytest.mark.nightly

@@ -29,7 +29,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import fake_process_group
 from titanlite.schedule import BatchSizes
 from titanlite.schema import Config, Parallelism
-from titanlite.techniques.context.sequences import check_context, split_batch
+from titanlite.techniques.context.sequences import check_context, part_of, split_batch
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.trace import trace_step
 
@@ -102,7 +102,7 @@ def test_a_batch_of_two_ranks() -> None:
     batch = {"tokens": torch.arange(16).view(2, 8), "labels": torch.arange(16).view(2, 8) + 1}
     with fake_process_group(2, rank=1):
         mesh = build_mesh(Parallelism(context_parallel_degree=2), world_size=2, device_type="cpu")
-        mine = split_batch(batch, mesh)
+        mine = split_batch(batch, part_of(mesh, 2))
     assert mine["tokens"].tolist() == [[2, 3, 4, 5], [10, 11, 12, 13]]
     assert mine["labels"].tolist() == [[3, 4, 5, 6], [11, 12, 13, 14]]
     assert mine["positions"].tolist() == [[2, 3, 4, 5]] * 2

@@ -202,6 +202,9 @@ REPLACED = {
         "setattr(model, name, child)": "after it, the model has its own children again",
         "setattr(model, name, kept)": "a rank keeps its blocks only, and their names in the model",
     },
+    "techniques/reproducible/parts.py": {
+        "layer.forward": "as block.forward: each layer is called once for each part of the sequences",
+    },
     "runtime/private_torch/fsdp.py": {
         "parameter.__class__": "quantized parameters keep their types; gathered parts of layers have hooks",
         "unit.__class__": "the plan records the collectives and the memory of each FSDP unit; no run does",

@@ -486,6 +486,8 @@ def test_hooks_of_a_module() -> None:
         assert has_hooks(linear)
         handle.remove()
     assert not has_hooks(linear)
+    linear.forward = linear.forward
+    assert has_hooks(linear), "it calls another forward"
 
 
 class Heard(FSDPObserver):

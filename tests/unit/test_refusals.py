@@ -15,6 +15,7 @@ MESH, TRAIN, OPTIM = "--parallelism.", "--training.", "--optimizer."
 FLOAT8 = "--quantize.linear.float8.enable --quantize.linear.float8.emulate"
 IN_BACKWARD = f"{OPTIM}in_backward {TRAIN}max_norm=0"
 DISK = "--offload.optimizer=disk"
+PARTS = "--debug.reproducible_context_degree=2"
 EXACT = f"--debug.reproducible_layouts {TRAIN}local_batch_size=1 {TRAIN}global_batch_size=8"
 TEACHER = "--teacher.path=. --distill.ratio=1"
 MOE = '--model=\'{name="qwen3_moe", flavor="debug", args={dim=32, n_layers=2, vocab_size=259}}\''
@@ -130,14 +131,21 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "debug.reproducible_layouts": {
         1: [
             f"{EXACT} {OPTIM}args.fused=true",
+            f"{EXACT} {PARTS} --model.args.tied_head=true",
             f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8",
             f"{EXACT} {TRAIN}mixed_precision_reduce=bfloat16",
         ],
         2: [
-            f"{EXACT} {MESH}context_parallel_degree=2",
             f"{EXACT} {MOE} --model.args.hidden_dim=48 {MESH}expert_parallel_degree=2",
         ],
         4: [f"{EXACT} {TRAIN}local_batch_size=4"],
+    },
+    "debug.reproducible_context_degree": {
+        1: [
+            PARTS, f"{EXACT} {PARTS} {TRAIN}seq_len=30", f"{EXACT} --debug.reproducible_context_degree=3",
+            f"{EXACT} {PARTS} --compile.enable",
+        ],
+        2: [f"{EXACT} {MESH}context_parallel_degree=2", f"{EXACT} {PARTS} {MOE} {MESH}expert_parallel_degree=2"],
     },
     "debug.reproducible_layouts, training.global_batch_size": {3: [f"{EXACT} {TRAIN}global_batch_size=24"]},
     "freeze.parameters": {

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class SequencePart(NamedTuple):
-    """Tokens of each sequence of S tokens that one of several ranks computes.
+    """Tokens of each sequence of S tokens that one of several ranks computes, or several neighbouring ones.
 
     Rank r of R has the chunks r and 2R - 1 - r of the 2R chunks of a sequence. So all ranks have equal work under a
     causal mask, which lets late tokens see more (arXiv:2407.21783, section 3.3.2).
@@ -25,14 +25,17 @@ class SequencePart(NamedTuple):
 
     rank: int
     ranks: int
+    computed: int = 1
+    """Number of ranks, from `rank` on, whose tokens these are."""
 
     def chunks(self, seq_len: int) -> list[tuple[int, int]]:
-        """Return the first token of both chunks, and the one behind the last."""
-        size = seq_len // (2 * self.ranks)
-        return [(number * size, (number + 1) * size) for number in (self.rank, 2 * self.ranks - 1 - self.rank)]
+        """Return the first token of both chunks of each rank, and the one behind the last."""
+        size, own = seq_len // (2 * self.ranks), range(self.rank, self.rank + self.computed)
+        numbers = [number for rank in own for number in (rank, 2 * self.ranks - 1 - rank)]
+        return [(number * size, (number + 1) * size) for number in numbers]
 
     def indices(self, seq_len: int, device: torch.device) -> Tensor:
-        """Return the places of this rank's tokens in a sequence: int64 [S / R]."""
+        """Return the places of these tokens in a sequence: int64 [computed * S / R]."""
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(seq_len)])
 
 
@@ -95,21 +98,31 @@ class Boundaries(NamedTuple):
 
 
 class ChunkBoundaries(NamedTuple):
-    """Boundaries of documents for the queries of one chunk of each sequence, and for all keys up to its end.
+    """Boundaries of documents for the queries of one chunk of each sequence, and for the keys that they may see.
 
     A document that ends before the chunk has no queries, one that begins behind it has neither.
     """
 
+    begin: int
+    """Place in the sequence of the first key."""
     end: int
     """Place in the sequence behind the chunk's last token."""
     queries: Tensor
     """int32 [documents + 1], among the B * C queries of chunks of C tokens."""
     keys: Tensor
-    """int32 [documents + 1], among the B * end keys."""
+    """int32 [documents + 1], among the B * (end - begin) keys."""
     window: int | None = None
 
 
-AttentionMask = Tensor | Boundaries | tuple[ChunkBoundaries, ...]
+class ChunkMask(NamedTuple):
+    """The same as a mask [B, 1, C, end - begin], which is added to the scores."""
+
+    begin: int
+    end: int
+    mask: Tensor
+
+
+AttentionMask = Tensor | Boundaries | tuple[ChunkBoundaries, ...] | tuple[ChunkMask, ...]
 """Mask that keeps attention within documents, and within a window of tokens. A tensor [B, 1, L, S] is added to the
 scores: 0, or -inf where the key is of another document, of a later token, or before the window. Kernels of packed
 documents take their boundaries: of whole sequences, or of each chunk in its order."""
@@ -144,7 +157,9 @@ def attend(
     if isinstance(mask, Boundaries):
         return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets, mask.window, scores)
     if isinstance(mask, tuple):
-        return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, mask, scores)
+        chunks = tuple(it for it in mask if isinstance(it, ChunkBoundaries))
+        assert len(chunks) == len(mask), "a key source attends to chunks with other masks"
+        return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, chunks, scores)
     assert scores.are_plain, "PyTorch's attention knows no sinks and no soft cap"
     grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
     return F.scaled_dot_product_attention(
@@ -183,6 +198,19 @@ def additive_mask(
     return torch.zeros(seen_B1LS.shape, dtype=dtype, device=ids_BS.device).masked_fill_(~seen_B1LS, -math.inf)
 
 
+def chunk_masks(mask_B1LS: Tensor, part: SequencePart, window: int | None) -> tuple[ChunkMask, ...]:
+    """Return the mask for each chunk of a part, of the keys that it may see."""
+    chunks = part.chunks(mask_B1LS.shape[-1])
+    masks = zip(mask_B1LS.chunk(len(chunks), dim=2), chunks, strict=True)
+    begins = [(first_key(*chunk, window), chunk[1], mask) for mask, chunk in masks]
+    return tuple(ChunkMask(begin, end, mask[..., begin:end].contiguous()) for begin, end, mask in begins)
+
+
+def first_key(start: int, end: int, window: int | None) -> int:
+    """Return the place of the first key that a chunk may see, if it sees no further than the chunk before; else 0."""
+    return max(start - window + 1, 0) if window is not None and window <= end - start + 1 else 0
+
+
 def chunk_boundaries(
     documents: Documents, part: SequencePart, *, window: int | None = None
 ) -> tuple[ChunkBoundaries, ...]:
@@ -191,12 +219,14 @@ def chunk_boundaries(
     sequence, place = documents.boundaries // seq_len, documents.boundaries % seq_len
     return tuple(
         ChunkBoundaries(
+            begin,
             end,
             sequence * (end - start) + (place - start).clamp(0, end - start),
-            sequence * end + place.clamp(max=end),
+            sequence * (end - begin) + (place - begin).clamp(0, end - begin),
             window,
         )
         for start, end in part.chunks(seq_len)
+        for begin in [first_key(start, end, window)]
     )
 
 
@@ -208,12 +238,12 @@ def offsets_of(mask: Boundaries | tuple[ChunkBoundaries, ...]) -> list[Tensor]:
 def _chunked_attention(
     q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, chunks: tuple[ChunkBoundaries, ...], scores: Scores
 ) -> Tensor:
-    """Causal attention of each chunk's queries to all keys before them -> [B, N, L, H]."""
+    """Causal attention of each chunk's queries to the keys before them -> [B, N, L, H]."""
     parts = [
         _packed_attention(
             q_BNCH,
-            k_BKSH[:, :, : chunk.end],
-            v_BKSH[:, :, : chunk.end],
+            k_BKSH[:, :, chunk.begin : chunk.end],
+            v_BKSH[:, :, chunk.begin : chunk.end],
             chunk.queries,
             chunk.keys,
             chunk.window,

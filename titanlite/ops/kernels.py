@@ -27,6 +27,7 @@ from titanlite.ops.attention import (
     additive_mask,
     attend,
     chunk_boundaries,
+    chunk_masks,
     offsets_of,
     repeat_heads,
 )
@@ -243,7 +244,8 @@ class Kernels:
         B, L, _ = x_BLD.shape
         if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
             ids_BS = documents.ids_BS if documents else torch.zeros(1, L, dtype=torch.int32, device=x_BLD.device)
-            return additive_mask(ids_BS, x_BLD.dtype, part, window=window)
+            mask_B1LS = additive_mask(ids_BS, x_BLD.dtype, part, window=window)
+            return chunk_masks(mask_B1LS, part, window) if part else mask_B1LS
         if documents is None:
             return _whole_sequences(B, L, x_BLD.device, window)
         masks = chunk_boundaries(documents, part, window=window) if part else Boundaries(documents.boundaries, window)

@@ -54,6 +54,7 @@ def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kerne
         lasting_gradients=keeps_gradients(config),
         on_host="parameters" in places(config),
         reproducible_layouts=config.debug.reproducible_layouts,
+        reproducible_parts=config.debug.reproducible_context_degree,
         **options,
     )
 
@@ -84,6 +85,7 @@ def parallelize(
     has_other_sizes: bool = False,
     lasting_gradients: bool = True,
     reproducible_layouts: bool = False,
+    reproducible_parts: int = 1,
     on_host: bool | None = None,
     pin_memory: bool = True,
 ) -> None:
@@ -97,6 +99,7 @@ def parallelize(
         has_other_sizes: whether a frozen model runs beside it, or this is one; see `compile_blocks`.
         lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
         reproducible_layouts: whether gradients have the same bits on every layout.
+        reproducible_parts: `debug.reproducible_context_degree`.
         on_host: whether parameters are in host memory. Default: `training.enable_cpu_offload`.
         pin_memory: whether they are pinned there, with a GPU.
     """
@@ -104,7 +107,7 @@ def parallelize(
     set_dtype(model, DTYPES[training.dtype])
     choose_trained(model)
     set_kernels(model, kernels)
-    if context_group(mesh):
+    if context_group(mesh) and reproducible_parts == 1:
         from titanlite.techniques.context.sequences import split_attention
 
         split_attention(model, mesh)
@@ -131,6 +134,10 @@ def parallelize(
         separate = distribute_experts(
             model, mesh=sharding, parts=parts, kernels=kernels, is_compiled=compile.enable, exchange=exchange
         )
+    if reproducible_parts > 1:
+        from titanlite.techniques.reproducible.parts import compute_by_parts
+
+        compute_by_parts(model, mesh, parts=reproducible_parts, dtype=DTYPES[training.mixed_precision_reduce])
     policies = recompute_policies(activation_checkpoint, len(model.layers))
     if pipeline_mesh(mesh):
         from titanlite.techniques.pipeline.stages import cut_to_stages

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.batch import Batch
+    from titanlite.loss import LossFunction
     from titanlite.models.base import Model
     from titanlite.ops.cross_entropy import SplitVocabulary
     from titanlite.runtime.state_memory import StateMemory, WeightAverage
@@ -32,7 +33,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "multi_token": ("training.multi_token_weight",),
     "parametrization": ("optimizer.parametrization", "optimizer.base_width", "optimizer.base_depth"),
     "document_mask": ("data.document_mask",),
-    "context": ("parallelism.context_parallel_degree",),
+    "context": ("parallelism.context_parallel_degree", "debug.reproducible_context_degree"),
     "float8": ("quantize.linear.float8",),
     "tensor": ("parallelism.tensor_parallel_degree",),
     "expert": ("parallelism.expert_parallel_degree",),
@@ -121,7 +122,12 @@ def weight_average(config: Config, model: "Model", memory: "StateMemory") -> "We
 
 def split_batch(config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
     """Return what gives this rank its part of each sequence of a batch."""
-    return _first(technique.split_batch(mesh) for technique in used(config)) or (lambda batch: batch)
+    return _first(technique.split_batch(config, mesh) for technique in used(config)) or (lambda batch: batch)
+
+
+def split_loss(loss: "LossFunction", config: Config, mesh: "DeviceMesh") -> "LossFunction":
+    """Return the loss of what `split_batch` returns."""
+    return reduce(lambda loss, technique: technique.split_loss(loss, config, mesh), used(config), loss)
 
 
 def split_vocabulary(config: Config, mesh: "DeviceMesh") -> "SplitVocabulary | None":

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.batch import Batch
-    from titanlite.loss import Targets
+    from titanlite.loss import LossFunction, Targets
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
@@ -157,10 +157,14 @@ class Technique:
         """Return the observers of training that the technique adds. The run has none yet."""
         return ()
 
-    def split_batch(self, mesh: "DeviceMesh") -> "Callable[[Batch], Batch] | None":
+    def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch] | None":
         """Return what gives this rank its part of each sequence of a batch; None if the technique leaves them whole.
         Only asked if it is used."""
         return None
+
+    def split_loss(self, loss: "LossFunction", config: Config, mesh: "DeviceMesh") -> "LossFunction":
+        """Return the loss of what `split_batch` returns. Only asked if it is used."""
+        return loss
 
     def split_vocabulary(self, mesh: "DeviceMesh") -> "SplitVocabulary | None":
         """Return the ranks that have parts of the head's vocabulary; None if the technique leaves it whole. Only asked

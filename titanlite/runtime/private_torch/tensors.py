@@ -160,9 +160,9 @@ def non_persistent_buffers(module: nn.Module) -> set[str]:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Return whether calling a module calls hooks of its own beside its forward."""
+    """Return whether calling a module calls hooks of its own beside its forward, or another forward than its class'."""
     hooks = module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
-    return any(hooks)
+    return any(hooks) or "forward" in vars(module)
 
 
 def replace_tensors(module: nn.Module, function: Callable[[Tensor], Tensor]) -> None:

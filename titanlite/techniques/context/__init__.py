@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.batch import Batch
+    from titanlite.loss import LossFunction
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
 
@@ -19,25 +20,40 @@ class ContextParallel(Technique):
     option = "parallelism.context_parallel_degree"
 
     def is_used(self, config: Config) -> bool:
-        return config.parallelism.context_parallel_degree > 1
+        return config.sequence_parts > 1
 
-    @reads(option, "training.seq_len", "training.seq_len_ramp")
+    @reads(option, "debug.reproducible_context_degree", "training.seq_len", "training.seq_len_ramp")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        degree = config.parallelism.context_parallel_degree
+        if config.debug.reproducible_context_degree > 1 and not config.debug.reproducible_layouts:
+            yield (
+                "debug.reproducible_context_degree",
+                "needs debug.reproducible_layouts = true: set that, or leave it out",
+            )
+        degree = config.sequence_parts
+        is_shared = degree == config.parallelism.context_parallel_degree
         for seq_len in config.training.seq_lens:
             if seq_len % (2 * degree):
                 near = -(-seq_len // (2 * degree)) * 2 * degree
                 yield (
-                    self.option,
+                    self.option if is_shared else "debug.reproducible_context_degree",
                     f"{degree} ranks split each sequence into {2 * degree} equal chunks, and training.seq_len or a "
                     f"stage of training.seq_len_ramp is {seq_len}: set it to {near}",
                 )
                 return
 
-    def split_batch(self, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
-        from titanlite.techniques.context.sequences import split_batch
+    def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
+        from titanlite.techniques.context.sequences import part_of, split_batch
 
-        return partial(split_batch, mesh=mesh)
+        return partial(split_batch, part=part_of(mesh, config.sequence_parts))
+
+    def split_loss(self, loss: "LossFunction", config: Config, mesh: "DeviceMesh") -> "LossFunction":
+        count = config.debug.reproducible_context_degree // config.parallelism.context_parallel_degree
+        if count <= 1:
+            return loss
+        from titanlite.runtime.dtypes import torch_dtype
+        from titanlite.techniques.reproducible.parts import loss_by_parts
+
+        return loss_by_parts(loss, count, torch_dtype(config.training.mixed_precision_reduce))
 
     @reads("parallelism", "training.seq_len")
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:

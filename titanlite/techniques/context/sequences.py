@@ -17,10 +17,19 @@ from titanlite.batch import Batch
 from titanlite.mesh import context_group, context_rank
 from titanlite.models.base import Model
 from titanlite.models.documents import takes_documents
-from titanlite.ops.attention import AttentionMask, Scores, SequencePart, set_key_source
+from titanlite.ops.attention import (
+    AttentionMask,
+    Boundaries,
+    ChunkBoundaries,
+    ChunkMask,
+    Scores,
+    SequencePart,
+    set_key_source,
+)
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
+from titanlite.techniques.expert.exchange import exchange
 
 WHOLE = "documents", "boundaries"
 """Tensors of a batch that each rank needs of whole sequences."""
@@ -42,10 +51,52 @@ class ContextSplit:
         mask: AttentionMask | None,
         scores: Scores,
     ) -> Tensor:
-        """All-gather keys and values in one collective, and attend to those of whole sequences."""
+        """Attend to keys and values of whole sequences, all-gathered in one collective, or to those of neighbouring
+        chunks alone, where a window shows no more."""
         both_BJLH = torch.cat([k_BKLH, v_BKLH], dim=1)
-        k_BKSH, v_BKSH = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name).chunk(2, dim=1)
-        return kernels.attend(q_BNLH, k_BKSH, v_BKSH, mask, scores=scores)
+        last = mask[-1] if isinstance(mask, tuple) else None
+        if isinstance(last, ChunkMask | ChunkBoundaries) and last.begin:
+            keys = self._with_neighbours(both_BJLH, last)
+        else:
+            keys = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name)
+        return attend_to(kernels, q_BNLH, keys, mask, scores)
+
+    def _with_neighbours(self, both_BJLH: Tensor, mask: ChunkMask | ChunkBoundaries) -> list[Tensor]:
+        """Return the keys and values that each chunk sees: the last ones of the chunk before, and its own.
+
+        The chunk before the first one is of the rank before, that before the second one of the next rank. The last rank
+        has both chunks in the middle, and nothing is before the first of rank 0.
+        """
+        rank, ranks = self.part.rank, self.part.ranks
+        first, second = both_BJLH.chunk(2, dim=2)
+        size = first.shape[2]
+        seen = mask.end - mask.begin - size
+        ends = {rank - 1: second[:, :, size - seen :], rank + 1: first[:, :, size - seen :]}  # by the rank they go to
+        others = [other for other in ends if 0 <= other < ranks]
+        rows = [int(other in others) for other in range(ranks)]
+        received = exchange(torch.stack([ends[it] for it in others]), rows, rows, self.group.group_name).unbind()
+        before = dict(zip(others, received, strict=True))
+        return [
+            torch.cat([before[rank - 1], first], dim=2) if rank else first,
+            torch.cat([before.get(rank + 1, ends[rank + 1]), second], dim=2),
+        ]
+
+
+def attend_to(
+    kernels: Kernels, q_BNLH: Tensor, keys: Tensor | list[Tensor], mask: AttentionMask | None, scores: Scores
+) -> Tensor:
+    """Attend to keys and values of whole sequences [B, J, S, H], or to those that each chunk of the queries may see."""
+    if mask is None or isinstance(mask, Tensor | Boundaries):
+        assert isinstance(keys, Tensor)
+        k, v = keys.chunk(2, dim=1)
+        return kernels.attend(q_BNLH, k, v, mask, scores=scores)
+    outs = []
+    for number, (q_BNCH, it) in enumerate(zip(q_BNLH.chunk(len(mask), dim=2), mask, strict=True)):
+        seen_BJZH = keys[:, :, it.begin : it.end] if isinstance(keys, Tensor) else keys[number]
+        k, v = seen_BJZH.chunk(2, dim=1)
+        own = it.mask if isinstance(it, ChunkMask) else (it._replace(begin=0, end=it.end - it.begin),)
+        outs.append(kernels.attend(q_BNCH, k, v, own, scores=scores))
+    return torch.cat(outs, dim=2)
 
 
 class _Gather(torch.autograd.Function):
@@ -57,32 +108,46 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x_BJLH: Tensor, size: int, name: str) -> Tensor:
         ctx.group = size, name
-        ranks_RBJLH = all_gather(x_BJLH[None], size, name)
-        B, J, L, H = x_BJLH.shape
-        chunks_BJRCH = ranks_RBJLH.new_empty(B, J, 2 * size, L // 2, H)
-        first_RBJCH, second_RBJCH = ranks_RBJLH.chunk(2, dim=3)
-        chunks_BJRCH[:, :, :size] = first_RBJCH.permute(1, 2, 0, 3, 4)
-        chunks_BJRCH[:, :, size:] = second_RBJCH.flip(0).permute(1, 2, 0, 3, 4)
-        return chunks_BJRCH.flatten(2, 3)
+        return in_order(all_gather(x_BJLH[None], size, name))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         size, name = ctx.group
-        chunks_RBJCH = gradients[0].unflatten(2, (2 * size, -1)).permute(2, 0, 1, 3, 4)
-        ranks_RBJLH = torch.cat([chunks_RBJCH[:size], chunks_RBJCH[size:].flip(0)], dim=3)
-        return reduce_scatter(ranks_RBJLH, size, name)[0], None, None
+        return reduce_scatter(by_rank(gradients[0], size), size, name)[0], None, None
+
+
+def in_order(ranks_RBJLH: Tensor) -> Tensor:
+    """Put the chunks of all ranks in the order of their tokens -> [B, J, S, H]."""
+    size, B, J, L, H = ranks_RBJLH.shape
+    chunks_BJRCH = ranks_RBJLH.new_empty(B, J, 2 * size, L // 2, H)
+    first_RBJCH, second_RBJCH = ranks_RBJLH.chunk(2, dim=3)
+    chunks_BJRCH[:, :, :size] = first_RBJCH.permute(1, 2, 0, 3, 4)
+    chunks_BJRCH[:, :, size:] = second_RBJCH.flip(0).permute(1, 2, 0, 3, 4)
+    return chunks_BJRCH.flatten(2, 3)
+
+
+def by_rank(x_BJSH: Tensor, size: int) -> Tensor:
+    """Undo `in_order` -> [R, B, J, L, H]."""
+    chunks_RBJCH = x_BJSH.unflatten(2, (2 * size, -1)).permute(2, 0, 1, 3, 4)
+    return torch.cat([chunks_RBJCH[:size], chunks_RBJCH[size:].flip(0)], dim=3)
+
+
+def part_of(mesh: DeviceMesh, parts: int) -> SequencePart:
+    """Return what this rank computes of sequences that are split into a multiple of the ranks of its context axis."""
+    rank, ranks = context_rank(mesh)
+    return SequencePart(rank * (parts // ranks), parts, parts // ranks)
 
 
 def split_attention(model: nn.Module, mesh: DeviceMesh) -> None:
     """Let the attention of a model gather keys and values of whole sequences, which ranks of the mesh split."""
     group = context_group(mesh)
     assert group is not None, "the mesh has no context axis"
-    set_key_source(model, ContextSplit(SequencePart(*context_rank(mesh)), group))
+    set_key_source(model, ContextSplit(part_of(mesh, group.size()), group))
 
 
-def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
-    """Return this rank's part of each sequence of a batch, with positions and documents."""
-    part = SequencePart(*context_rank(mesh))
+def split_batch(batch: Batch, part: SequencePart) -> Batch:
+    """Return a part of each sequence of a batch, with positions and documents. The parts of several ranks are sequences
+    of their own: those of the first rank, then those of the next."""
     size, seq_len = batch["tokens"].shape
     device = batch["tokens"].device
     places = part.indices(seq_len, device)
@@ -92,7 +157,10 @@ def split_batch(batch: Batch, mesh: DeviceMesh) -> Batch:
             "documents": torch.zeros(size, seq_len, dtype=torch.int32, device=device),
             "boundaries": torch.arange(0, (size + 1) * seq_len, seq_len, dtype=torch.int32, device=device),
         }
-    return {name: it if name in WHOLE else it.index_select(1, places) for name, it in batch.items()}
+    own = {name: it.index_select(1, places) for name, it in batch.items() if name not in WHOLE}
+    if part.computed > 1:
+        own = {name: torch.cat(it.chunk(part.computed, dim=1)) for name, it in own.items()}
+    return batch | own
 
 
 def check_context(model: Model) -> None:

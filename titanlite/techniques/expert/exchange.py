@@ -111,9 +111,9 @@ class AllToAllExchange:
         sent_RX = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # X experts of each rank
         received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, name)
         to_others, from_others = self.kernels.read_counts(sent_RX, received_RX, tokens=len(x_SD))
-        x_TD = _Exchange.apply(x_SD, to_others, from_others, name)
+        x_TD = exchange(x_SD, to_others, from_others, name)
         out_TD = self.compute_received(x_TD, received_RX, from_others, weights, compute)
-        return _Exchange.apply(out_TD, from_others, to_others, name)
+        return exchange(out_TD, from_others, to_others, name)
 
     def compute_received(
         self,
@@ -151,9 +151,12 @@ def _own_experts(weight: Tensor, ranks: int) -> Tensor:
     return own
 
 
-class _Exchange(torch.autograd.Function):
+def exchange(x: Tensor, to_others: list[int], from_others: list[int], name: str) -> Tensor:
     """`exchange_rows`, whose backward sends gradients back."""
+    return _Exchange.apply(x, to_others, from_others, name)
 
+
+class _Exchange(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, to_others: list[int], from_others: list[int], name: str) -> Tensor:
         ctx.back = from_others, to_others, name

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from titanlite.train import Run
 
 
+PARTS = "debug.reproducible_context_degree"
 WHOLE_VECTORS = 64
 """Elements after which loops of PyTorch's CPU kernels repeat: two vectors of 32 bfloat16 numbers. What is left over is
 computed by other instructions, which round exponentials otherwise."""
@@ -30,7 +31,7 @@ class ReproducibleLayouts(Technique):
         claims = (Claim.GRADIENTS, Claim.UPDATE) if config.debug.reproducible_layouts else ()
         return dict.fromkeys(claims, self.option)
 
-    @reads(option, "training", "parallelism", "optimizer", "compile.enable")
+    @reads(option, "training", "parallelism", "optimizer", "compile.enable", "teacher", PARTS)
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if not config.debug.reproducible_layouts:
             return
@@ -47,8 +48,16 @@ class ReproducibleLayouts(Technique):
                 "many sequences each has. With 1, up to training.global_batch_size processes can share a step",
             )
         names, args = config.optimizer.names, (config.optimizer.args, *(it.args for it in config.optimizer.groups))
+        parts, context = config.debug.reproducible_context_degree, parallelism.context_parallel_degree
+        if parts & (parts - 1):
+            yield PARTS, f"{self.option} adds parts of sequences in a binary tree: {_not_a_power(parts)}"
+        elif parts % context:
+            yield (
+                PARTS,
+                f"{parts} part(s) of a sequence cannot be shared by parallelism.context_parallel_degree = {context}: "
+                f"set it to {context}, or to the largest degree of any layout of this run. Each value has other bits",
+            )
         refused = {
-            "parallelism.context_parallel_degree": parallelism.context_parallel_degree > 1,
             "parallelism.tensor_parallel_degree": parallelism.tensor_parallel_degree > 1,
             "compile.enable with parallelism.expert_parallel_degree": (
                 config.compile.enable and parallelism.expert_parallel_degree > 1
@@ -63,6 +72,15 @@ class ReproducibleLayouts(Technique):
         for other, is_set in refused.items():
             if is_set:
                 yield self.option, f"cannot be combined with {other} yet: choose one of the two"
+        refused_by_parts = {
+            "compile.enable": config.compile.enable,
+            "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
+            "teacher": config.teacher.is_set,
+            "training.multi_token_weight": training.multi_token_weight > 0,
+        }
+        for other, is_set in refused_by_parts.items():
+            if is_set and parts > 1:
+                yield PARTS, f"cannot be combined with {other} yet: set it to 1, or leave that out"
 
     @reads(option, "training", "parallelism")
     def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
@@ -71,18 +89,23 @@ class ReproducibleLayouts(Technique):
         if world_size & (world_size - 1):
             yield self.option, f"adds over processes in a binary tree: {_not_a_power(world_size)}"
         micro_batches = min(config.training.batch_sizes) // (config.training.local_batch_size or 1)
-        if 0 < micro_batches < world_size:
+        processes = micro_batches * config.parallelism.context_parallel_degree
+        if 0 < processes < world_size:
             yield (
                 self.option,
                 f"a step has {micro_batches} micro-batches of training.local_batch_size = "
                 f"{config.training.local_batch_size} sequences, too few for {world_size} processes: use "
-                f"{micro_batches} processes. With smaller micro-batches, results have other bits",
+                f"{processes} processes. With smaller micro-batches, results have other bits",
             )
 
-    @reads(option, "parallelism")
+    @reads(option, "parallelism", PARTS)
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
         from titanlite.models.base import expert_layers
 
+        if config.debug.reproducible_context_degree > 1:
+            from titanlite.techniques.reproducible.parts import check_parts
+
+            check_parts(model)
         if not config.debug.reproducible_layouts or config.parallelism.expert_parallel_degree == 1:
             return
         for layer in expert_layers(model):
@@ -97,7 +120,8 @@ class ReproducibleLayouts(Technique):
 
     def resume_settings(self, config: Config) -> dict[str, Any]:
         size = config.training.local_batch_size if config.debug.reproducible_layouts else 1
-        return {} if size == 1 else {"training.local_batch_size": size}  # 1 was the only size before
+        settings = {"training.local_batch_size": size, PARTS: config.debug.reproducible_context_degree}
+        return {key: value for key, value in settings.items() if value != 1}  # 1 was the only value before
 
     def summary(self, config: Config) -> str:
         return "same bits on any layout" if config.debug.reproducible_layouts else ""

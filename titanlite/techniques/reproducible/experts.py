@@ -1,17 +1,15 @@
 """Experts on several ranks with the sums of one process that has all of them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from titanlite.models.base import ComputeExperts
 from titanlite.ops.kernels import Kernels
 from titanlite.techniques.expert.exchange import AllToAllExchange
-from titanlite.techniques.reproducible import sums
+from titanlite.techniques.reproducible.sums import copies
 
 
 class ExchangeOfMicroBatches(AllToAllExchange):
@@ -36,23 +34,6 @@ class ExchangeOfMicroBatches(AllToAllExchange):
         compute: ComputeExperts,
     ) -> Tensor:
         ends_RX = received_RX.cumsum(dim=1).to(torch.int32)
-        of_ranks = zip(*(_OfEachRank.apply(it, len(from_others), self.dtype) for it in weights), strict=True)
+        of_ranks = zip(*(copies(it, len(from_others), self.dtype) for it in weights), strict=True)
         parts = zip(x_TD.split([*from_others]), ends_RX, of_ranks, strict=True)
         return torch.cat([compute(*part) for part in parts])
-
-
-class _OfEachRank(torch.autograd.Function):
-    """This rank's part of a weight, once for each rank whose gradient is added."""
-
-    @staticmethod
-    def forward(ctx: Any, weight: DTensor, ranks: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
-        ctx.dtype, ctx.place = dtype, (weight.device_mesh, weight.placements)
-        if weight.requires_grad:  # FSDP adds it over further ranks as it is
-            weight.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
-        part = weight.to_local()
-        return tuple(part.view_as(part) for _ in range(ranks))
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        total = sums.tree_sum(torch.stack(gradients).to(ctx.dtype))
-        return DTensor.from_local(total, *ctx.place, run_check=False), None, None

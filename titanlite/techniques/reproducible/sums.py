@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 
 from titanlite.mesh import replica_group, world_group
 from titanlite.runtime.gradient_memory import ReduceScatter
@@ -40,6 +41,37 @@ def tree_sum(parts: Tensor) -> Tensor:
     while len(parts) > 1:
         parts = parts[0::2] + parts[1::2]
     return parts[0]
+
+
+def add_in_tree(parts: Sequence[Tensor]) -> Tensor:
+    """Return the `tree_sum` of tensors that are not parts of one, without a copy of them."""
+    while len(parts) > 1:
+        parts = [first + second for first, second in zip(parts[0::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def copies(weight: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return this rank's part of a weight several times. Their gradients are added in the tree, in a dtype. A single
+    copy is the weight, whose gradient FSDP converts."""
+    if count == 1:
+        return (weight,)
+    if weight.requires_grad and weight.is_leaf:  # FSDP adds it over ranks as it is
+        weight.grad_dtype = dtype  # pyright: ignore[reportAttributeAccessIssue]
+    return _Copies.apply(weight, count, dtype)
+
+
+class _Copies(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor, count: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        ctx.dtype = dtype
+        ctx.place = (weight.device_mesh, weight.placements) if isinstance(weight, DTensor) else None
+        part = weight.to_local() if isinstance(weight, DTensor) else weight
+        return tuple(part.view_as(part) for _ in range(count))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        total = add_in_tree([it.to(ctx.dtype) for it in gradients])
+        return DTensor.from_local(total, *ctx.place, run_check=False) if ctx.place else total, None, None
 
 
 class TreeReduceScatter(ReduceScatter):

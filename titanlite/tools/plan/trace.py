@@ -46,6 +46,7 @@ from titanlite.techniques import (
     passes_of_step,
     places,
     split_batch,
+    split_loss,
     split_vocabulary,
     weight_average,
 )
@@ -128,6 +129,7 @@ def trace_step(
                     waiting = [torch.empty_like(it) for it in parts for _ in range(untraced)]
                 after_update = recorder.during("other", after_updates(config, model))
                 loss = build_loss(config.training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
+                loss = split_loss(loss, config, mesh)
                 recorder.unit("step")
                 after_update()  # of the step before
                 train_step(
