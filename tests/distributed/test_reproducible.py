@@ -272,11 +272,24 @@ TECHNIQUES_OF_EXPERTS = [
 ]
 
 
+GPT_OSS = (
+    "{name='gpt_oss', args={dim=48, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64, vocab_size=260, "
+    "head_dim=14, window=5, n_experts=4, n_active_experts=2, rope_scaling_factor=8.0}}"
+)
+TECHNIQUES_OF_PARTS = [
+    ["--lora.rank=4"],
+    ["--optimizer.name=Muon", "--activation_checkpoint.mode=selective"],
+    [f"--model={GPT_OSS}", "--training.mixed_precision_param=bfloat16"],
+]
+"""gpt-oss has windows, sinks, biases and experts."""
+
+
 @pytest.mark.nightly
 @pytest.mark.parametrize(
     ("layouts", "options"),
     [
         *(({"four": (2, 2)}, options) for options in DENSE_TECHNIQUES),
+        *(({"four": (1, 1, 4), "replicas": (2, 1, 2)}, [*PARTS, *options]) for options in TECHNIQUES_OF_PARTS),
         *(({"two": (1, 2, 1, 1, 2), "four": (1, 4, 1, 1, 4)}, [*SPARSE, *it]) for it in TECHNIQUES_OF_EXPERTS),
     ],
     ids=lambda value: " ".join(value),

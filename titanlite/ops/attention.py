@@ -251,7 +251,7 @@ def _chunked_attention(
         )
         for q_BNCH, chunk in zip(q_BNLH.chunk(len(chunks), dim=2), chunks, strict=True)
     ]
-    return torch.cat(parts, dim=2)
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim=2)
 
 
 def _packed_attention(

@@ -86,7 +86,11 @@ def attend_to(
     kernels: Kernels, q_BNLH: Tensor, keys: Tensor | list[Tensor], mask: AttentionMask | None, scores: Scores
 ) -> Tensor:
     """Attend to keys and values of whole sequences [B, J, S, H], or to those that each chunk of the queries may see."""
-    if mask is None or isinstance(mask, Tensor | Boundaries):
+    if (
+        mask is None
+        or isinstance(mask, Tensor | Boundaries)
+        or (isinstance(keys, Tensor) and isinstance(mask[0], ChunkBoundaries))
+    ):
         assert isinstance(keys, Tensor)
         k, v = keys.chunk(2, dim=1)
         return kernels.attend(q_BNLH, k, v, mask, scores=scores)
