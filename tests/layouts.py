@@ -171,15 +171,20 @@ def assert_same_curve(
 
 
 def compare_with_one(
-    tiny: TinyRun, techniques: dict[str, list[str]], layouts: Sequence[tuple[int, ...]], *, steps: int = 20
-) -> None:
-    """Train on one process and on each layout, and compare losses, gradient norms and validation losses."""
+    tiny: TinyRun, techniques: dict[str, list[str]], layouts: Sequence[tuple[int, ...]], *, steps: int = 20,
+    loss: float = 1e-5,
+) -> None:  # fmt: skip
+    """Train on one process and on each layout, and compare losses, gradient norms and validation losses.
+
+    Args:
+        loss: relative tolerance of losses.
+    """
     common = [f"--training.steps={steps}", "--validation.enable", f"--validation.freq={steps}"]
     common += [f"--validation.path={tiny.text}", "--checkpoint.enable=false"]
     trained_on(tiny, {name: [*words, *common] for name, words in techniques.items()}, (1, 1), *layouts)
     for name in techniques:
         for layout in layouts:
-            assert_same_curve(tiny, job(name, *layout), job(name, 1, 1), steps=steps)
+            assert_same_curve(tiny, job(name, *layout), job(name, 1, 1), steps=steps, loss=loss)
 
 
 def compare_rounded(

@@ -114,6 +114,22 @@ def test_four_ranks(tiny: TinyRun) -> None:
     compare_with_one(tiny, {"gpt-oss, e2": GPT_OSS}, [(1, 2, 1, 1, 2)], steps=10)
 
 
+FAMILIES = {
+    "olmo3": OLMO, "gemma3": GEMMA, "smollm3": SMOL, "gpt_oss": GPT_OSS, "glm4_moe": GLM, "deepseek_v3": DEEPSEEK,
+    "qwen3_next": QWEN_NEXT,
+}  # fmt: skip
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("family", FAMILIES)
+def test_twenty_steps(tiny: TinyRun, family: str) -> None:
+    """With document masks, at a rate that does not amplify rounding."""
+    layouts = [(2, 2), *([] if family == "qwen3_next" else [(1, 1, 2), (1, 1, 1, 2)])]
+    layouts += [(1, 2, 1, 1, 2)] if "n_experts" in FAMILIES[family][1] else []
+    techniques = {family: [*FAMILIES[family], *MASK, "--optimizer.lr=1e-3"]}
+    compare_with_one(tiny, techniques, layouts, loss=1e-6)
+
+
 @pytest.mark.nightly
 def test_layers_with_a_state_on_four_ranks(tiny: TinyRun) -> None:
     """At a higher rate the loss falls below 0.5, and rounding grows beyond the tolerance."""
