@@ -128,9 +128,17 @@ local batch, GiB a GPU, tokens a second and GPU). H100: its benchmarks of Decemb
 
 CONTEXT = "--parallelism.context_parallel_degree="
 TENSOR = "--parallelism.tensor_parallel_degree="
+FULL_FLOAT8 = [RECOMPUTE + "full", COMPILE, *FLOAT8]
+STAGES = [TENSOR + "8", PIPELINE + "8", "--training.local_batch_size=1", *FULL_FLOAT8]
+INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
     ("70B, FSDP 32 x context 2", "llama3_70b", find_hardware("H100"), 64,
      [CONTEXT + "2", "--training.global_batch_size=128", RECOMPUTE + "full"], 866.77),
+    ("70B, float8, tensor 4 x pipeline 8", "llama3_70b", find_hardware("H100"), 64,
+     [TENSOR + "4", PIPELINE + "8", INTERLEAVED, "--parallelism.pipeline_parallel_layers_per_stage=2",
+      "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+      "--parallelism.pipeline_parallel_last_stage_less_layers=0", "--training.global_batch_size=128",
+      "--training.local_batch_size=1", RECOMPUTE + "none", COMPILE, *FLOAT8], 1_664),
     ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", find_hardware("H100"), 8,
      ["--parallelism.expert_parallel_degree=8", "--training.global_batch_size=512", "--training.local_batch_size=4",
       RECOMPUTE + "full", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"], 12_040),
@@ -138,13 +146,34 @@ AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
      [TENSOR + "8", "--training.global_batch_size=512", "--training.local_batch_size=16", RECOMPUTE + "full"], 652),
     ("405B, FSDP 16 x tensor 8", "llama3_405b", GRAND_TETON, 128,
      [TENSOR + "8", "--training.global_batch_size=32", "--training.local_batch_size=2", RECOMPUTE + "full"], 109),
+    ("405B, float8, FSDP 16 x tensor 8", "llama3_405b", GRAND_TETON, 128,
+     [TENSOR + "8", "--training.global_batch_size=32", "--training.local_batch_size=2", *FULL_FLOAT8], 177),
+    ("70B, float8, FSDP 32 x tensor 8", "llama3_70b", GRAND_TETON, 256,
+     [TENSOR + "8", "--training.global_batch_size=512", "--training.local_batch_size=16", *FULL_FLOAT8], 829),
+    ("405B, float8, FSDP 8 x tensor 8 x pipeline 8", "llama3_405b", GRAND_TETON, 512,
+     ["--training.global_batch_size=256", *STAGES], 100),
+    ("405B, float8, FSDP 8 x tensor 8 x pipeline 8, interleaved", "llama3_405b", GRAND_TETON, 512,
+     ["--training.global_batch_size=256", INTERLEAVED, *STAGES], 128),
+    *((f"405B, float8, FSDP {8 // degree} x context {degree} x tensor 8 x pipeline 8, {seq_len:,} tokens",
+       "llama3_405b", GRAND_TETON, 512,
+       [f"{CONTEXT}{degree}", f"--training.global_batch_size={64 // degree}", f"--training.seq_len={seq_len}",
+        *STAGES], speed)
+      for degree, seq_len, speed in ((1, 32768, 76), (2, 65536, 47), (4, 131072, 31), (8, 262144, 16))),
+    *((f"8B, float8, FSDP {8 // degree} x context {degree}, {seq_len:,} tokens", "llama3_8b", GRAND_TETON, 8,
+       [f"{CONTEXT}{degree}", f"--training.global_batch_size={8 // degree}", f"--training.seq_len={seq_len}",
+        "--training.local_batch_size=1", *FULL_FLOAT8], speed)
+      for degree, seq_len, speed in ((1, 32768, 3890), (2, 65536, 2540), (4, 131072, 1071), (8, 262144, 548))),
+    ("70B, FSDP 64", "llama3_70b", find_hardware("A100-80"), 64,
+     ["--training.global_batch_size=64", "--training.local_batch_size=1", RECOMPUTE + "full"], 331),
 ]  # fmt: skip
-"""Published on H100s: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192
-tokens, and 4,096 of Qwen3.
+"""Published: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and 4,096
+of Qwen3.
 
-Context and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026). Recomputation and dtypes
-are not published. Tensor: torchtitan on GPUs of 94 GB in bfloat16, with full recomputation (docs/performance.md
-of its repository, 2024)."""
+70B with context and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026). Recomputation and
+dtypes are not published. 70B in float8: Megatron-Bridge 26.04.01, whose virtual stages and recomputation are guessed.
+405B in float8 on 128 GPUs, and all in bfloat16 with a tensor axis or on A100s: torchtitan (docs/performance.md of its
+repository, 2024), on H100s of 94 GB. All others: torchtitan, in benchmarks/llama3_h100_202412_torchtitan.md of its
+repository, with asynchronous tensor parallelism where there are stages."""
 
 TORCHTITAN = {
     "8B, batch 1": "39.66, 47.38", "8B, batch 2": "67.06, 76.74",
