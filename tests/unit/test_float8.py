@@ -2,10 +2,12 @@
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.helpers import TinyRun, mentions, train_on_this_rank
 from titanlite.config.load import load
@@ -94,6 +96,17 @@ def test_rows_that_do_not_divide_are_not_gathered_in_float8(log: Callable[[], li
         assert hasattr(model.layers[0].attention.wq.weight, "_precomputed_scale") is wrapped
     [line] = [line for line in log() if "gathered" in line]
     assert mentions(line, 5, 3, "layers.0.attention.wq", "layers.0.attention.wo", "layers.0.feed_forward.w1")
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_parts_of_split_layers_need_multiples_of_16_too(log: Callable[[], list[str]]) -> None:
+    pytest.importorskip("torchao")
+    args = Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16)
+    model, axis = on_meta(Llama3, args), SimpleNamespace(size=lambda: 4, get_group=lambda: dist.group.WORLD)
+    convert_to_float8(model, float8=Float8(enable=True, skip_small=False), shard_degree=1, tensor=axis)  # pyright: ignore
+    converted = {name for name, it in model.named_modules() if type(it).__name__ == "SplitFloat8Linear"}
+    assert converted == {"layers.0.attention.wq", "layers.0.attention.wo"}
+    assert any(mentions(line, 5, 16, "layers.0.attention.wk", "layers.0.attention.wv") for line in log())
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 
 ROWWISE = ("rowwise", "rowwise_with_gw_hp")
 SMALL = "slower in float8"
+NEEDED = "float8 matmuls need sizes that are multiples of 16"
 PACKAGE = "torchao.float8"
 """Package of torchao, with the classes of float8 layers."""
 
@@ -41,6 +42,11 @@ def convert_to_float8(
     """
     torchao = _torchao()
     chosen, kept = choose_layers(model, float8)
+    split = _split_dims(model, chosen) if tensor else {}
+    ranks = tensor.size() if tensor else 1
+    for name in [name for name, dim in split.items() if chosen[name].weight.shape[dim] // ranks % 16]:
+        kept.setdefault(f"{NEEDED}, also parts of {ranks} ranks", []).append(name)
+        del chosen[name], split[name]
     sizes = ", ".join(f"{count} of {size}" for size, count in Counter(map(_size, chosen.values())).items())
     what = f"converted {len(chosen)} linear layers: {_brief([*chosen])} ({sizes})"
     logger.info("float8 (%s): %s", float8.recipe_name, what)
@@ -53,8 +59,7 @@ def convert_to_float8(
         small = any(SMALL in reason for reason in kept)
         hint = "; quantize.linear.float8.skip_small = false converts small ones too" if small else ""
         raise UserError(f"quantize.linear.float8.enable: no layer can be converted; see the reasons above{hint}")
-    split = _split_dims(model, chosen) if tensor else {}
-    parts = dict.fromkeys((name for name, dim in split.items() if dim == 0), tensor.size() if tensor else 1)
+    parts = dict.fromkeys((name for name, dim in split.items() if dim == 0), ranks)
     gather = _gathers_in_float8(float8, chosen, shard_degree, parts)
     if gather and split and (on_host or not float8.precompute_float8_dynamic_scale_for_fsdp):
         logger.info("float8: weights are not gathered in float8: each needs one scale for all parts, computed before")
@@ -127,7 +132,7 @@ def _reason_to_keep(linear: nn.Linear, name: str, float8: Float8, head_layers: s
     if linear in head_layers:
         return "the loss computes its matmul itself"
     if linear.in_features % 16 or linear.out_features % 16:
-        return "float8 matmuls need sizes that are multiples of 16"
+        return NEEDED
     if float8.skip_small and (limit := _too_small(linear, float8.recipe_name)):
         return f"{_size(linear)}: {SMALL} {limit}"
     return None
