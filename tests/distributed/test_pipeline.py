@@ -37,7 +37,14 @@ LAYOUTS: dict[str, tuple[list[str], list[str]]] = {
     "p2-t2": (degrees(1, 1, tensor=2, pipeline=2), DENSE),
     "p2-t2-interleaved": ([*degrees(1, 1, tensor=2, pipeline=2), SCHEDULE.format("Interleaved1F1B")], DENSE),
     "p2-e2": (degrees(1, 2, expert=2, pipeline=2), EXPERTS),
-    "p2-e2-zero-bubble": ([*degrees(1, 2, expert=2, pipeline=2), SCHEDULE.format("ZBVZeroBubble")], EXPERTS),
+    "p2-e2-zero-bubble": (  # recomputes some micro-batches twice
+        [
+            *degrees(1, 2, expert=2, pipeline=2),
+            SCHEDULE.format("DualPipeV"),
+            "--activation_checkpoint.mode=full",
+        ],
+        EXPERTS,
+    ),
 }
 TECHNIQUES: dict[str, list[str]] = {
     "mask": [*DENSE, "--data.document_mask"],

@@ -22,7 +22,7 @@ from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import FeedForward
 from titanlite.ops.functions import swiglu
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
-from titanlite.runtime.private_torch.tensors import reshape_result
+from titanlite.runtime.private_torch.tensors import is_in_backward, reshape_result
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,8 +164,10 @@ class Experts(ExpertLayer):
         expert_S, order_S = chosen_TK.flatten().sort(stable=True)
         experts_E = torch.arange(len(self.bias_E), device=x_TD.device)
         ends_E = torch.searchsorted(expert_S, experts_E, right=True).to(torch.int32)
-        if self.training and torch.is_grad_enabled():
-            # With activation checkpointing a block counts twice, which changes no expert's share.
+        # Not again where backward recomputes the block, which pipelines may do twice, of some micro-batches. A compiled
+        # block counts all of its recomputations, which changes no expert's share.
+        is_recomputed = not torch.compiler.is_compiling() and is_in_backward()
+        if self.training and torch.is_grad_enabled() and not is_recomputed:
             self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
         x_SD = x_TD.index_select(0, order_S // self.n_active)
         out_SD = self.pass_through_experts(x_SD, ends_E)
