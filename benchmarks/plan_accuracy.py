@@ -130,6 +130,8 @@ CONTEXT = "--parallelism.context_parallel_degree="
 TENSOR = "--parallelism.tensor_parallel_degree="
 FULL_FLOAT8 = [RECOMPUTE + "full", COMPILE, *FLOAT8]
 STAGES = [TENSOR + "8", PIPELINE + "8", "--training.local_batch_size=1", *FULL_FLOAT8]
+EXPERT = "--parallelism.expert_parallel_degree="
+OF_EXPERTS = [RECOMPUTE + "full", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
 INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
 AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
     ("70B, FSDP 32 x context 2", "llama3_70b", find_hardware("H100"), 64,
@@ -163,14 +165,22 @@ AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
        [f"{CONTEXT}{degree}", f"--training.global_batch_size={8 // degree}", f"--training.seq_len={seq_len}",
         "--training.local_batch_size=1", *FULL_FLOAT8], speed)
       for degree, seq_len, speed in ((1, 32768, 3890), (2, 65536, 2540), (4, 131072, 1071), (8, 262144, 548))),
+    ("gpt-oss 20B, FSDP 8 x expert 8", "gpt_oss_20b", find_hardware("H100"), 8,
+     [EXPERT + "8", "--training.global_batch_size=64", "--training.local_batch_size=4", *OF_EXPERTS], 13_058),
+    ("gpt-oss 120B, FSDP 64 x expert 16", "gpt_oss_20b", find_hardware("H100"), 64,
+     [EXPERT + "16", "--model.flavor=120B", "--training.global_batch_size=256", "--training.local_batch_size=4",
+      *OF_EXPERTS], 7_626),
+    ("DeepSeek-V3 671B, FSDP 64 x expert 64 x pipeline 4", "moonlight_16b_a3b", find_hardware("H100"), 256,
+     [EXPERT + "64", PIPELINE + "4", "--model.flavor=671B", "--model.args.vocab_size=129280",
+      "--training.global_batch_size=512", "--training.local_batch_size=1", *OF_EXPERTS], 1_002),
     ("70B, FSDP 64", "llama3_70b", find_hardware("A100-80"), 64,
      ["--training.global_batch_size=64", "--training.local_batch_size=1", RECOMPUTE + "full"], 331),
 ]  # fmt: skip
 """Published: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and 4,096
 of Qwen3.
 
-70B with context and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026). Recomputation and
-dtypes are not published. 70B in float8: Megatron-Bridge 26.04.01, whose virtual stages and recomputation are guessed.
+70B with context, and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026). Recomputation
+and dtypes are not published. 70B in float8: Megatron-Bridge 26.04.01; its virtual stages and recomputation are guessed.
 405B in float8 on 128 GPUs, and all in bfloat16 with a tensor axis or on A100s: torchtitan (docs/performance.md of its
 repository, 2024), on H100s of 94 GB. All others: torchtitan, in benchmarks/llama3_h100_202412_torchtitan.md of its
 repository, with asynchronous tensor parallelism where there are stages."""
