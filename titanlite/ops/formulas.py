@@ -35,24 +35,9 @@ def attend_by_formula(
     return (weights_BNLS.unflatten(1, (k_BKSH.shape[1], -1)) @ v_BKSH.unsqueeze(2)).flatten(1, 2)
 
 
-def attend_packed(
-    q_BNLH: Tensor,
-    k_BKSH: Tensor,
-    v_BKSH: Tensor,
-    query_offsets: Tensor,
-    key_offsets: Tensor,
-    *,
-    window: int | None,
-    scale: float | None,
-    soft_cap: float,
-) -> Tensor:
-    """Causal attention within documents -> [B, N, L, H], whose scores have a soft cap. No scores are held.
-
-    The last query is aligned with the last key. FlexAttention is a kernel that the compiler makes, on a GPU.
-    """
-    attend = flex_attend if torch.compiler.is_compiling() else _compiled()
-    options = {"window": window, "scale": scale, "soft_cap": soft_cap}
-    return attend(q_BNLH, k_BKSH, v_BKSH, query_offsets, key_offsets, **options)
+def attend_packed(*operands: Tensor, **options: Any) -> Tensor:
+    """Call `flex_attend` in compiled code: plain PyTorch would hold the scores."""
+    return (flex_attend if torch.compiler.is_compiling() else _compiled())(*operands, **options)
 
 
 @cache
@@ -71,7 +56,10 @@ def flex_attend(
     scale: float | None,
     soft_cap: float,
 ) -> Tensor:
-    """Compute `attend_packed` by FlexAttention: for the compiler, since plain PyTorch would hold the scores."""
+    """Causal attention within documents -> [B, N, L, H], whose scores have a soft cap, by FlexAttention.
+
+    The last query is aligned with the last key. On a GPU, the compiler makes a kernel of it, which holds no scores.
+    """
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention  # the import takes a second
 
     device = q_BNLH.device
