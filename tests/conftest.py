@@ -130,11 +130,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     Workers get consecutive parts of the list, and later take tests from the end of another's.
     """
     workers = getattr(config, "workerinput", {}).get("workercount", 1)
-    slow = [item for item in items if "slow" in item.keywords]
-    others = [item for item in items if "slow" not in item.keywords]
+    slow = [item for item in items if item.get_closest_marker("slow")]  # keywords have names of folders, too
+    others = [item for item in items if not item.get_closest_marker("slow")]
     size = -(-len(others) // workers)
     items[:] = [it for n in range(workers) for it in (*slow[n::workers], *others[n * size : (n + 1) * size])]
-    if (on_gpu := [item for item in items if "gpu" in item.keywords]) and not has_gpu():
+    if (on_gpu := [item for item in items if item.get_closest_marker("gpu")]) and not has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
