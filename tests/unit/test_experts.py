@@ -19,7 +19,7 @@ from tests.own_models import Variants
 from titanlite.models.base import build_on_meta
 from titanlite.models.experts import ExpertArgs, ExpertOptions, Experts
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.functions import clamped_swiglu
+from titanlite.ops.functions import clamped_swiglu, inverse_of, take_rows
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.runtime.errors import UserError
@@ -231,6 +231,20 @@ def test_planted_mistakes_show(mistake: str) -> None:
     with torch.no_grad():
         plant(layer)
         assert apart(layer, other) > 1e-3
+
+
+@pytest.mark.parametrize("copies", [1, 4])
+def test_rows_in_another_order_have_gradients_rounded_once(copies: int) -> None:
+    draw = torch.Generator().manual_seed(0)
+    order_S = torch.randperm(24 * copies, generator=draw)
+    x_TD = torch.randn(24, 8, generator=draw, dtype=torch.bfloat16).requires_grad_()
+    out_SD = take_rows(x_TD, order_S, inverse_of(order_S), copies)
+    assert out_SD.equal(x_TD[order_S // copies])
+    gradient_SD = torch.randn(out_SD.shape, generator=draw).bfloat16()
+    (found_TD,) = torch.autograd.grad(out_SD, x_TD, gradient_SD)
+    sums_TD = torch.zeros(24, 8).index_add(0, order_S // copies, gradient_SD.float())
+    assert found_TD.equal(sums_TD.bfloat16())
+    torch.library.opcheck(take_rows, (x_TD, order_S, inverse_of(order_S), copies))
 
 
 def test_clamped_swiglu_has_the_gradient_of_autograd() -> None:

@@ -20,7 +20,7 @@ from titanlite.models.base import BRANCHES_OF_DECODER, DECODER_OF_EXPERTS, Exper
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import FeedForward
-from titanlite.ops.functions import swiglu
+from titanlite.ops.functions import inverse_of, swiglu, take_rows
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import is_in_backward, reshape_result
 
@@ -169,9 +169,9 @@ class Experts(ExpertLayer):
         is_recomputed = not torch.compiler.is_compiling() and is_in_backward()
         if self.training and torch.is_grad_enabled() and not is_recomputed:
             self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
-        x_SD = x_TD.index_select(0, order_S // self.n_active)
-        out_SD = self.pass_through_experts(x_SD, ends_E)
-        out_TKD = torch.empty_like(out_SD).index_copy(0, order_S, out_SD).unflatten(0, chosen_TK.shape)
+        inverse_S = inverse_of(order_S)
+        out_SD = self.pass_through_experts(take_rows(x_TD, order_S, inverse_S, self.n_active), ends_E)
+        out_TKD = take_rows(out_SD, inverse_S, order_S).unflatten(0, chosen_TK.shape)
         out_BLD = reshape_result(torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD), x_BLD.shape)
         if self.shared is None:
             return out_BLD

@@ -18,6 +18,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.models.base import ComputeExperts, Model, expert_layers
+from titanlite.ops.functions import inverse_of, take_rows
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import UserError
@@ -135,8 +136,8 @@ class AllToAllExchange:
         order_T = expert_T.argsort(stable=True)
         ends_X = received_RX.sum(dim=0).cumsum(dim=0).to(torch.int32)
         own = [_own_experts(weight, len(from_others)) for weight in weights]
-        out_TD = compute(x_TD.index_select(0, order_T), ends_X, own)
-        return torch.empty_like(out_TD).index_copy(0, order_T, out_TD)
+        inverse_T = inverse_of(order_T)
+        return take_rows(compute(take_rows(x_TD, order_T, inverse_T), ends_X, own), inverse_T, order_T)
 
 
 def _own_experts(weight: Tensor, ranks: int) -> Tensor:
