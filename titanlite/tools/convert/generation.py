@@ -8,6 +8,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.base import Model
@@ -19,6 +20,8 @@ from titanlite.runtime.errors import RunError, UserError
 
 INCOMPLETE = "\ufffd"
 """Character that decoders put in place of bytes that are no whole character."""
+BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""Not cuDNN, which plans anew for each number of keys: that takes longer than all else for a token."""
 
 
 def token_probabilities(logits_V: Tensor, *, temperature: float, top_p: float) -> Tensor:
@@ -123,7 +126,8 @@ class Generator:
         tokens_BL = torch.tensor([ids[self._cache.length if self._cache else 0 :]], device=self.device)
         documents = self._cache.next_documents(tokens_BL) if self._cache else None
         more: dict[str, Any] = {} if documents is None else {"documents": documents}
-        logits_V = self.model(tokens_BL, loss=self._last_logits, **more)
+        with sdpa_kernel(BACKENDS):
+            logits_V = self.model(tokens_BL, loss=self._last_logits, **more)
         if logits_V.isnan().any():
             raise RunError("the model's logits are NaN: its weights are damaged, or too large for this dtype")
         return logits_V
