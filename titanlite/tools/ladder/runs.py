@@ -76,7 +76,7 @@ def command_of(rung: Rung, processes: int | None) -> list[str]:
     return [*launcher, "--config", str(rung.toml)]
 
 
-def train(name: str, command: Sequence[str], *, to_stderr: bool) -> None:
+def train(name: str, command: Sequence[str]) -> None:
     """Train a run until its end. Signals that stop a run are passed on to it.
 
     Raises:
@@ -84,10 +84,7 @@ def train(name: str, command: Sequence[str], *, to_stderr: bool) -> None:
         StoppedBySignal: it was stopped, with a checkpoint.
     """
     sys.stdout.flush()
-    with (
-        subprocess.Popen(command, stdout=sys.stderr if to_stderr else None, preexec_fn=stop_with_launcher) as process,
-        _passing_on(process),
-    ):
+    with subprocess.Popen(command, preexec_fn=stop_with_launcher) as process, _passing_on(process):
         code = process.wait()
     if code == STOPPED:
         raise StoppedBySignal(f"{name} was stopped", taken=0)
