@@ -9,7 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 from titanlite.config.load import load
 from titanlite.models.registry import ModelSpec
@@ -182,12 +181,3 @@ def _is_width(spec: ModelSpec, width: int, depth: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def options_of(tree: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, value) of each option of a dumped config."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from options_of(value, (*above, key))
-        else:
-            yield (*above, key), value
