@@ -190,7 +190,8 @@ def test_tools_and_other_fields(tmp_path: Path, tokenizer: Path) -> None:
         *of_transformers(tokenizer, [[USER, ASSISTANT]], tools=tools),
         *of_transformers(tokenizer, [[USER, ASSISTANT]]),
     ]
-    shared = write_chats(tmp_path / "shared.jsonl", [{"conversations": [USER, ASSISTANT]}])
+    turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
+    shared = write_chats(tmp_path / "shared.jsonl", [{"conversations": turns}])
     out = prepared(shared, tokenizer, "--text-field", "conversations")
     assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
 

@@ -19,6 +19,8 @@ if TYPE_CHECKING:  # each process that tokenizes imports this file, and needs no
 KEY = "data.chat_template"
 FIELD = "messages"
 """Field of a JSON line with a chat, unless --text-field names another."""
+ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
+"""Roles of chat messages with `from` and `value`, as ShareGPT has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -147,6 +149,8 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
             raise Wrong(f"chat message {number} is not an object with role and content")
+        if "role" not in message and {"from", "value"} <= message.keys():
+            message = {"role": ROLES.get(message["from"], message["from"]), "content": message["value"]}
         if not isinstance(message.get("role"), str):
             raise Wrong(f"chat message {number} has no role")
         messages.append({**message})
