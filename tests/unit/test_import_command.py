@@ -69,7 +69,7 @@ def test_what_comes_in_goes_out_bit_for_bit(family: str, dtype: torch.dtype, tie
 
 @pytest.mark.long
 def test_a_layer_after_the_last_can_be_left_out(tmp_path: Path) -> None:
-    """Released folders of GLM-4.5 have one for multi-token prediction."""
+    """Released folders of GLM-4.5 and DeepSeek-V3 have one for multi-token prediction."""
     hf = tmp_path / "hf"
     oracle_of("glm4_moe", num_hidden_layers=3).save_pretrained(hf)
     config = json.loads((hf / "config.json").read_text()) | {"num_hidden_layers": 2}
