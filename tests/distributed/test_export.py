@@ -6,22 +6,18 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import TinyRun, mentions, run_in_turn, train_on_this_rank
+from tests.helpers import TinyRun, mentions, run_in_turn
+from tests.layouts import trained
 from tests.weights import SMALL
-from titanlite.schema import Config
 from titanlite.tools.convert.export import Target, export_folder
 from titanlite.tools.convert.source import load_model, open_source
-
-
-def train(rank: int, world_size: int, config: Config) -> None:
-    train_on_this_rank(config, rank, world_size)
 
 
 @pytest.mark.slow
 def test_sharded_checkpoints_are_exported_in_one_process(tiny: TinyRun, tmp_path: Path) -> None:
     """The files have what `dcp.load` reads, as transformers does."""
     options = [f"--model.args.{name}={value}" for name, value in {**SMALL, "vocab_size": 387, "hidden_dim": 42}.items()]
-    run_in_turn(train, 2, [tiny.config(*options, "--training.steps=2", world_size=2)])
+    run_in_turn(trained, 2, [tiny.config(*options, "--training.steps=2", world_size=2)])
     source = open_source(str(tiny.folder / "outputs" / "tiny"))
     assert len({chunk.relative_path for chunk in source.metadata.storage_data.values()}) >= 2
     weights = dict(load_model(source).named_parameters())

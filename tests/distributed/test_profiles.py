@@ -5,16 +5,12 @@ import json
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from titanlite.schema import Config
+from tests.helpers import TinyRun, run_in_turn
+from tests.layouts import trained
 from titanlite.tools.report.profile_command import read_profile
 
 UNITS = ("tok_embeddings", "layers.0", "head")
 STEPS, WINDOW = 6, 2
-
-
-def train(rank: int, world_size: int, config: Config) -> None:
-    train_on_this_rank(config, rank, world_size)
 
 
 @pytest.mark.nightly
@@ -25,7 +21,7 @@ def test_every_rank_writes_its_collectives(tiny: TinyRun) -> None:
         tiny.config(*options, "--compile.enable=true", "--job.name=on", world_size=2),
         tiny.config("--compile.enable=true", "--job.name=off", world_size=2),
     ]
-    run_in_turn(train, 2, configs)
+    run_in_turn(trained, 2, configs)
     assert tiny.losses("on") == tiny.losses("off")
     for rank in (0, 1):
         path = tiny.folder / f"outputs/on/profile/step-{STEPS:08}/rank-{rank}.json.gz"

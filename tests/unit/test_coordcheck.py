@@ -38,23 +38,26 @@ def test_slopes_are_those_of_power_laws() -> None:
 @pytest.mark.long
 def test_the_standard_parametrization_grows_and_mup_is_flat(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     def check(*options: str, out: Path | None = None) -> None:
-        coordcheck(str(tiny.toml), [*OPTIONS, *options], widths=[32, 64, 128], steps=3, out=out, json_=True)
+        coordcheck(str(tiny.toml), [*OPTIONS, *options], widths=[32, 64, 128], steps=3, out=out)
 
     with pytest.raises(RunError) as error:
         check()
     assert mentions(str(error.value), "last block", "logits")
     check(*MUP, out=tiny.folder / "check.html")
-    output = capsys.readouterr().out
-    records = [json.loads('{\n "sizes"' + part) for part in output.split('{\n "sizes"')[1:]]
-    assert [(it["width"], it["depth"]) for it in records[0]["sizes"]] == [(32, 1), (64, 1), (128, 1)]
-    assert {len(it["logits"]) - len(it["logits, change"]) for it in records[0]["sizes"]} == {1}
+    output = capsys.readouterr().out.splitlines()
+    rows = [line.removeprefix("logits, change").split() for line in output if line.startswith("logits, change  ")]
+    assert [row[:2] for row in rows] == [["32", "1"], ["64", "1"], ["128", "1"]] * 2
+    assert {len(row) for row in rows} == {5}, "there is no change at step 0"
     charts = chart_data((tiny.folder / "check.html").read_text())
     drawn = next(it for it in charts if it["name"] == "last block, change width")
     assert [it["x"] for it in drawn["traces"]] == [[32, 64, 128]] * 3
-    assert drawn["traces"][-1]["y"] == [it["last block, change"][-1] for it in records[1]["sizes"]]
+    last = [line.split()[-1] for line in output if line.startswith("last block, change  ")]
+    assert [f"{it:.3g}" for it in drawn["traces"][-1]["y"]] == last[3:]
+    found = [match.groups() for line in output if (match := re.fullmatch(r"(.+): width\^([+-].+): (\w+)", line))]
+    half = len(found) // 2
     verdicts = {
-        name: {it["quantity"]: (it["words"], it["slopes"]["width"]) for it in record["verdicts"]}
-        for name, record in zip(["standard", "mup"], records, strict=True)
+        name: {quantity: (words, float(slope)) for quantity, slope, words in part}
+        for name, part in (("standard", found[:half]), ("mup", found[half:]))
     }
     for quantity in ("last block, change", "logits, change"):
         assert verdicts["standard"][quantity][0] == "grows"

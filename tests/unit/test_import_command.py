@@ -56,13 +56,10 @@ def tensors_at(path: Path, dtype: torch.dtype = torch.float32) -> dict[str, torc
 )
 def test_what_comes_in_goes_out_bit_for_bit(family: str, dtype: torch.dtype, tied: bool, tmp_path: Path) -> None:
     oracle_of(family, tied=tied, dtype=dtype).save_pretrained(tmp_path / "hf")
-    assert imported(tmp_path / "hf", "--out", tmp_path / "ours", "--dtype", "float32") == 0
-    stored = open_source(str(tmp_path / "ours")).metadata.state_dict_metadata.values()
-    assert {entry.properties.dtype for entry in stored} == {torch.float32}  # type: ignore[union-attr]
-    to_dtype = "--dtype", str(dtype).removeprefix("torch.")
-    for source, out, options in (("ours", "again", to_dtype), ("hf", "direct", ())):
+    assert imported(tmp_path / "hf", "--out", tmp_path / "ours") == 0
+    for source, out in (("ours", "again"), ("hf", "direct")):
         words = ["checkpoint", "export", str(tmp_path / source), "--out", str(tmp_path / out), "--no-tokenizer"]
-        assert cli.run([*words, *options]) == 0
+        assert cli.run(words) == 0
         assert_same(load_file(tmp_path / out / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors"))
     again = AutoConfig.from_pretrained(tmp_path / "again").to_dict()
     first = AutoConfig.from_pretrained(tmp_path / "hf").to_dict()
@@ -72,7 +69,7 @@ def test_what_comes_in_goes_out_bit_for_bit(family: str, dtype: torch.dtype, tie
 
 @pytest.mark.long
 def test_a_layer_after_the_last_can_be_left_out(tmp_path: Path) -> None:
-    """Released folders of GLM-4.5 have one for multi-token prediction."""
+    """Released folders of GLM-4.5 and DeepSeek-V3 have one for multi-token prediction."""
     hf = tmp_path / "hf"
     oracle_of("glm4_moe", num_hidden_layers=3).save_pretrained(hf)
     config = json.loads((hf / "config.json").read_text()) | {"num_hidden_layers": 2}

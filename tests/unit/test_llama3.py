@@ -1,4 +1,4 @@
-"""Llama 3 against exact parameter counts, against transformers' Llama, and against torch's own FLOP counter."""
+"""Llama 3 against transformers' Llama, and every family against torch's own FLOP counter."""
 
 from dataclasses import fields, replace
 from functools import partial
@@ -15,13 +15,6 @@ from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3Args
 from titanlite.models.registry import MODELS, resolve_model
 
-COUNTS = {
-    "1B": 1_235_814_400,
-    "3B": 3_212_749_824,
-    "8B": 8_030_261_248,
-    "70B": 70_553_706_496,
-    "405B": 405_853_388_800,
-}
 SHAPES = {
     "grouped queries": SMALL,
     "one key head": replace(SMALL, n_kv_heads=1),
@@ -29,13 +22,6 @@ SHAPES = {
     "tied head": replace(SMALL, tied_head=True),
     "scaled rope": replace(SMALL, rope_scaling_factor=8.0, rope_theta=500000.0, dim=256),
 }
-
-
-@pytest.mark.parametrize("flavor", COUNTS)
-def test_parameter_counts(flavor: str) -> None:
-    model, args = resolve_model("llama3", flavor, {})
-    with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in model(args).parameters()) == COUNTS[flavor]
 
 
 @pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)

@@ -93,8 +93,6 @@ def test_runs_and_commands_take_a_merged_checkpoint(tiny: TinyRun, capfd: pytest
     assert cli.run(["checkpoint", "verify", mean]) == 0
     assert cli.run(["checkpoint", "export", mean, "--out", f"{mean}_hf"]) == 0
     assert cli.run(["generate", mean, "--prompt", "a", "--max-new-tokens", "1"]) == 0
-    assert merged(f"{mean}_hf", mean, "--out", f"{mean}_again") == 0
-    assert all(torch.equal(tensor, found[name]) for name, tensor in stored(Path(f"{mean}_again")).items())
 
 
 @pytest.mark.long
@@ -120,7 +118,7 @@ def test_mistakes_and_damage_are_one_line_each(tmp_path: Path, capfd: pytest.Cap
         ([first, theta], "model.args.rope_theta"),
         ([first, tmp_path / "gone"], "gone"),
         ([first, third], damaged),
-        ([tmp_path / "experts", tmp_path / "experts"], "layers.0.feed_forward.bias_E"),
+        ([first, tmp_path / "experts"], "titanlite checkpoint import"),
         ([first, second, "--weights", "1", "1", "2"], "--weights"),
         ([first, second, third, "--weights", "1", "1", "-2"], "--weights"),
         ([first, second, "--weights", "1", "nan"], "--weights"),

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from tests.helpers import mentions
 from tests.manifests import save
-from titanlite.checkpoint.dcp_read import Piece, find_fault
+from titanlite.checkpoint.dcp_read import covers
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.runtime.private_torch.checkpoint import StorageInfo
 from titanlite.tools.cli import run
@@ -35,40 +35,31 @@ FRAME = 10
 """Bytes that a piece has beside its elements."""
 
 
-@pytest.mark.parametrize(
-    ("shape", "pieces", "words"),
-    [
-        ([7, 6], ROWS, None),
-        ([7, 6], [*ROWS, ([7, 0], [0, 6])], None),  # a rank without rows
-        ([7, 6], ROWS[:1], ["[4:7, :]"]),
-        ([7, 6], [*ROWS, ([2, 1], [1, 2])], ["[2:3, 1:3]", "2 pieces"]),
-        ([7, 6], [([0, 0], [4, 6]), ([3, 0], [3, 6])], ["[3:4, 0:6]", "2 pieces"]),  # as many as there are
-        ([2, 4], [([0, 0], [2, 1]), ([0, 1], [1, 3]), ([1, 2], [1, 2])], ["[1:2, 1:2]", "no piece"]),
-        ([7, 6], [([4, 0], [4, 6])], ["[4, 0]", "[4, 6]", "[7, 6]"]),
-        ([], [], ["no piece"]),
-        ([], [([], []), ([], [])], ["2 pieces"]),
-        ([3, 2, 2], [([0, 0, 0], [3, 2, 1]), ([0, 0, 1], [3, 1, 1])], ["[0:3, 1:2, 1:2]", "no piece"]),
-    ],
-)
-def test_faults(shape: list[int], pieces: list[Box], words: list[str] | None) -> None:
-    fault = find_fault(shape, [Piece(*piece) for piece in pieces])
-    assert fault is None if words is None else mentions(str(fault), *words)
-
-
-def test_faults_are_those_that_counting_each_element_finds() -> None:
+def test_pieces_are_right_where_counting_each_element_says_so() -> None:
     draw, found = random.Random(0), Counter[bool]()
     for _ in range(400):
         shape = [draw.randint(0, 3) for _ in range(draw.randint(0, 3))]
-        pieces = [Piece([draw.randint(0, 2) for _ in shape], [draw.randint(0, 3) for _ in shape])
+        pieces = [([draw.randint(0, 2) for _ in shape], [draw.randint(0, 3) for _ in shape])
                   for _ in range(draw.randint(0, 3))]  # fmt: skip
-        pieces += [Piece([0] * len(shape), shape)] * draw.randint(0, 1)
+        pieces += [([0] * len(shape), shape)] * draw.randint(0, 1)
         boxes = [[range(o, o + size) for o, size in zip(*piece, strict=True)] for piece in pieces]
         counts = Counter(index for box in boxes for index in product(*box))
         are_inside = all(o + size <= n for piece in pieces for o, size, n in zip(*piece, shape, strict=True))
         is_right = are_inside and counts == Counter(product(*map(range, shape)))
-        assert (find_fault(shape, pieces) is None) == is_right, (shape, pieces)
+        assert covers(torch.Size(shape), chunks_of(pieces)) == is_right, (shape, pieces)
         found[is_right] += 1
     assert min(found.values()) > 40
+
+
+def test_as_many_elements_as_there_are_and_one_twice() -> None:
+    assert not covers(torch.Size([7, 6]), chunks_of([([0, 0], [4, 6]), ([3, 0], [3, 6])]))
+    rows_apart = [([row, column], [1, 3]) for row in range(4) for column in (0, 3)]
+    assert covers(torch.Size([4, 6]), chunks_of(rows_apart))
+    assert not covers(torch.Size([4, 6]), chunks_of([*rows_apart[:-1], ([0, 3], [1, 3])]))
+
+
+def chunks_of(boxes: Sequence[Box]) -> list[ChunkStorageMetadata]:
+    return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in boxes]
 
 
 def stored(folder: Path, tensors: Mapping[str, tuple[Sequence[int], Sequence[Box]]]) -> None:
@@ -78,7 +69,7 @@ def stored(folder: Path, tensors: Mapping[str, tuple[Sequence[int], Sequence[Box
     storage: dict[MetadataIndex, Any] = {}
     entries: dict[str, Any] = {}
     for name, (shape, boxes) in tensors.items():
-        chunks = [ChunkStorageMetadata(torch.Size(offset), torch.Size(size)) for offset, size in boxes]
+        chunks = chunks_of(boxes)
         entries[name] = TensorStorageMetadata(TensorProperties(torch.float32), torch.Size(shape), chunks)
         for rank, chunk in enumerate(chunks):
             file = f"__{rank}_0.distcp"
@@ -100,7 +91,7 @@ def test_damage_is_one_line(tmp_path: Path, capfd: Ends) -> None:
     assert run(["checkpoint", "show", str(tmp_path)]) == 2
     out, error = capfd.readouterr()
     assert (out, len(error.splitlines())) == ("", 1)
-    assert mentions(error, f"{tmp_path / folder_name(3)}/.metadata", "model.w", "[4:7, :]")
+    assert mentions(error, f"{tmp_path / folder_name(3)}/.metadata", "model.w", "[7, 6]")
 
 
 def test_a_file_of_another_size_than_the_manifest_states(tmp_path: Path, capfd: Ends) -> None:

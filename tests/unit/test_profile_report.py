@@ -142,9 +142,6 @@ def test_a_real_run(tiny: TinyRun, capsys: pytest.CaptureFixture[str]) -> None:
     assert f"operators: {path.parent}/rank-0.txt" in lines
     matmuls = next(line.split() for line in lines if line.lstrip().startswith("aten::mm "))
     assert int(matmuls[-1]) == 2 * 3 * (7 + 1), "steps; forward and two in backward; layers and the head"
-    assert profile(run, "--json") == 0
-    record = json.loads(capsys.readouterr().out)
-    assert (record["first"], record["last"], record["total"]) == (2, 3, found.total)
 
 
 DAMAGED = {

@@ -1,4 +1,4 @@
-"""Qwen3, dense and with experts, against exact parameter counts and against transformers' models."""
+"""Qwen3, dense and with experts, against transformers' models."""
 
 from dataclasses import replace
 from functools import partial
@@ -14,22 +14,11 @@ from tests.helpers import world
 from tests.models import DENSE, MOE, assert_gradients_equal, built
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe
-from titanlite.models.registry import resolve_model
 from titanlite.ops.kernels import DEFAULT_KERNELS
 from titanlite.optim import build_optimizer
 from titanlite.schema import Optimizer
 from titanlite.step import train_step
 
-COUNTS = {
-    ("qwen3", "0.6B"): 596_049_920,
-    ("qwen3", "1.7B"): 1_720_574_976,
-    ("qwen3", "4B"): 4_022_468_096,
-    ("qwen3", "8B"): 8_190_735_360,
-    ("qwen3", "14B"): 14_768_307_200,
-    ("qwen3", "32B"): 32_762_123_264,
-    ("qwen3_moe", "30B-A3B"): 30_532_122_624,
-    ("qwen3_moe", "235B-A22B"): 235_093_634_560,
-}
 SHAPES = {
     "dense": DENSE,
     "tied": replace(DENSE, tied_head=True, norm_eps=1e-3),
@@ -37,13 +26,6 @@ SHAPES = {
     "all experts": replace(MOE, n_active_experts=8),
     "tied experts": replace(MOE, n_active_experts=2, tied_head=True),
 }
-
-
-@pytest.mark.parametrize(("name", "flavor"), COUNTS)
-def test_parameter_counts(name: str, flavor: str) -> None:
-    model, args = resolve_model(name, flavor, {})
-    with torch.device("meta"):
-        assert sum(parameter.numel() for parameter in model(args).parameters()) == COUNTS[name, flavor]
 
 
 @pytest.mark.parametrize("args", SHAPES.values(), ids=SHAPES)

@@ -6,15 +6,19 @@ import pathlib
 import pickle
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
@@ -64,72 +68,29 @@ class RankReader(StorageReader):
         return True
 
 
-class Piece(NamedTuple):
-    """A box of a tensor's elements."""
+def covers(shape: torch.Size, pieces: Sequence[ChunkStorageMetadata]) -> bool:
+    """Return whether each element of a tensor is in exactly one of its pieces.
 
-    offsets: Sequence[int]
-    """First index along each dim."""
-    sizes: Sequence[int]
-
-
-def find_fault(shape: Sequence[int], pieces: Sequence[Piece]) -> str | None:
-    """Return the first fault in words: a gap, an overlap, or a piece outside the tensor. None: there is none.
-
-    Pieces without elements are ignored. The time grows with the number of pieces, not with that of elements.
-
-    Args:
-        shape: of the whole tensor; () for a scalar.
+    Along the dim with the most cuts, only neighbours are compared: a checkpoint of many ranks has millions of pieces.
     """
-    if _are_rows(tuple(shape), pieces):
-        return None
-    for piece in pieces:
-        is_box = len(piece.offsets) == len(piece.sizes) == len(shape)
-        ends = [offset + size for offset, size in zip(piece.offsets, piece.sizes, strict=False)]
-        if not is_box or min([0, *piece.offsets, *piece.sizes]) < 0 or any(map(int.__gt__, ends, shape)):
-            return f"a piece at {[*piece.offsets]} of size {[*piece.sizes]} is not within {[*shape]}"
-    return _fault(shape, [piece for piece in pieces if 0 not in piece.sizes], ())
-
-
-def _are_rows(shape: tuple[int, ...], pieces: Sequence[Piece]) -> bool:
-    """Return True if the pieces are runs of rows that follow each other to the end, as FSDP shards. The fast way: a
-    checkpoint of many ranks has millions of pieces."""
-    row, origin, end = shape[1:], (0,) * (len(shape) - 1), 0
-    for offsets, sizes in sorted((tuple(offsets), tuple(sizes)) for offsets, sizes in pieces):
-        if offsets[:1] != (end,) or offsets[1:] != origin or sizes[1:] != row or sizes[0] < 0:
+    for it in pieces:
+        if not len(it.offsets) == len(it.sizes) == len(shape):
             return False
-        end += sizes[0]
-    return bool(shape) and end == shape[0]
-
-
-def _fault(shape: Sequence[int], pieces: Sequence[Piece], fixed: tuple[str, ...]) -> str | None:
-    """Find a fault within a part of the tensor.
-
-    Args:
-        pieces: those that cover the part along the fixed dims.
-        fixed: ranges of the part along the first dims, as [start:end] has them.
-    """
-    dim = len(fixed)
-    if 0 in shape[dim:]:
-        return None
-    if dim == len(shape) or not pieces:
-        if len(pieces) == 1:
-            return None
-        where = f"elements [{', '.join([*fixed, *':' * (len(shape) - dim)])}] are" if shape else "its value is"
-        return f"{where} in {f'{len(pieces)} pieces' if pieces else 'no piece'}"
-    slabs = _slabs(shape[dim], pieces, dim)
-    return next(filter(None, (_fault(shape, within, (*fixed, f"{a}:{b}")) for a, b, within in slabs)), None)
-
-
-def _slabs(size: int, pieces: Sequence[Piece], dim: int) -> Iterator[tuple[int, int, list[Piece]]]:
-    """Cut one dim wherever a piece begins or ends. Yield (start, end, pieces that cover the slab)."""
-    bounds = sorted({0, size, *(it.offsets[dim] for it in pieces), *(it.offsets[dim] + it.sizes[dim] for it in pieces)})
-    waiting = sorted(pieces, key=lambda it: it.offsets[dim], reverse=True)
-    active: list[Piece] = []
-    for start, end in pairwise(bounds):
-        active = [it for it in active if it.offsets[dim] + it.sizes[dim] > start]
-        while waiting and waiting[-1].offsets[dim] == start:
-            active.append(waiting.pop())
-        yield start, end, active
+        if any(min(o, n) < 0 or o + n > m for o, n, m in zip(it.offsets, it.sizes, shape, strict=True)):
+            return False
+    pieces = [it for it in pieces if it.sizes.numel()]
+    if sum(it.sizes.numel() for it in pieces) != shape.numel():
+        return False
+    dim = max(range(len(shape)), key=lambda dim: len({it.offsets[dim] for it in pieces}), default=0)
+    active: list[ChunkStorageMetadata] = []
+    for it in sorted(pieces, key=lambda it: it.offsets[dim : dim + 1]):
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > it.offsets[dim]]
+        for other in active:
+            boxes = zip(it.offsets, it.sizes, other.offsets, other.sizes, strict=True)
+            if all(a < b + m and b < a + n for a, n, b, m in boxes):
+                return False
+        active.append(it)
+    return True
 
 
 class Forbidden(pickle.UnpicklingError):
@@ -257,9 +218,8 @@ class ShardReader(RankReader):
             if not isinstance(entry, TensorStorageMetadata):
                 raise UnsafeCheckpoint(f"{where}: {name} is not a tensor: refused, nothing was run")
             chunks = {MetadataIndex(name, part.offsets): part.sizes for part in entry.chunks}
-            fault = find_fault(entry.size, [Piece(part.offsets, part.sizes) for part in entry.chunks])
-            if not chunks.keys() <= places.keys() or fault:
-                raise UnsafeCheckpoint(f"{where}: {name} is not complete ({fault or 'a piece has no place'}): refused")
+            if not chunks.keys() <= places.keys() or not covers(entry.size, entry.chunks):
+                raise UnsafeCheckpoint(f"{where}: the pieces of {name} {[*entry.size]} are not all of it: refused")
             self.chunks |= chunks
 
     def _read_small(self, name: str) -> bytes:

@@ -20,6 +20,7 @@ import tomli
 
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError, did_you_mean
+from titanlite.runtime.files import write_atomically
 from titanlite.runtime.signals import shielding_children
 from titanlite.runtime.user_code import check_call, describe_error, find_object
 
@@ -125,9 +126,7 @@ class Trackio:
     def log(self, metrics: dict[str, float], *, step: int) -> None:
         if step > self._logged:
             self._run.log(metrics, step=step)
-            staging = self._last.with_suffix(".staging")
-            staging.write_text(json.dumps({"step": step}))
-            staging.replace(self._last)
+            write_atomically(self._last, json.dumps({"step": step}))
 
     def close(self) -> None:
         self._run.finish()

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import quarantine_path
+from titanlite.runtime.files import quarantine_path, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -121,9 +121,7 @@ class RecordFile:
             quarantine = quarantine_path(self.path)
             quarantine.write_bytes(b"".join(line + b"\n" for line in damaged))
             logger.warning(f"{self.path}: {len(damaged)} damaged lines are now in {quarantine.name}; the run continues")
-        staging = self.path.with_name(f".{self.path.name}.staging")
-        staging.write_bytes(b"".join(line + b"\n" for line in kept))
-        staging.replace(self.path)
+        write_atomically(self.path, b"".join(line + b"\n" for line in kept))
 
 
 def _step_of(line: bytes) -> int | None:

@@ -55,7 +55,6 @@ def coordcheck(
     depths: Sequence[Count] = (),
     steps: Count = 5,
     out: Path | None = None,
-    json_: bool = False,
 ) -> None:
     """Check that activations and their changes have the same size at other widths and depths.
 
@@ -72,7 +71,6 @@ def coordcheck(
         depths (N): numbers of layers to try; default: that of the config
         steps: steps to train
         out (FILE): HTML page to write, with a picture of each quantity by width and by depth
-        json_: print JSON
 
     Raises:
         UserError: the config or an argument is wrong.
@@ -95,7 +93,7 @@ def coordcheck(
     if out:
         charts = {"tables": [], "charts": [*_charts(found, verdicts)]}
         write_page(out, page([], above=charts, title="Coordinate check"))
-    show(_record(found, verdicts) if json_ else _lines(found, verdicts))
+    show(_lines(found, verdicts))
     if wrong := [f"{it.quantity} {it.words}" for it in verdicts if it.words != "flat"]:
         raise RunError(f"not flat: {', '.join(wrong)}")
 
@@ -172,11 +170,6 @@ def judge(found: Mapping[Size, Mapping[str, Sequence[float]]]) -> list[Verdict]:
         words = "grows" if grows else "vanishes" if vanishes else "flat"
         verdicts.append(Verdict(quantity, {AXES[axis]: slope for axis, slope in zip(axes, slopes, strict=True)}, words))
     return verdicts
-
-
-def _record(found: Mapping[Size, Mapping[str, Sequence[float]]], verdicts: Sequence[Verdict]) -> dict[str, Any]:
-    sizes = [{"width": width, "depth": depth, **quantities} for (width, depth), quantities in found.items()]
-    return {"sizes": sizes, "verdicts": [verdict._asdict() for verdict in verdicts], "bound": FLAT}
 
 
 def _charts(

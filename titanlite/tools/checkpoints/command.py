@@ -161,9 +161,7 @@ def find_newest(path: str) -> tuple[Storage, Found, Manifest]:
 
 
 @explaining_damage()
-def prune(
-    path: Stored, *, keep_latest_k: Count, keep_every: Index = 0, quarantined: bool = False, dry_run: bool = False
-) -> None:
+def prune(path: Stored, *, keep_latest_k: Count, keep_every: Index = 0, dry_run: bool = False) -> None:
     """Delete older checkpoints of a run.
 
     Nothing is deleted if the newest checkpoint is damaged. The run may continue meanwhile.
@@ -171,7 +169,6 @@ def prune(
     Args:
         keep_latest_k (K): keep the newest K checkpoints
         keep_every: also keep steps divisible by N
-        quarantined: also delete quarantined checkpoints
         dry_run: only print what would be deleted
 
     Example:
@@ -184,9 +181,8 @@ def prune(
             f"nothing is deleted: the newest, {storage.url_of(newest.folder)}, is not whole: {newest.state}"
         )
     old = manifests.to_delete([found.step for found in founds], keep_latest_k=keep_latest_k, keep_every=keep_every)
-    deleted_too = [found for found in every if quarantined and found.state in QUARANTINED.values()]
     storage = open_storage(storage.url, owner=newest.manifest.run_id)  # whose sweep deletes what a killed prune leaves
-    for found in [found for found in founds if found.step in old] + deleted_too:
+    for found in [found for found in founds if found.step in old]:
         if not dry_run:
             with suppress(FileNotFoundError):  # the run was faster
                 storage.delete(found.folder)

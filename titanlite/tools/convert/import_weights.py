@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -26,7 +26,6 @@ from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
 from titanlite.models.registry import ModelSpec
-from titanlite.parallelize import DTYPES
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import error_of_ranks
@@ -48,7 +47,6 @@ def import_weights(
     model: str | None = None,
     flavor: str | None = None,
     config: str | None = None,
-    dtype: Literal["bfloat16", "float32"] | None = None,
     allow_unexpected: Sequence[str] = (),
 ) -> None:
     """Write weights of another program as a checkpoint.
@@ -63,7 +61,6 @@ def import_weights(
         model (NAME): model family; default: what the weights describe
         flavor (NAME): flavor of the family; default: what the weights describe
         config: config with the model, instead of --model and --flavor
-        dtype: dtype of the weights; default: as they are
         allow_unexpected (GLOB): leave out tensors that the model does not have
 
     Raises:
@@ -85,24 +82,17 @@ def import_weights(
     _check(source, reader, kept, allow_unexpected)
     entries: dict[str, Any] = reader.metadata.state_dict_metadata
 
-    def dtype_of(name: str) -> torch.dtype:
-        if name in kept:
-            return kept[name].dtype
-        return DTYPES[dtype] if dtype else entries[f"model.{name}"].properties.dtype
-
-    def read(name: str) -> Tensor:
-        return kept[name] if name in kept else read_tensor(source, name, dtype=dtype_of(name))
-
     state = {  # views of one element: the writer asks for each tensor when it writes it
-        name: torch.empty((), dtype=dtype_of(name)).expand(tensor.shape)
+        name: torch.empty((), dtype=entries[f"model.{name}"].properties.dtype).expand(tensor.shape)
         for name, tensor in model_state(spec.build()).items()
-    }
+        if name not in kept
+    } | kept
     storage, folder = open_place(out)
     write_weights(
         storage,
         folder,
         state,
-        read=read,
+        read=lambda name: kept[name] if name in kept else read_tensor(source, name),
         settings=model_settings(resolved.model.title, spec.args),
         config=dump(resolved),
         origin=source.origin,

@@ -8,14 +8,14 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titanlite.checkpoint.load import ForeignWeights, model_settings
+from titanlite.checkpoint.load import model_settings
 from titanlite.ops.mean import rounded_once, weighted_mean
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, dump
 from titanlite.tools.arguments import ModelFile, RunConfig
 from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.import_weights import open_place, write_weights
-from titanlite.tools.convert.source import Source, open_foreign, open_source, read_tensor
+from titanlite.tools.convert.source import Source, open_source, read_tensor
 from titanlite.tools.convert.weights import find_source
 
 
@@ -35,7 +35,7 @@ def merge(
     added to their weights first.
 
     Args:
-        paths (CHECKPOINT): a checkpoint, the folder of a run (its newest complete one), a URL, or a Hugging Face folder
+        paths (CHECKPOINT): a checkpoint, the folder of a run (its newest complete one), or a URL of either
         out (DIR): folder or URL for the checkpoint, step-00000000
         weights (W): how much each checkpoint counts, in the same order; default: all count the same
 
@@ -48,9 +48,12 @@ def merge(
         outputs/debug/checkpoints/step-00000100 outputs/debug/checkpoints/step-00000140 --out outputs/mean --weights 1 3
     """
     weights = _checked(weights, len(paths))
-    opened = [_open(path, config, model_file) for path in paths]
-    sources, (first, resolved) = [source for source, _ in opened], opened[0]
-    _check_same(opened)
+    for path in paths:
+        if find_source(path) is not None:
+            raise UserError(f"{path} is of another program: titanlite checkpoint import makes a checkpoint of it")
+    sources = [open_source(path, config=config, model_file=model_file) for path in paths]
+    first, resolved = sources[0], _config_of(sources[0])
+    _check_same(sources)
     entries = _tensors(first)
 
     def mean(name: str) -> Tensor:
@@ -82,12 +85,9 @@ def _checked(weights: Sequence[float], count: int) -> Sequence[float]:
     return weights or [1.0] * count
 
 
-def _open(path: str, config: str | None, model_file: str | None) -> tuple[Source, Config]:
-    if (foreign := find_source(path)) is not None:
-        return open_foreign(foreign, config=config)
-    source = open_source(path, config=config, model_file=model_file)
-    assert source.config is not None
-    return source, source.config
+def _config_of(source: Source) -> Config:
+    assert source.config is not None, "it is a checkpoint of ours"
+    return source.config
 
 
 def _tensors(source: Source) -> dict[str, TensorStorageMetadata]:
@@ -96,23 +96,19 @@ def _tensors(source: Source) -> dict[str, TensorStorageMetadata]:
     return {name.removeprefix("model."): entry for name, entry in entries.items() if name.startswith("model.")}
 
 
-def _check_same(opened: Sequence[tuple[Source, Config]]) -> None:
+def _check_same(sources: Sequence[Source]) -> None:
     """Check that all are of the same model.
 
     Raises:
         UserError: one line with the first difference.
     """
     ours: dict[str, Any] | None = None
-    for source, config in opened:
-        reader = source.reader
-        if isinstance(reader, ForeignWeights) and (reader.kept or reader.unknown):
-            name = min(reader.kept or reader.unknown).removeprefix("model.")
-            raise UserError(f"{source.where} does not fit its model at {name}: titanlite checkpoint import reads it")
+    for source in sources:
         theirs = {name: f"{[*entry.size]} {entry.properties.dtype}" for name, entry in _tensors(source).items()}
-        theirs |= model_settings(config.model.title, source.spec.args)
+        theirs |= model_settings(_config_of(source).model.title, source.spec.args)
         ours = theirs if ours is None else ours
         if name := next((it for it in ours | theirs if ours.get(it) != theirs.get(it)), None):
             first, other = (found.get(name, "missing") for found in (ours, theirs))
             raise UserError(
-                f"{source.where} is of another model than {opened[0][0].where}: {name} is {other}, not {first}"
+                f"{source.where} is of another model than {sources[0].where}: {name} is {other}, not {first}"
             )

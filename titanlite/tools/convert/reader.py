@@ -267,17 +267,14 @@ def load_tensors(reader: StorageReader, tensors: dict[str, Tensor]) -> None:
         raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
 
 
-def read_whole(reader: StorageReader, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+def read_whole(reader: StorageReader, name: str) -> Tensor:
     """Return a tensor by the model's name, on the CPU.
-
-    Args:
-        dtype: None keeps the stored one.
 
     Raises:
         KeyError: there is no such tensor.
         UserError: it is damaged.
     """
     entry: Any = reader.read_metadata().state_dict_metadata[f"model.{name}"]
-    tensor = torch.empty(entry.size, dtype=dtype or entry.properties.dtype)
+    tensor = torch.empty(entry.size, dtype=entry.properties.dtype)
     load_tensors(reader, {name: tensor})
     return tensor

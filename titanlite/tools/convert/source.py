@@ -263,18 +263,17 @@ def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: to
     return model.eval()
 
 
-def read_tensor(source: Source, name: str, *, dtype: torch.dtype | None = None) -> Tensor:
+def read_tensor(source: Source, name: str) -> Tensor:
     """Return one tensor of the model, on the CPU.
 
     Args:
         name: fully qualified, in the model.
-        dtype: None keeps the stored one.
 
     Raises:
         KeyError: there is no such tensor.
         UserError: it is damaged.
     """
-    return read_whole(source.reader, name, dtype=dtype)
+    return read_whole(source.reader, name)
 
 
 def _read_config(

@@ -12,11 +12,11 @@ from typing import Annotated, Any
 import numpy as np
 from rich.table import Column, Table
 
-from titanlite.config.load import load
 from titanlite.metrics.clock import format_seconds
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import write_atomically
+from titanlite.schema import dump
 from titanlite.tools.arguments import Count, at_least, between
 from titanlite.tools.ladder.law import Estimate, Law
 from titanlite.tools.ladder.runs import command_of, finished, loss_of, slurm_script, train
@@ -36,11 +36,9 @@ def ladder(
     seeds: Count = 1,
     standard: bool = False,
     train_target: bool = False,
-    fit: bool = False,
     print_: bool = False,
     slurm: Path | None = None,
     processes: Count | None = None,
-    json_: bool = False,
 ) -> None:
     """Predict the loss of a config's model from runs of smaller sizes.
 
@@ -60,11 +58,9 @@ def ladder(
         seeds: runs of each size, with debug.seed and the numbers after it
         standard: keep the standard parametrization: the same learning rate at every size
         train_target: train the target, too
-        fit: train nothing: fit the runs, which must be finished
         print_: train nothing: write the configs, and print the commands of runs that are not finished
         slurm (FILE): train nothing: write the configs, and a script for sbatch with one job for each run
         processes: processes of each run; default: one for each GPU, else 1
-        json_: print JSON; the output of the runs goes to standard error
 
     Raises:
         UserError: the config or an argument is wrong, or a run was trained with other options.
@@ -73,7 +69,6 @@ def ladder(
     Example:
         ladder_example --sizes 4 --tokens-per-parameter 20 --train-target
         llama3_8b --factor 4 --slurm ladder.sbatch
-        llama3_8b --factor 4 --fit
     """
     if not config:
         raise UserError("titanlite ladder: name a config; see titanlite ladder --help")
@@ -90,13 +85,9 @@ def ladder(
     jobs = whole if train_target else rungs
     folder = target.toml.parent
     unfinished = [rung for rung in jobs if finished(rung) is None]
-    if fit and (names := [rung.name for rung in unfinished]):
-        raise UserError(f"titanlite ladder: {', '.join(names)} in {folder} did not finish: train without --fit")
     folder.mkdir(parents=True, exist_ok=True)
     for rung in whole:
-        write_atomically(rung.toml, rung.text)
-        if load(rung.toml) != rung.config:
-            raise UserError(f"titanlite ladder: {rung.toml} cannot have these options over {config}: put them there")
+        write_atomically(rung.toml, dump(rung.config))
     commands = {rung.name: command_of(rung, processes) for rung in unfinished}
     if slurm:
         write_atomically(slurm, slurm_script([rung.toml for rung in jobs], folder.name))
@@ -105,10 +96,10 @@ def ladder(
     if print_:
         print("\n".join(map(shlex.join, commands.values())))
         return
-    if unfinished and not json_:
+    if unfinished:
         show([_table(_run_records(whole))])
     for name, command in commands.items():
-        train(name, command, to_stderr=json_)
+        train(name, command)
     found = {rung.name: run for rung in whole if (run := finished(rung))}
     if lost := next((rung for rung in jobs if rung.name not in found), None):
         raise RunError(f"{lost.folder} has no record of the end of step {lost.steps:,}, although the run ended")
@@ -122,7 +113,7 @@ def ladder(
         lines.append(f"wrote       {folder / 'ladder.html'}")
     else:
         lines.append(f"no ladder.html, since plotly is not installed: {install_hint('report')}")
-    show(record if json_ else lines)
+    show(lines)
 
 
 def _run_records(

@@ -12,10 +12,11 @@ from statistics import mean
 import torch
 
 from titanlite.config.load import load
+from titanlite.run.versions import flat
 from titanlite.runtime.console import CHECKOUT
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StoppedBySignal, stop_with_launcher
-from titanlite.tools.ladder.sizes import Rung, options_of
+from titanlite.tools.ladder.sizes import Rung
 from titanlite.tools.report.run_records import RunRecords, read_run
 
 WITHOUT_EFFECT = (
@@ -33,10 +34,9 @@ def finished(rung: Rung) -> RunRecords | None:
         UserError: it was trained with other options.
     """
     if (rung.folder / "config.toml").is_file():
-        was = dict(options_of(load(rung.folder / "config.toml").model_dump()))
-        now = dict(options_of(rung.config.model_dump()))
-        keys = (it for it in {**was, **now} if it[0] not in WITHOUT_EFFECT and it != ("data", "cache_folder"))
-        others = [".".join(it) for it in keys if was.get(it) != now.get(it)]
+        was, now = (flat(it.model_dump(mode="json")) for it in (load(rung.folder / "config.toml"), rung.config))
+        keys = (it for it in {**was, **now} if it.split(".")[0] not in WITHOUT_EFFECT and it != "data.cache_folder")
+        others = [it for it in keys if was.get(it) != now.get(it)]
         if others:
             raise UserError(
                 f"{rung.folder} was trained with another {', '.join(others)}: delete that folder, or make another "
@@ -76,7 +76,7 @@ def command_of(rung: Rung, processes: int | None) -> list[str]:
     return [*launcher, "--config", str(rung.toml)]
 
 
-def train(name: str, command: Sequence[str], *, to_stderr: bool) -> None:
+def train(name: str, command: Sequence[str]) -> None:
     """Train a run until its end. Signals that stop a run are passed on to it.
 
     Raises:
@@ -84,10 +84,7 @@ def train(name: str, command: Sequence[str], *, to_stderr: bool) -> None:
         StoppedBySignal: it was stopped, with a checkpoint.
     """
     sys.stdout.flush()
-    with (
-        subprocess.Popen(command, stdout=sys.stderr if to_stderr else None, preexec_fn=stop_with_launcher) as process,
-        _passing_on(process),
-    ):
+    with subprocess.Popen(command, preexec_fn=stop_with_launcher) as process, _passing_on(process):
         code = process.wait()
     if code == STOPPED:
         raise StoppedBySignal(f"{name} was stopped", taken=0)

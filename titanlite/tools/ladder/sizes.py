@@ -1,6 +1,6 @@
 """Sizes of a ladder, and the config of each run.
 
-Each run has a config of its own, which inherits from that of the model. Every size is trained on the same number of
+Each run has a config of its own. Every size is trained on the same number of
 tokens for each parameter, so that its loss depends on the size alone.
 """
 
@@ -9,9 +9,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
-
-import tomlkit
 
 from titanlite.config.load import load
 from titanlite.models.registry import ModelSpec
@@ -38,8 +35,6 @@ class Rung:
     flops: float
     """Floating point operations of the whole run, as MFU counts them."""
     config: Config
-    text: str
-    """TOML of the config: what differs from the config that it inherits from."""
 
     @property
     def toml(self) -> Path:
@@ -92,7 +87,7 @@ def plan(
                 if config.checkpoint.folder:
                     own["checkpoint.folder"] = f"{config.checkpoint.folder}/{ladder}/{name}"
                 size = resized_options(spec, width=shape[0], depth=shape[1])
-                rungs.append(_rung(path, with_options(config, common | own | size), *shape, tokens_per_parameter))
+                rungs.append(_rung(with_options(config, common | own | size), *shape, tokens_per_parameter))
     except ConfigError as error:
         if not transfers:
             raise
@@ -108,12 +103,8 @@ def plan(
     return rungs
 
 
-def _rung(path: Path, config: Config, width: int, depth: int, tokens_per_parameter: float) -> Rung:
-    """Return the run of a config that has its size already.
-
-    Args:
-        path: config file that it inherits from.
-    """
+def _rung(config: Config, width: int, depth: int, tokens_per_parameter: float) -> Rung:
+    """Return the run of a config that has its size already."""
     training = config.training
     model = trained_model(model_of(config), config)
     if problems := check_optimizer(config.optimizer, model, dtype=training.dtype):
@@ -155,7 +146,6 @@ def _rung(path: Path, config: Config, width: int, depth: int, tokens_per_paramet
         steps=known_steps(config.training) or 0,
         flops=tokens * model.flops_per_token(training.seq_len),
         config=config,
-        text=_toml(path, config),
     )
 
 
@@ -191,25 +181,3 @@ def _is_width(spec: ModelSpec, width: int, depth: int) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _toml(path: Path, config: Config) -> str:
-    """Return TOML that inherits from a file, and has each option of the config that is another one there."""
-    of_file = dict(options_of(load(path).model_dump(exclude_none=True)))
-    tree: dict[str, Any] = {"base": str(path.resolve())}
-    for key, value in options_of(config.model_dump(exclude_none=True)):
-        if value != of_file.get(key) and key != ("job", "name"):
-            section = tree
-            for part in key[:-1]:
-                section = section.setdefault(part, {})
-            section[key[-1]] = value
-    return tomlkit.dumps(tree)
-
-
-def options_of(tree: dict[str, Any], above: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """Yield (path, value) of each option of a dumped config."""
-    for key, value in tree.items():
-        if isinstance(value, dict):
-            yield from options_of(value, (*above, key))
-        else:
-            yield (*above, key), value

@@ -27,7 +27,6 @@ def inspect(
     *,
     world_size: Count | None = None,
     rank: Index = 0,
-    all_: bool = False,
     json_: bool = False,
 ) -> None:
     """Show what each rank holds of a config: what the techniques do with each parameter.
@@ -38,7 +37,6 @@ def inspect(
     Args:
         world_size: processes; default: as many as the config's degrees ask for
         rank (R): rank to show
-        all_: show every block, also those that are alike
         json_: print JSON, with every parameter
 
     Example:
@@ -55,7 +53,7 @@ def inspect(
     resolved = load(config, overrides, world_size=world_size)
     torch.set_num_threads(1)
     layout = inspect_ranks(resolved, world_size=world_size, rank=rank)
-    show(layout_record(layout) if json_ else layout_lines(layout, whole=all_))
+    show(layout_record(layout) if json_ else layout_lines(layout))
 
 
 SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
@@ -88,12 +86,8 @@ def by_unit(layout: RankLayout) -> dict[str, list[ParameterLayout]]:
     return units
 
 
-def layout_lines(layout: RankLayout, *, whole: bool) -> Iterator[str | Table]:
-    """Yield what the console prints.
-
-    Args:
-        whole: show each block, where blocks that are alike would be one set of rows.
-    """
+def layout_lines(layout: RankLayout) -> Iterator[str | Table]:
+    """Yield what the console prints."""
     elements = sum(math.prod(it.shape) for it in layout.parameters)
     here = sum(math.prod(it.local_shape) for it in layout.parameters)
     axes = " x ".join(f"{axis} {size}" for axis, size in layout.mesh.items())
@@ -104,7 +98,7 @@ def layout_lines(layout: RankLayout, *, whole: bool) -> Iterator[str | Table]:
     yield f"placement  {usual[0]} on {' x '.join(layout.mesh)}, unless noted; S(0): sharded along dim 0, R: replicated"
     yield f"dtype      stored {stored}, compute {compute}, reduction of gradients {reduction}, unless noted"
     yield from dict.fromkeys(_update_line(it) for it in layout.parameters)
-    yield _table(layout, whole=whole, usual=usual)
+    yield _table(layout, usual=usual)
 
 
 def _most_common(values: Iterable[Any]) -> Any:
@@ -119,7 +113,7 @@ def _dtypes(parameter: ParameterLayout) -> tuple[str, str, str]:
     return parameter.dtype, parameter.compute_dtype, parameter.reduce_dtype
 
 
-def _table(layout: RankLayout, *, whole: bool, usual: tuple[str, tuple[str, str, str]]) -> Table:
+def _table(layout: RankLayout, *, usual: tuple[str, tuple[str, str, str]]) -> Table:
     """Return the table.
 
     Args:
@@ -128,7 +122,7 @@ def _table(layout: RankLayout, *, whole: bool, usual: tuple[str, tuple[str, str,
     numbers = [Column(name, justify="right", no_wrap=True) for name in ("parameter", "gradient", "optimizer")]
     texts = Column("unit, parameter", no_wrap=True), "shape", "on this rank", "update", "notes"
     table = Table(*texts, *numbers, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for units in _alike(layout, whole=whole):
+    for units in _alike(layout):
         parameters = next(iter(units.values()))
         name = _unit_name([*units])
         each = f", each of {len(units)}" if len(units) > 1 else ""
@@ -142,12 +136,12 @@ def _table(layout: RankLayout, *, whole: bool, usual: tuple[str, tuple[str, str,
     return table
 
 
-def _alike(layout: RankLayout, *, whole: bool) -> list[dict[str, list[ParameterLayout]]]:
+def _alike(layout: RankLayout) -> list[dict[str, list[ParameterLayout]]]:
     """Return the FSDP units, those together that differ in nothing but the number of their block."""
     groups: dict[Any, dict[str, list[ParameterLayout]]] = {}
     for name, parameters in by_unit(layout).items():
         facts = [{**it.record(), "name": _short_name(it), "unit": split_block(name) is not None} for it in parameters]
-        key = name if whole or split_block(name) is None else str(facts)
+        key = name if split_block(name) is None else str(facts)
         groups.setdefault(key, {})[name] = parameters
     return [*groups.values()]
 

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections import defaultdict
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +75,7 @@ class Profile:
         return self.last - self.first + 1
 
 
-def profile(path: Path, *, json_: bool = False) -> None:
+def profile(path: Path) -> None:
     """Print where the time of a profiled step went.
 
     Read a trace that training with --profiling.enable_profiling wrote: compute, collectives and how much of them is
@@ -83,7 +83,6 @@ def profile(path: Path, *, json_: bool = False) -> None:
 
     Args:
         path (RUN_OR_TRACE): folder of the run, for rank 0 in its newest window; or a trace in its folder profile
-        json_: print JSON, in seconds of the whole window
 
     Raises:
         UserError: there is no such profile, or its trace is damaged.
@@ -93,11 +92,7 @@ def profile(path: Path, *, json_: bool = False) -> None:
         outputs/llama3_8b/profile/step-00000200/rank-7.json.gz
     """
     trace = find_trace(path)
-    found = read_profile(trace)
-    if json_:
-        print(json.dumps({"trace": str(trace), **asdict(found)}, indent=1))
-        return
-    print("\n".join(profile_lines(trace, found)))
+    print("\n".join(profile_lines(trace, read_profile(trace))))
     operators = trace.with_name(trace.name.removesuffix(".json.gz") + ".txt")
     if operators.is_file():
         print(f"\noperators: {operators}\n{operators.read_text(encoding='utf-8', errors='replace')}", end="")

@@ -4,7 +4,7 @@ import json
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import fsum
 from pathlib import Path
@@ -14,6 +14,7 @@ import tomli
 
 from titanlite.metrics.clock import CATEGORIES
 from titanlite.metrics.records import SCHEMA
+from titanlite.run.versions import flat
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
 
@@ -110,7 +111,7 @@ def _read_tree(path: Path, parse: Callable[[str], Any]) -> Record:
     """Return the content of a file of JSON or TOML; nothing if there is no such file, or it is damaged."""
     try:
         tree = parse(path.read_text(encoding="utf-8")) if path.is_file() else {}
-        return tree if isinstance(tree, dict) and dict(flat(tree)) else {}
+        return tree if isinstance(tree, dict) and flat(tree) else {}
     except (OSError, ValueError, RecursionError):
         return {}
 
@@ -188,18 +189,9 @@ def phase_totals(run: RunRecords) -> dict[str, float]:
     return totals
 
 
-def flat(config: Record, prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield (dotted key, value) of each option."""
-    for key, value in config.items():
-        if isinstance(value, dict):
-            yield from flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, json.dumps(value, default=str)
-
-
 def config_differences(runs: Sequence[RunRecords]) -> dict[str, list[str]]:
     """Return the options that are not the same in all runs, with the value in each."""
-    configs = [dict(flat(run.config)) for run in runs]
+    configs = [flat(run.config) for run in runs]
     keys = sorted({key for config in configs for key in config})
     values = {key: [config.get(key, "") for config in configs] for key in keys}
     return {key: of_runs for key, of_runs in values.items() if len({*of_runs}) > 1 and key != "job.name"}
