@@ -14,6 +14,7 @@ from pathlib import Path
 from types import UnionType
 from typing import Annotated, Any, Literal, NamedTuple, NoReturn, Union, get_args, get_origin
 
+from titanlite.runtime.allocator import importing
 from titanlite.runtime.errors import UserError, nearest_name
 
 TOOLS = Path(__file__).parent
@@ -143,7 +144,8 @@ class Parser(ArgumentParser):
                 parser.add_parameter(parameter, *about.get(parameter.name, ("", "")))
 
         def run(options: Namespace) -> None:
-            called = getattr(import_module(f"titanlite.tools.{module}"), function_name)
+            with importing():
+                called = getattr(import_module(f"titanlite.tools.{module}"), function_name)
             called(**{name: getattr(options, name) for name in parameters})
 
         parser.set_defaults(run=run, command=name)

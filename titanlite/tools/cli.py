@@ -15,7 +15,7 @@ from titanlite.config.shipped import find_config
 from titanlite.run.endings import another_has_ended, end_now, leaving_mark, print_errors, report_errors
 from titanlite.run.proc import kill_stopped_descendants
 from titanlite.run.restarts import RunEnd
-from titanlite.runtime.allocator import use_expandable_segments
+from titanlite.runtime.allocator import importing, use_expandable_segments
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
 from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import StopRequests, stop_with_launcher
@@ -272,10 +272,11 @@ def _checked(config: str, overrides: Sequence[str], *, log: bool = False, judge_
         print_errors(draft.new_problems())  # at once: importing torch for the other checks takes seconds
     if log:
         use_expandable_segments(os.environ)
-    from titanlite.parallelize.compile import use_cache
-    from titanlite.runtime.console import start_logging
-    from titanlite.runtime.process_group import pick_device, read_ranks
-    from titanlite.tools.assemble import resolve
+    with importing():
+        from titanlite.parallelize.compile import use_cache
+        from titanlite.runtime.console import start_logging
+        from titanlite.runtime.process_group import pick_device, read_ranks
+        from titanlite.tools.assemble import resolve
 
     ranks = read_ranks(os.environ)
     if log:
