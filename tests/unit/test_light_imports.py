@@ -61,3 +61,20 @@ def test_parts_import_nothing_heavy(statements: list[tuple[str, set[str]]], tmp_
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert [line for line in result.stdout.splitlines() if line.startswith(("HEAVY", "END"))] == ["END"], result.stdout
+
+
+def test_imports_are_not_collected() -> None:
+    program = """
+import gc
+from titanlite.runtime.allocator import importing
+before = [it["collections"] for it in gc.get_stats()]
+with importing():
+    import email.parser, http.server, sqlite3, xml.dom.minidom
+assert [it["collections"] for it in gc.get_stats()] == before
+assert gc.isenabled() and gc.get_freeze_count()
+gc.unfreeze()
+with importing():
+    import email.parser
+assert not gc.get_freeze_count(), "what is imported already exempts nothing of the run"
+"""
+    subprocess.run([sys.executable, "-c", program], check=True)
