@@ -100,7 +100,7 @@ def take_rows(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1)
         order_S: permutation of the S = T * copies rows, those of one row of x next to each other before.
         inverse_S: its inverse.
     """
-    return x_TD.index_select(0, order_S // copies)
+    return x_TD.index_select(0, order_S if copies == 1 else order_S // copies)
 
 
 @take_rows.register_fake
@@ -124,7 +124,7 @@ take_rows.register_autograd(_put_rows_back, setup_context=_save_order)
 
 def inverse_of(order_S: Tensor) -> Tensor:
     """Return the inverse of a permutation."""
-    return torch.empty_like(order_S).scatter(0, order_S, torch.arange(len(order_S), device=order_S.device))
+    return torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
 
 
 def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
