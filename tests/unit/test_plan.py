@@ -194,6 +194,17 @@ def test_flops_are_those_of_the_model() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [("training.attention_backend=auto", "attention"), ("training.attention_backend=flash", "flash"),
+     ("debug.deterministic=true", "flash"), ("data.document_mask=true", "flash")],
+)  # fmt: skip
+def test_attention_has_the_rate_of_its_kernel(option: str, kind: str) -> None:
+    operators = traced(f"--{option}", world_size=2, gpu=True).operators
+    assert {it.kind for it in operators if it.flops} == {"matmul", kind}
+
+
+@pytest.mark.long
 def test_documents_have_no_mask_on_a_gpu() -> None:
     length = 512
     found = traced("--data.document_mask", f"--training.seq_len={length}", world_size=2, gpu=True)
