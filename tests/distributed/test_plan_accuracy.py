@@ -48,7 +48,7 @@ def test_each_stage_needs_what_is_planned(name: str) -> None:
 
 
 GPUS = [json.loads((ROOT / "benchmarks" / "gpu" / f"{name}.json").read_text()) for name in ("h100", "h200")]
-SLOWER = {"document mask": 0.74, "Muon": 0.88, "reproducible layouts": 0.78, "micro-batches of one": 0.86}
+SLOWER = {"document mask": 0.81, "Muon": 0.88, "reproducible layouts": 0.86, "micro-batches of one": 0.86}
 """Planned / measured time of techniques whose kernels the plan does not know, or not those of torch 2.11."""
 
 

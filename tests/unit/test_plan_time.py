@@ -207,8 +207,8 @@ def test_kernels_are_slower_beside_collectives(monkeypatch: pytest.MonkeyPatch) 
     ]
     found = step_time(units, update=(), hardware=GPU, gpus_per_node=8, accumulation=1)
     assert found.total == pytest.approx(4 + 1 + 1 + 4.25)
-    assert found.compute == pytest.approx(8)
-    assert found.exposed == pytest.approx(2.25)
+    assert found.compute == pytest.approx(8 + 0.5 + 0.25)
+    assert found.exposed == pytest.approx(1.5)
 
 
 @pytest.mark.usefixtures("ideal")

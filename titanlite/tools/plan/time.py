@@ -27,7 +27,7 @@ HOP_SECONDS = 2e-6
 CONTENTION = 0.19
 """Share of the time beside a collective by which kernels take longer there, because NCCL's kernels occupy
 multiprocessors: the mean that arXiv:2507.03114 measured."""
-CLOCK_SPREAD = 0.02
+CLOCK_SPREAD = 0.03
 """Standard deviation of the clocks of GPUs of one kind, of their mean. All wait for the slowest (arXiv:2208.11035)."""
 NETWORK_HOP_SECONDS = 5e-6
 """Latency from one node to the next."""
@@ -178,9 +178,9 @@ class StepTime:
 
     total: float
     compute: float
-    """All kernels of forward and backward."""
+    """All kernels of forward and backward, slower beside collectives."""
     exposed: float
-    """Time that collectives add: the device waits for them, or its kernels share it with them."""
+    """Time in which the device does nothing but wait for collectives."""
     update: float
     """Clipping and the optimizer."""
     communication: float
@@ -240,16 +240,18 @@ def step_time(
     communication = accumulation * sum(it.gather + it.reduce + it.waits for it in passes) + once + outside
     worked = compute + communication
     if hardware.overlaps:
-        before = (accumulation - 1) * _micro_batch(passes, is_last=False)
-        worked = before + _micro_batch(passes, is_last=True) + outside
+        each, last = (_micro_batch(passes, is_last=is_last) for is_last in (False, True))
+        worked = (accumulation - 1) * each[0] + last[0] + outside
+        compute += (accumulation - 1) * each[1] + last[1]
     updating = computed(update)
     return StepTime(worked + updating, compute, max(0.0, worked - compute), updating, communication)
 
 
-def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> float:
-    """Return the seconds from the first gather to the end of the last kernel and the last collective."""
+def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> tuple[float, float]:
+    """Return the seconds from the first gather to the end of the last kernel and the last collective, and those that
+    kernels take longer beside collectives."""
     free = gathered = passes[0].gather
-    done = 0.0
+    done = slower = 0.0
 
     def send(seconds: float, issued: float) -> float:
         """Return the time when collectives end. No collectives wait for nothing."""
@@ -264,9 +266,9 @@ def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> float:
         send(work.waits, began)
         if following.ahead:
             gathered = send(following.gather, began)
-        beside = min(work.compute, max(0.0, free - began - work.waits))
-        done = began + work.compute + CONTENTION * beside + work.waits
+        added = CONTENTION * min(work.compute, max(0.0, free - began - work.waits))
+        done, slower = began + work.compute + added + work.waits, slower + added
         send(work.reduce + (work.all_reduce if is_last else 0.0), done)
         if not following.ahead:
             gathered = send(following.gather, done)
-    return max(done, free)
+    return max(done, free), slower
