@@ -189,16 +189,21 @@ AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
     ("DeepSeek-V3 671B, FSDP 64 x expert 64 x pipeline 4", "moonlight_16b_a3b", once_to(1, experts=8), 256,
      [EXPERT + "64", PIPELINE + "4", INTERLEAVED, LAYERS_PER_STAGE, "--model.flavor=671B",
       "--model.args.vocab_size=129280", *sizes(1, 512), FULL, *BFLOAT16], 1_002),
+    ("8B, FSDP 4, B200, 2,048 tokens", "llama3_8b", find_hardware("B200"), 4,
+     ["--training.seq_len=2048", *sizes(32, 128), COMPILE], 21_919),
+    ("Qwen3 8B, FSDP 4, B200, 2,048 tokens", "qwen3_8b", find_hardware("B200"), 4,
+     ["--training.seq_len=2048", *sizes(16, 64), COMPILE], 20_913),
 ]  # fmt: skip
 """Published: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and 4,096
 of models with experts.
 
 70B with context, and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026); recomputation,
-dtypes, compilation and expert parallelism are those of examples/llm_benchmark there. 70B with stages: Megatron-Bridge
-26.04.01, whose recomputation is guessed. All others are torchtitan's: 405B on 128 GPUs and A100s in docs/performance.md
-of its repository, 2024; 8B and 70B with a tensor axis in bfloat16, and 8B in float8, in its benchmarks/asyncTP, June
-2025; the rest in its benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are
-stages. Its pipelines had as many micro-batches as stages (`pipeline_parallel_degree`), its default of that time."""
+dtypes, compilation and expert parallelism are those of examples/llm_benchmark there, of November 2025 for experts. 70B
+with stages: Megatron-Bridge 26.04.01, whose recomputation is guessed. All others are torchtitan's: 405B on 128 GPUs and
+A100s in docs/performance.md of its repository, 2024; 8B and 70B with a tensor axis in bfloat16, and 8B in float8, in
+benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; B200s in torchtitan/components/quantization/nvfp4.md, 2026;
+the rest in benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are stages. Its
+pipelines had as many micro-batches as ranks (`pipeline_parallel_degree`), its default of that time."""
 
 TORCHTITAN = {
     "8B, batch 1": "39.66, 47.38", "8B, batch 2": "67.06, 76.74",
