@@ -202,8 +202,8 @@ dtypes, compilation and expert parallelism are those of examples/llm_benchmark t
 with stages: Megatron-Bridge 26.04.01, whose recomputation is guessed. All others are torchtitan's: 405B on 128 GPUs and
 A100s in docs/performance.md of its repository, 2024; 8B and 70B with a tensor axis in bfloat16, and 8B in float8, in
 benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; B200s in torchtitan/components/quantization/nvfp4.md, 2026;
-the rest in benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are stages. Its
-pipelines had as many micro-batches as ranks (`pipeline_parallel_degree`), its default of that time."""
+the rest in benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are stages.
+Pipelines had as many micro-batches as ranks (`pipeline_parallel_degree`), the default of that time."""
 
 TORCHTITAN = {
     "8B, batch 1": "39.66, 47.38", "8B, batch 2": "67.06, 76.74",
