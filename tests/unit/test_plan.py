@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.plans import layout_of, planned, profiled, read, shapes, traced
-from titanlite.tools.plan.estimate import model_of, trace
+from titanlite.tools.plan.estimate import Layout, model_of, trace
 from titanlite.tools.plan.memory import profile
 from titanlite.tools.plan.recorder import Recorder
 from titanlite.tools.plan.trace import trace_step
@@ -256,6 +257,16 @@ def test_a_world_of_4096() -> None:
     assert states == 16 * elements_on(1024) + 4 * len(shapes())
     assert found.traffic["all_reduce", "replicate"] * 1024 == found.traffic["reduce_scatter", "shard"]
     assert found.time.exposed > 0.5 * found.time.communication, "nothing hides the collectives of a model so small"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_wait_for_the_slowest(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = f"--parallelism.pipeline_parallel_degree={ranks}"
+    words = stages, "--training.local_batch_size=1", "--model.args.n_layers=2"
+    alike = planned(*words, world_size=4).time.compute
+    monkeypatch.setattr(Layout, "slowest", property(lambda it: replace(it.hardware, clock=1e-6)))
+    assert planned(*words, world_size=4).time.compute > 2 * alike
 
 
 @pytest.mark.long
