@@ -104,13 +104,13 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
 ]  # fmt: skip
 
 PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"
-GRAND_TETON = replace(
-    find_hardware("H100"), memory=int(95 * GIB), memory_bandwidth=2.4e12, matmul_efficiency=0.7 * 5 / 7,
-    attention_efficiency=0.47 * 5 / 7,
-)  # fmt: skip
-"""H100s of 96 GB HBM2e, run at 500 W instead of 700: the clock falls about as the power."""
+H100, A100 = find_hardware("H100"), find_hardware("A100-80")
+GRAND_TETON = replace(H100, memory=int(95 * GIB), memory_bandwidth=2.4e12, clock=0.86)
+"""H100s of 96 GB HBM2e, run at 500 W instead of 700. Their clock and `CLOCK_SPREAD` are the two rates that were fitted
+to published rows: to every second one of both tables, without those of experts."""
 FLOAT8 = [f"--quantize.linear.float8.{option}" for option in ("enable=true", "skip_small=false")]  # as torchtitan's
-OPTIONS = {"eager": [], "compiled": [COMPILE], "compiled, float8": [COMPILE, *FLOAT8]}
+FLASH = "--training.attention_backend=flash"  # PyTorch's choice until 2025
+OPTIONS = {"eager": [FLASH], "compiled": [COMPILE, FLASH], "compiled, float8": [COMPILE, *FLOAT8, FLASH]}
 PUBLISHED: list[tuple[str, Hardware, int, str, int, float | None, float]] = [
     ("8 x H100, 500 W", GRAND_TETON, 8, "eager", 2, 82.4, 5762),
     ("8 x H100, 500 W", GRAND_TETON, 8, "compiled", 2, 77.0, 6667),
@@ -128,62 +128,82 @@ local batch, GiB a GPU, tokens a second and GPU). H100: its benchmarks of Decemb
 
 CONTEXT = "--parallelism.context_parallel_degree="
 TENSOR = "--parallelism.tensor_parallel_degree="
-FULL_FLOAT8 = [RECOMPUTE + "full", COMPILE, *FLOAT8]
-STAGES = [TENSOR + "8", PIPELINE + "8", "--training.local_batch_size=1", *FULL_FLOAT8]
 EXPERT = "--parallelism.expert_parallel_degree="
-OF_EXPERTS = [RECOMPUTE + "full", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
 INTERLEAVED = "--parallelism.pipeline_parallel_schedule=Interleaved1F1B"
+LAYERS_PER_STAGE = "--parallelism.pipeline_parallel_layers_per_stage=2"
+ALL_EVEN = [
+    "--parallelism.pipeline_parallel_first_stage_less_layers=0",
+    "--parallelism.pipeline_parallel_last_stage_less_layers=0",
+]
+FULL, NO_AC = RECOMPUTE + "full", RECOMPUTE + "none"
+FULL_FLOAT8 = [FULL, COMPILE, *FLOAT8]
+BFLOAT16 = [COMPILE, "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"]
+CUDNN_IN_PARTS = replace(H100, flash_efficiency=H100.attention_efficiency)
+"""H100s whose attention to parts of sequences is cuDNN's."""
+
+
+def once_to(ranks: int, experts: int) -> Hardware:
+    """H100s with an exchange that sends a token once to each of the `ranks` that have its experts."""
+    return replace(H100, exchange_share=ranks / experts)
+
+
+def sizes(micro: int, whole: int) -> list[str]:
+    return [f"--training.local_batch_size={micro}", f"--training.global_batch_size={whole}"]
+
+
+STAGES = [TENSOR + "8", PIPELINE + "8", *FULL_FLOAT8, FLASH]
 AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
-    ("70B, FSDP 32 x context 2", "llama3_70b", find_hardware("H100"), 64,
-     [CONTEXT + "2", "--training.global_batch_size=128", RECOMPUTE + "full"], 866.77),
-    ("70B, float8, tensor 4 x pipeline 8", "llama3_70b", find_hardware("H100"), 64,
-     [TENSOR + "4", PIPELINE + "8", INTERLEAVED, "--parallelism.pipeline_parallel_layers_per_stage=2",
-      "--parallelism.pipeline_parallel_first_stage_less_layers=0",
-      "--parallelism.pipeline_parallel_last_stage_less_layers=0", "--training.global_batch_size=128",
-      "--training.local_batch_size=1", RECOMPUTE + "none", COMPILE, *FLOAT8], 1_664),
-    ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", find_hardware("H100"), 8,
-     ["--parallelism.expert_parallel_degree=8", "--training.global_batch_size=512", "--training.local_batch_size=4",
-      RECOMPUTE + "full", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16"], 12_040),
+    ("70B, FSDP 64", "llama3_70b", A100, 64, [*sizes(1, 64), FULL], 331),
+    ("70B, FSDP 32 x context 2", "llama3_70b", CUDNN_IN_PARTS, 64,
+     [CONTEXT + "2", *sizes(1, 128), FULL, COMPILE], 866.77),
     ("70B, FSDP 32 x tensor 8", "llama3_70b", GRAND_TETON, 256,
-     [TENSOR + "8", "--training.global_batch_size=512", "--training.local_batch_size=16", RECOMPUTE + "full"], 652),
-    ("405B, FSDP 16 x tensor 8", "llama3_405b", GRAND_TETON, 128,
-     [TENSOR + "8", "--training.global_batch_size=32", "--training.local_batch_size=2", RECOMPUTE + "full"], 109),
-    ("405B, float8, FSDP 16 x tensor 8", "llama3_405b", GRAND_TETON, 128,
-     [TENSOR + "8", "--training.global_batch_size=32", "--training.local_batch_size=2", *FULL_FLOAT8], 177),
+     [TENSOR + "8", *sizes(16, 512), FULL, COMPILE, FLASH], 597.3),
     ("70B, float8, FSDP 32 x tensor 8", "llama3_70b", GRAND_TETON, 256,
-     [TENSOR + "8", "--training.global_batch_size=512", "--training.local_batch_size=16", *FULL_FLOAT8], 829),
-    ("405B, float8, FSDP 8 x tensor 8 x pipeline 8", "llama3_405b", GRAND_TETON, 512,
-     ["--training.global_batch_size=256", *STAGES], 100),
+     [TENSOR + "8", *sizes(16, 512), *FULL_FLOAT8, FLASH], 829),
+    ("405B, FSDP 16 x tensor 8", "llama3_405b", GRAND_TETON, 128, [TENSOR + "8", *sizes(2, 32), FULL, FLASH], 109),
+    ("405B, float8, FSDP 16 x tensor 8", "llama3_405b", GRAND_TETON, 128,
+     [TENSOR + "8", *sizes(2, 32), *FULL_FLOAT8, FLASH], 177),
+    ("8B, FSDP 8 x tensor 8", "llama3_8b", GRAND_TETON, 64, [TENSOR + "8", *sizes(12, 96), COMPILE, FLASH], 4_378),
+    ("8B, float8, FSDP 8 x tensor 8", "llama3_8b", GRAND_TETON, 64,
+     [TENSOR + "8", *sizes(12, 96), COMPILE, *FLOAT8, FLASH], 5_078.1),
+    ("405B, float8, FSDP 8 x tensor 8 x pipeline 8, 1F1B", "llama3_405b", GRAND_TETON, 512,
+     [*sizes(4, 256), *STAGES], 100),
     ("405B, float8, FSDP 8 x tensor 8 x pipeline 8, interleaved", "llama3_405b", GRAND_TETON, 512,
-     ["--training.global_batch_size=256", INTERLEAVED, *STAGES], 128),
+     [*sizes(4, 256), INTERLEAVED, *STAGES], 128),
     *((f"405B, float8, FSDP {8 // degree} x context {degree} x tensor 8 x pipeline 8, {seq_len:,} tokens",
        "llama3_405b", GRAND_TETON, 512,
-       [f"{CONTEXT}{degree}", f"--training.global_batch_size={64 // degree}", f"--training.seq_len={seq_len}",
-        *STAGES], speed)
+       [f"{CONTEXT}{degree}", *sizes(1, 64 // degree), f"--training.seq_len={seq_len}", *STAGES], speed)
       for degree, seq_len, speed in ((1, 32768, 76), (2, 65536, 47), (4, 131072, 31), (8, 262144, 16))),
+    ("70B, float8, tensor 4 x pipeline 8 x 5 stages", "llama3_70b", H100, 64,
+     [TENSOR + "4", PIPELINE + "8", INTERLEAVED, LAYERS_PER_STAGE, *ALL_EVEN, *sizes(1, 256), NO_AC, COMPILE, *FLOAT8],
+     1_664),
     *((f"8B, float8, FSDP {8 // degree} x context {degree}, {seq_len:,} tokens", "llama3_8b", GRAND_TETON, 8,
-       [f"{CONTEXT}{degree}", f"--training.global_batch_size={8 // degree}", f"--training.seq_len={seq_len}",
-        "--training.local_batch_size=1", *FULL_FLOAT8], speed)
+       [f"{CONTEXT}{degree}", *sizes(1, 8 // degree), f"--training.seq_len={seq_len}", *FULL_FLOAT8, FLASH], speed)
       for degree, seq_len, speed in ((1, 32768, 3890), (2, 65536, 2540), (4, 131072, 1071), (8, 262144, 548))),
-    ("gpt-oss 20B, FSDP 8 x expert 8", "gpt_oss_20b", find_hardware("H100"), 8,
-     [EXPERT + "8", "--training.global_batch_size=64", "--training.local_batch_size=4", *OF_EXPERTS], 13_058),
-    ("gpt-oss 120B, FSDP 64 x expert 16", "gpt_oss_20b", find_hardware("H100"), 64,
-     [EXPERT + "16", "--model.flavor=120B", "--training.global_batch_size=256", "--training.local_batch_size=4",
-      *OF_EXPERTS], 7_626),
-    ("DeepSeek-V3 671B, FSDP 64 x expert 64 x pipeline 4", "moonlight_16b_a3b", find_hardware("H100"), 256,
-     [EXPERT + "64", PIPELINE + "4", "--model.flavor=671B", "--model.args.vocab_size=129280",
-      "--training.global_batch_size=512", "--training.local_batch_size=1", *OF_EXPERTS], 1_002),
-    ("70B, FSDP 64", "llama3_70b", find_hardware("A100-80"), 64,
-     ["--training.global_batch_size=64", "--training.local_batch_size=1", RECOMPUTE + "full"], 331),
+    ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", once_to(1, experts=8), 8,
+     [EXPERT + "8", *sizes(4, 512), FULL, *BFLOAT16], 12_040),
+    ("gpt-oss 20B, FSDP 8 x expert 8", "gpt_oss_20b", once_to(1, experts=4), 8,
+     [EXPERT + "8", *sizes(2, 256), NO_AC, *BFLOAT16], 13_058),
+    ("gpt-oss 120B, FSDP 64 x expert 64", "gpt_oss_20b", once_to(1, experts=4), 64,
+     [EXPERT + "64", "--model.flavor=120B", *sizes(2, 512), NO_AC, *BFLOAT16], 7_626),
+    ("DeepSeek-V3 671B, FSDP 64 x expert 64 x pipeline 4", "moonlight_16b_a3b", once_to(1, experts=8), 256,
+     [EXPERT + "64", PIPELINE + "4", INTERLEAVED, LAYERS_PER_STAGE, "--model.flavor=671B",
+      "--model.args.vocab_size=129280", *sizes(1, 512), FULL, *BFLOAT16], 1_002),
+    ("8B, FSDP 4, B200, 2,048 tokens", "llama3_8b", find_hardware("B200"), 4,
+     ["--training.seq_len=2048", *sizes(32, 128), COMPILE], 21_919),
+    ("Qwen3 8B, FSDP 4, B200, 2,048 tokens", "qwen3_8b", find_hardware("B200"), 4,
+     ["--training.seq_len=2048", *sizes(16, 64), COMPILE], 20_913),
 ]  # fmt: skip
 """Published: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and 4,096
-of Qwen3.
+of models with experts.
 
-70B with context, and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026). Recomputation
-and dtypes are not published. 70B in float8: Megatron-Bridge 26.04.01; its virtual stages and recomputation are guessed.
-405B in float8 on 128 GPUs, and all in bfloat16 with a tensor axis or on A100s: torchtitan (docs/performance.md of its
-repository, 2024), on H100s of 94 GB. All others: torchtitan, in benchmarks/llama3_h100_202412_torchtitan.md of its
-repository, with asynchronous tensor parallelism where there are stages."""
+70B with context, and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026); recomputation,
+dtypes, compilation and expert parallelism are those of examples/llm_benchmark there, of November 2025 for experts. 70B
+with stages: Megatron-Bridge 26.04.01, whose recomputation is guessed. All others are torchtitan's: 405B on 128 GPUs and
+A100s in docs/performance.md of its repository, 2024; 8B and 70B with a tensor axis in bfloat16, and 8B in float8, in
+benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; B200s in torchtitan/components/quantization/nvfp4.md, 2026;
+the rest in benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are stages.
+Pipelines had as many micro-batches as ranks (`pipeline_parallel_degree`), the default of that time."""
 
 TORCHTITAN = {
     "8B, batch 1": "39.66, 47.38", "8B, batch 2": "67.06, 76.74",
@@ -255,9 +275,10 @@ def on_cpu(only: str, found: Ratios) -> Iterator[str]:
 
 def published(only: str, found: Ratios) -> Iterator[str]:
     """The plan of the same config, also with a loss that holds all logits, as torchtitan's of 2024 did."""
-    yield row("GPUs", "how", "published GiB", "plan, whole logits", "plan", "published tokens/s/GPU", "plan")
-    yield row(*["---"] * 7)
-    for name, hardware, world_size, how, batch, gib, speed in PUBLISHED:
+    yield row("GPUs", "how", "published GiB", "plan, whole logits", "plan", "published tokens/s/GPU", "plan", "rates")
+    yield row(*["---"] * 8)
+    ratios: Ratios = defaultdict(list)
+    for number, (name, hardware, world_size, how, batch, gib, speed) in enumerate(PUBLISHED):
         if only in f"{name} {how}":
             sizes = [f"--training.local_batch_size={batch}", f"--training.global_batch_size={batch * world_size}"]
             both = [
@@ -269,20 +290,38 @@ def published(only: str, found: Ratios) -> Iterator[str]:
             if gib:
                 found["published memory"].append(both[0].peak / GIB / gib)
             found["published tokens a second"].append(each / speed)
-            yield row(name, how, gib or "-", *peaks, f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})")
+            ratios[half(number)].append(each / speed)
+            yield row(name, how, gib or "-", *peaks, f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})", half(number))
+    yield from misses(ratios)
+
+
+def half(number: int) -> str:
+    """Return whether rates were fitted to a row."""
+    return "held out" if number % 2 else "fitted"
+
+
+def misses(ratios: Ratios) -> Iterator[str]:
+    for which, found in ratios.items():
+        far = [abs(ratio - 1) for ratio in found]
+        yield f"{which}: {len(far)} rows, off by {statistics.mean(far):.1%} on average, {max(far):.1%} at most"
 
 
 def on_further_axes(only: str, found: Ratios) -> Iterator[str]:
     """The plan of Llama 3 and Qwen3-MoE on meshes with further axes, beside published speeds."""
-    yield row("config", "GPUs", "plan GiB", "published tokens/s/GPU", "plan")
-    yield row(*["---"] * 5)
-    for name, config, hardware, world_size, options, speed in AXES:
+    yield row("config", "GPUs", "plan GiB", "published tokens/s/GPU", "plan", "rates")
+    yield row(*["---"] * 6)
+    ratios: Ratios = defaultdict(list)
+    for number, (name, config, hardware, world_size, options, speed) in enumerate(AXES):
         if only in name:
             loaded = load(f"train_configs/{config}.toml", options, world_size=world_size)
             it = planned(loaded, world_size, hardware, 8)
             each = it.tokens_per_second / world_size
             found["published tokens a second of further axes"].append(each / speed)
-            yield row(name, world_size, f"{it.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})")
+            use = "experts" if hardware.exchange_share < 1 else half(number)
+            ratios[use].append(each / speed)
+            cells = f"{it.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})", use
+            yield row(name, world_size, *cells)
+    yield from misses(ratios)
 
 
 def on_null_gpu(only: str, found: Ratios) -> Iterator[str]:

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 
 from benchmarks.measured_memory import measure
-from benchmarks.plan_accuracy import CPU_CASES, DEBUG, ROOT, planned
+from benchmarks.plan_accuracy import AXES, CPU_CASES, DEBUG, PIPELINE, ROOT, planned
 from titanlite.config.load import load
+from titanlite.runtime.hardware import Hardware
 from titanlite.tools.plan.hardware import find_hardware
 
 
@@ -48,7 +49,7 @@ def test_each_stage_needs_what_is_planned(name: str) -> None:
 
 
 GPUS = [json.loads((ROOT / "benchmarks" / "gpu" / f"{name}.json").read_text()) for name in ("h100", "h200")]
-SLOWER = {"document mask": 0.74, "Muon": 0.88, "reproducible layouts": 0.78, "micro-batches of one": 0.86}
+SLOWER = {"document mask": 0.81, "Muon": 0.88, "reproducible layouts": 0.86, "micro-batches of one": 0.86}
 """Planned / measured time of techniques whose kernels the plan does not know, or not those of torch 2.11."""
 
 
@@ -75,3 +76,12 @@ def test_the_plan_is_near_a_run_on_a_gpu(hardware: str, name: str, case: dict[st
     assert predicted.reserved / 2**30 == pytest.approx(case["memory_gib"], rel=0.05)
     least = next((ratio for technique, ratio in SLOWER.items() if technique in name), 0.91)
     assert least < predicted.time.total / seconds < 1.09
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("row", [row for row in AXES if PIPELINE not in "".join(row[4])], ids=lambda row: row[0])
+def test_the_plan_is_near_what_was_published(row: tuple[str, str, Hardware, int, list[str], float]) -> None:
+    name, config, hardware, world_size, options, speed = row
+    loaded = load(f"train_configs/{config}.toml", options, world_size=world_size)
+    most = 1.25 if "gpt-oss" in name else 1.19
+    assert 0.88 < planned(loaded, world_size, hardware, 8).tokens_per_second / world_size / speed < most

@@ -26,6 +26,7 @@ def test_a_file_is_written_and_read(run_python: RunPython, tmp_path: Path, devic
     assert not found.measured
     assert 0 < found.matmul_efficiency <= 1
     assert 0 < found.attention_efficiency <= 1
+    assert 0 < found.flash_efficiency <= 1
     assert found.memory_bandwidth > 0
     assert ("link_bandwidth" in (tmp_path / "gpu.toml").read_text()) == (devices == 2)
     planned = run_python("-m", "titanlite", "plan", "llama3_8b", "--world-size=8", "--gpu=gpu.toml")

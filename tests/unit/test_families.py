@@ -400,10 +400,10 @@ def test_the_plan_counts_what_a_window_leaves() -> None:
     operator, window = SimpleNamespace(overloadpacket="torch_attn._varlen_attn"), [6, 0]
     operands = (q_TNH, q_TNH, q_TNH, offsets, offsets, 40, 40, False, None)
     assert flops_of(operator, (*operands, window), {}, None) == (
-        "attention",
+        "flash",
         int(4 * q_TNH.numel() * seen_by_hand(7)),
     )
-    assert flops_of(operator, operands, {}, None) == ("attention", 4 * q_TNH.numel() * int(seen_by_hand(40)))
+    assert flops_of(operator, operands, {}, None) == ("flash", 4 * q_TNH.numel() * int(seen_by_hand(40)))
 
 
 def test_the_plan_repeats_blocks_after_their_pattern() -> None:

@@ -112,6 +112,10 @@ def test_a_file_with_a_base(tmp_path: Path) -> None:
     assert found == replace(h100, name="cloud", driver_names=(), network_bandwidth=12.5e9, sources=sources)
     assert load_hardware(file_of(tmp_path, 'base = "h100"\nmemory = 50_000_000_000')).memory == 50_000_000_000
     assert load_hardware(file_of(tmp_path, 'base = "h100"\nmemory_gib = 0.5')).memory == 2**29
+    shares = "clock = 0.5\nflash_efficiency = 0.25\nexchange_share = 0.125\n"
+    found = load_hardware(file_of(tmp_path, f'base = "h100"\n{shares}'))
+    assert (found.clock, found.flash_efficiency, found.exchange_share) == (0.5, 0.25, 0.125)
+    assert len(problems_of(tmp_path, f'base = "h100"\n{shares.replace("0.", "1.")}')) == 3
 
 
 def test_all_problems_of_a_file_are_reported(tmp_path: Path) -> None:

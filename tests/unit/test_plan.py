@@ -2,6 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.plans import layout_of, planned, profiled, read, shapes, traced
-from titanlite.tools.plan.estimate import model_of, trace
+from titanlite.tools.plan.estimate import Layout, model_of, trace
 from titanlite.tools.plan.memory import profile
 from titanlite.tools.plan.recorder import Recorder
 from titanlite.tools.plan.trace import trace_step
@@ -194,6 +195,17 @@ def test_flops_are_those_of_the_model() -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize(
+    ("option", "kind"),
+    [("training.attention_backend=auto", "attention"), ("training.attention_backend=flash", "flash"),
+     ("debug.deterministic=true", "flash"), ("data.document_mask=true", "flash")],
+)  # fmt: skip
+def test_attention_has_the_rate_of_its_kernel(option: str, kind: str) -> None:
+    operators = traced(f"--{option}", world_size=2, gpu=True).operators
+    assert {it.kind for it in operators if it.flops} == {"matmul", kind}
+
+
+@pytest.mark.long
 def test_documents_have_no_mask_on_a_gpu() -> None:
     length = 512
     found = traced("--data.document_mask", f"--training.seq_len={length}", world_size=2, gpu=True)
@@ -245,6 +257,16 @@ def test_a_world_of_4096() -> None:
     assert states == 16 * elements_on(1024) + 4 * len(shapes())
     assert found.traffic["all_reduce", "replicate"] * 1024 == found.traffic["reduce_scatter", "shard"]
     assert found.time.exposed > 0.5 * found.time.communication, "nothing hides the collectives of a model so small"
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_wait_for_the_slowest(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    stages = f"--parallelism.pipeline_parallel_degree={ranks}"
+    words = stages, "--training.local_batch_size=1", "--model.args.n_layers=2"
+    alike = planned(*words, world_size=4).time.compute
+    monkeypatch.setattr(Layout, "slowest", property(lambda it: replace(it.hardware, clock=1e-6)))
+    assert planned(*words, world_size=4).time.compute > 2 * alike
 
 
 @pytest.mark.long

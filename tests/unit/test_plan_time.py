@@ -9,6 +9,7 @@ from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config
 from titanlite.techniques.technique import Technique
 from titanlite.tools.plan import time as module
+from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time, step_time
 
 GPU = Hardware(
@@ -24,6 +25,7 @@ GPU = Hardware(
     sources="made up",
     matmul_efficiency=1,
     attention_efficiency=1,
+    flash_efficiency=1,
 )
 CPU = replace(GPU, fp8_flops=None, measured=True)
 NODE = Group(8, 8)
@@ -31,10 +33,10 @@ NODE = Group(8, 8)
 
 @pytest.fixture
 def ideal(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every efficiency is 1 and every latency 0."""
+    """Every efficiency is 1, every latency 0, and kernels are as fast beside collectives."""
     for name in ("MEMORY_EFFICIENCY", "BUS_EFFICIENCY"):
         monkeypatch.setattr(module, name, 1.0)
-    for name in ("LAUNCH_SECONDS", "HOP_SECONDS", "NETWORK_HOP_SECONDS"):
+    for name in ("LAUNCH_SECONDS", "HOP_SECONDS", "NETWORK_HOP_SECONDS", "CONTENTION"):
         monkeypatch.setattr(module, name, 0.0)
 
 
@@ -80,10 +82,25 @@ def test_the_slower_of_arithmetic_and_memory() -> None:
 
 
 def test_what_kernels_reach() -> None:
-    real = replace(GPU, matmul_efficiency=0.7, attention_efficiency=0.4)
+    real = replace(GPU, matmul_efficiency=0.7, attention_efficiency=0.4, flash_efficiency=0.25)
     assert kernel_time(Kernel("matmul", 7e14, 0, "bfloat16"), real) == pytest.approx(1)
     assert kernel_time(Kernel("attention", 4e14, 0, "bfloat16"), real) == pytest.approx(1)
+    assert kernel_time(Kernel("flash", 2.5e14, 0, "bfloat16"), real) == pytest.approx(1)
     assert kernel_time(Kernel("memory", 0, 80 * 10**10, "bfloat16"), GPU) == pytest.approx(1)
+
+
+def test_a_lower_clock_slows_arithmetic_and_not_memory() -> None:
+    slow = replace(GPU, clock=0.5)
+    for kind in ("matmul", "attention", "flash"):
+        assert kernel_time(Kernel(kind, 1e15, 0, "bfloat16"), slow) == pytest.approx(2)
+    assert kernel_time(Kernel("memory", 0, 80 * 10**10, "bfloat16"), slow) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(("devices", "least"), [(1, 0), (2, -0.564), (8, -1.424), (100, -2.508)])
+def test_all_wait_for_the_slowest_device(devices: int, least: float) -> None:
+    """Expected least of n normal numbers (H. L. Harter, Biometrika 48, 1961)."""
+    assert Layout(devices, GPU, 8).slowest.clock == pytest.approx(1 + module.CLOCK_SPREAD * least, abs=0.001)
+    assert Layout(devices, CPU, 8).slowest.clock == 1
 
 
 def test_no_kernel_is_faster_than_its_launch() -> None:
@@ -124,6 +141,16 @@ def test_members_of_a_node_drive_their_network_cards_together() -> None:
     # With faster cards the link is the limit of those that share a node.
     fast = replace(GPU, network_bandwidth=5e10)
     assert [seconds(1, fast), seconds(4, fast), seconds(8, fast)] == pytest.approx([3, 1.5, 1.5])
+
+
+@pytest.mark.usefixtures("ideal")
+def test_an_exchange_that_sends_less() -> None:
+    """To 7 of 8 ranks in the node at 100 GB/s, and to 8 of 16 beyond it at 10 GB/s."""
+    near, far = (Collective("all_to_all", 16 * 10**10, group) for group in (NODE, Group(16, 8)))
+    less = replace(GPU, exchange_share=0.5)
+    whole, half = ([collective_time(it, gpu, 8) for it in (near, far)] for gpu in (GPU, less))
+    assert whole == pytest.approx([1.4, 8])
+    assert half == pytest.approx([0.7, 4])
 
 
 @pytest.mark.parametrize(
@@ -167,6 +194,21 @@ def test_collectives_that_nothing_hides() -> None:
     assert found.compute == pytest.approx(9)
     assert found.exposed == pytest.approx(57)
     assert found.communication == pytest.approx(5 * 10 + 3 * 5)
+
+
+@pytest.mark.usefixtures("ideal")
+def test_kernels_are_slower_beside_collectives(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gather of `b` takes 3 beside the forward of `a`, whose work of 2 takes 2.5 there. Of its wait of 1, no kernel
+    runs beside. The reduction of `b` takes 1 of the backward of `a`."""
+    monkeypatch.setattr(module, "CONTENTION", 0.25)
+    units = [
+        Unit("a", takes(2), takes(4), forward_waits=sends(1, "all_reduce")),
+        Unit("b", takes(1), takes(1), gather=sends(3), reduce=sends(1, "reduce_scatter")),
+    ]
+    found = step_time(units, update=(), hardware=GPU, gpus_per_node=8, accumulation=1)
+    assert found.total == pytest.approx(4 + 1 + 1 + 4.25)
+    assert found.compute == pytest.approx(8 + 0.5 + 0.25)
+    assert found.exposed == pytest.approx(1.5)
 
 
 @pytest.mark.usefixtures("ideal")

@@ -42,7 +42,16 @@ class Hardware:
     """Share of the peak that large matmuls reach. An assumption except for `SXM5`: GPUs from Hopper on reach 0.55 to
     0.75, since their clock falls under load; A100s reach 0.75 to 0.85."""
     attention_efficiency: float = 0.33
-    """The same for flash attention, forward and backward together. An assumption except for `SXM5`."""
+    """The same for attention of whole sequences, forward and backward together, by the kernel that PyTorch takes: on
+    Hopper cuDNN's. An assumption except for `SXM5`."""
+    flash_efficiency: float = 0.33
+    """The same for FlashAttention-2 (arXiv:2307.08691), which attends within documents, windows and parts of sequences.
+    """
+    clock: float = 1.0
+    """Share of its clock that the device keeps under a lower power limit."""
+    exchange_share: float = 1.0
+    """Share of the bytes of all-to-alls that is sent. titanlite sends a token once for each of its experts, and others
+    once to each rank or node."""
     node_memory: int = 2 * 2**40
     """Bytes of host memory of a node, for CPU offload. An assumption: DGX H100 and p5.48xlarge have 2 TiB."""
     measured: bool = False
@@ -65,14 +74,14 @@ def _gpu(
     tflops: tuple[float, float, float],
     gigabytes: tuple[float, float, float],
     sources: str,
-    efficiency: tuple[float, float] = (0.62, 0.33),
+    efficiency: tuple[float, float, float] = (0.62, 0.33, 0.33),
 ) -> Hardware:
     """Return a row of the table.
 
     Args:
         tflops: bfloat16, float8 (0: it has none), float32.
         gigabytes: a second: memory, link, network.
-        efficiency: of matmuls and of attention.
+        efficiency: of matmuls, of attention, and of FlashAttention-2.
     """
     bf16, fp8, fp32 = (rate * 1e12 for rate in tflops)
     memory, link, network = (rate * 1e9 for rate in gigabytes)
@@ -81,10 +90,11 @@ def _gpu(
     return Hardware(name, (driver_name,), int(gib * 2**30), *rates, sources, *efficiency)
 
 
-A100 = 0.8, 0.55
+A100 = 0.8, 0.55, 0.55
 """Efficiencies of A100s, whose clock holds."""
-SXM5 = 0.7, 0.47
-"""Efficiencies measured in training steps on an H100 at 700 W (benchmarks/gpu/h100.json)."""
+SXM5 = 0.7, 0.47, 0.26
+"""Efficiencies measured in training steps on an H100 at 700 W (benchmarks/gpu/h100.json). FlashAttention-2 has 0.56 of
+cuDNN's rate in single kernels on an H200 (benchmarks/README.md)."""
 
 # fmt: off
 HARDWARE = (

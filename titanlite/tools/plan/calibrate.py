@@ -15,6 +15,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_atomically
@@ -84,7 +85,10 @@ def measure_gpu(device: torch.device) -> Values:
     def attend() -> object:
         return torch.autograd.grad(F.scaled_dot_product_attention(q, k, v, is_causal=True), (q, k, v), gradient)
 
-    attention = rate(attend, 3.5 * 2 * heads * length**2 * width)  # backward is 2.5 forwards; half of the scores
+    flops = 3.5 * 2 * heads * length**2 * width  # backward is 2.5 forwards; half of the scores
+    attention = rate(attend, flops)
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+        flash = rate(attend, flops)
     sources = f"titanlite calibrate, {date.today()}, torch {torch.__version__}"
     found: Values = {"sources": sources, "memory_bandwidth": copied / MEMORY_EFFICIENCY}
     known = hardware_of(device)
@@ -100,8 +104,8 @@ def measure_gpu(device: torch.device) -> Values:
             "network_bandwidth": 1.25e9,
         }
     name = known.name if known else torch.cuda.get_device_name(device)
-    shares = {"matmul_efficiency": matmul / peak, "attention_efficiency": attention / peak}
-    return found | {"name": name} | {key: min(1.0, share) for key, share in shares.items()}
+    shares = {"matmul": matmul, "attention": attention, "flash": flash}
+    return found | {"name": name} | {f"{key}_efficiency": min(1.0, share / peak) for key, share in shares.items()}
 
 
 def measure_links(device: torch.device, ranks: Ranks) -> Values:

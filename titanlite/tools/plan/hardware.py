@@ -44,7 +44,7 @@ def _plain(name: str) -> str:
 
 
 REQUIRED = ("memory", "bf16_flops", "fp32_flops", "memory_bandwidth", "link_bandwidth", "network_bandwidth")
-EFFICIENCIES = ("matmul_efficiency", "attention_efficiency")
+EFFICIENCIES = ("matmul_efficiency", "attention_efficiency", "flash_efficiency", "clock", "exchange_share")
 NUMBERS = (*REQUIRED, *EFFICIENCIES, "memory_gib", "fp8_flops", "node_memory")
 TEXTS = ("base", "name", "sources")
 

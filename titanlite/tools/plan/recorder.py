@@ -8,7 +8,7 @@ import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -30,7 +30,7 @@ from titanlite.runtime.private_torch.tracing import (
     unboxed_group,
 )
 from titanlite.tools.plan.gpu_kernels import attention_scratch
-from titanlite.tools.plan.time import CollectiveName
+from titanlite.tools.plan.time import CollectiveName, KernelKind
 
 aten = torch.ops.aten
 CATEGORIES: tuple[str, ...] = (
@@ -60,7 +60,7 @@ class Operator(NamedTuple):
     phase: int
     """Place in `Recorder.phases`."""
     name: str
-    kind: Literal["matmul", "attention", "memory"]
+    kind: KernelKind
     flops: int
     dtype: str
     reads: tuple[tuple[int, int], ...]
@@ -93,11 +93,13 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
     Args:
         fakes: the mode whose tensors count. Others have no memory in training: DTensor makes some to learn shapes.
         gpu: whether the kernels stand for those of a GPU.
+        flash: whether attention of whole sequences is FlashAttention-2.
     """
 
-    def __init__(self, fakes: FakeTensorMode, *, gpu: bool = False) -> None:
+    def __init__(self, fakes: FakeTensorMode, *, gpu: bool = False, flash: bool = False) -> None:
         super().__init__()
         self._gpu = gpu
+        self._flash = flash
         self._fakes = fakes
         self.time = 0
         self.storages: list[Storage] = []
@@ -253,6 +255,7 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
         if not (is_new or is_mutating(func)) or func.__name__.startswith(("empty", "new_empty", "detach")):
             return  # a view, or new memory without values
         kind, flops = flops_of(func, args, kwargs, result)
+        kind = "flash" if kind == "attention" and self._flash else kind
         operand = inputs[func.overloadpacket is aten.addmm][1] if inputs else outputs[0][1]  # addmm: after the sum
         touched = args[2].numel() if func.overloadpacket in INDEXED else None
         reads = tuple((number, moved_bytes(tensor, touched)) for number, tensor in inputs)
@@ -262,7 +265,7 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
         self.operators.append(
             Operator(self.time, phase, str(func), kind, flops, name_of(operand.dtype), reads, writes, category)
         )
-        if self._gpu and kind == "attention" and (scratch := attention_scratch(func, args)):
+        if self._gpu and kind in ("attention", "flash") and (scratch := attention_scratch(func, args)):
             self.storages.append(Storage("other", self._stream(), [(self.time, scratch), (self.time + 1, 0)]))
             self.time += 1
 
@@ -334,7 +337,7 @@ ATTENTION = {
 scores, place of is_causal)."""
 
 
-def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["matmul", "attention", "memory"], int]:
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[KernelKind, int]:
     """Return the kind of a kernel and its FLOPs. Causal attention counts as half, as kernels skip masked scores."""
     packet = func.overloadpacket
     name = str(packet)
@@ -353,7 +356,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[Literal["m
         if sides[0] >= 0:
             window = min(sides[0] + 1, keys)
             seen = seen_causally(window, keys) if queries == keys else min(seen, window)
-        return "attention", int((10 if is_backward else 4) * T * N * H * seen)
+        return "flash", int((10 if is_backward else 4) * T * N * H * seen)
     formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
     if formula is not None:
         operands = args[:3] if packet is aten.addmm else args  # the dtype of the result may follow

@@ -1,8 +1,7 @@
 """Times of a step and of its parts: a roofline for each kernel, rings and trees for each collective.
 
 The assumptions are the constants below, and the efficiencies of the hardware: what well-built kernels and NCCL commonly
-reach. Not modelled: collectives that take memory bandwidth and multiprocessors from kernels, waiting for data, and slow
-ranks.
+reach. Not modelled: waiting for data.
 """
 
 import math
@@ -25,6 +24,11 @@ LAUNCH_SECONDS = 5e-6
 """Time of the host to launch a kernel. A shorter kernel waits for the next launch."""
 HOP_SECONDS = 2e-6
 """Latency from one GPU to the next within a node."""
+CONTENTION = 0.19
+"""Share of the time beside a collective by which kernels take longer there, because NCCL's kernels occupy
+multiprocessors: the mean that arXiv:2507.03114 measured."""
+CLOCK_SPREAD = 0.03
+"""Standard deviation of the clocks of GPUs of one kind, of their mean. All wait for the slowest (arXiv:2208.11035)."""
 NETWORK_HOP_SECONDS = 5e-6
 """Latency from one node to the next."""
 HOST_LINK = 50e9
@@ -34,15 +38,18 @@ HOST_MEMORY = 130e9
 beside an H200 (benchmarks/README.md)."""
 
 
+KernelKind = Literal["matmul", "attention", "flash", "memory"]
+
+
 class Kernel(NamedTuple):
     """Work of one kernel, or of several alike."""
 
-    kind: Literal["matmul", "attention", "memory"]
+    kind: KernelKind
     flops: float
     bytes: int
     """Read and written in device memory."""
     dtype: str
-    """One of `DTYPES`, for matmuls and attention."""
+    """One of `DTYPES`, for all kinds but memory."""
     launches: int = 1
 
 
@@ -96,8 +103,8 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
     without matrix units.
     """
     peak = getattr(hardware, DTYPES[kernel.dtype].rate) if kernel.kind != "memory" else None
-    peak = peak or hardware.fp32_flops
-    share = hardware.attention_efficiency if kernel.kind == "attention" else hardware.matmul_efficiency
+    peak = (peak or hardware.fp32_flops) * hardware.clock
+    share = getattr(hardware, f"{kernel.kind}_efficiency", hardware.matmul_efficiency)
     rate = peak * (share / hardware.matmul_efficiency if hardware.measured else share)
     arithmetic = kernel.flops / rate
     traffic = kernel.bytes / _bandwidth(hardware)
@@ -145,9 +152,9 @@ def _all_to_all_time(collective: Collective, hardware: Hardware) -> float:
     """Return the seconds of an all-to-all. Each rank sends its parts to the others directly, by its own network card
     beyond its node."""
     size, per_node = collective.group
-    within = collective.bytes * (per_node - 1) / size / (hardware.link_bandwidth * BUS_EFFICIENCY)
-    beyond = collective.bytes * (size - per_node) / size / (hardware.network_bandwidth * BUS_EFFICIENCY)
-    return max(within, beyond) + (NETWORK_HOP_SECONDS if size > per_node else HOP_SECONDS)
+    each = collective.bytes * hardware.exchange_share / size / BUS_EFFICIENCY
+    within, beyond = (per_node - 1) / hardware.link_bandwidth, (size - per_node) / hardware.network_bandwidth
+    return each * max(within, beyond) + (NETWORK_HOP_SECONDS if beyond else HOP_SECONDS)
 
 
 def host_time(
@@ -171,7 +178,7 @@ class StepTime:
 
     total: float
     compute: float
-    """All kernels of forward and backward."""
+    """All kernels of forward and backward, slower beside collectives."""
     exposed: float
     """Time in which the device does nothing but wait for collectives."""
     update: float
@@ -206,7 +213,8 @@ def step_time(
     Forward goes through the units, and backward through them in reverse. A unit waits for its gather, which is issued
     when the unit before begins (one ahead). Its gradients are reduced after its backward. Each micro-batch ends with
     its last reduction, and the update follows the last micro-batch. Collectives run one after the other in the order of
-    issue. NCCL could run some side by side, but they share the network card. On a CPU nothing overlaps.
+    issue. NCCL could run some side by side, but they share the network card. Kernels are slower beside them. On a CPU
+    nothing overlaps.
 
     Args:
         units: in the order of forward.
@@ -232,16 +240,18 @@ def step_time(
     communication = accumulation * sum(it.gather + it.reduce + it.waits for it in passes) + once + outside
     worked = compute + communication
     if hardware.overlaps:
-        before = (accumulation - 1) * _micro_batch(passes, is_last=False)
-        worked = before + _micro_batch(passes, is_last=True) + outside
+        each, last = (_micro_batch(passes, is_last=is_last) for is_last in (False, True))
+        worked = (accumulation - 1) * each[0] + last[0] + outside
+        compute += (accumulation - 1) * each[1] + last[1]
     updating = computed(update)
     return StepTime(worked + updating, compute, max(0.0, worked - compute), updating, communication)
 
 
-def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> float:
-    """Return the seconds from the first gather to the end of the last kernel and the last collective."""
+def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> tuple[float, float]:
+    """Return the seconds from the first gather to the end of the last kernel and the last collective, and those that
+    kernels take longer beside collectives."""
     free = gathered = passes[0].gather
-    done = 0.0
+    done = slower = 0.0
 
     def send(seconds: float, issued: float) -> float:
         """Return the time when collectives end. No collectives wait for nothing."""
@@ -253,11 +263,12 @@ def _micro_batch(passes: Sequence[_Pass], *, is_last: bool) -> float:
 
     for work, following in pairwise((*passes, _Pass(0.0, 0.0))):
         began = max(done, gathered)
-        done = began + work.compute + work.waits
         send(work.waits, began)
         if following.ahead:
             gathered = send(following.gather, began)
+        added = CONTENTION * min(work.compute, max(0.0, free - began - work.waits))
+        done, slower = began + work.compute + added + work.waits, slower + added
         send(work.reduce + (work.all_reduce if is_last else 0.0), done)
         if not following.ahead:
             gathered = send(following.gather, done)
-    return max(done, free)
+    return max(done, free), slower

@@ -97,7 +97,7 @@ def trace_step(
             targets.use(other)
         tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-            recorder = Recorder(fakes, gpu=gpu)
+            recorder = Recorder(fakes, gpu=gpu, flash=attention == "flash" or config.debug.is_deterministic)
             recorder.name_group(world_group(mesh), "world")
             for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
                 recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
