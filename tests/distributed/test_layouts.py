@@ -67,22 +67,12 @@ def few_steps(rank: int, world_size: int, config: Config) -> Found:
 Layouts = dict[tuple[int, int], list[Found]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(([], [1]), id="untied"),
-        pytest.param(
-            (["--model.args.tied_head", "--training.enable_cpu_offload"], [8, 1]), id="tied", marks=pytest.mark.nightly
-        ),
-    ],
-)
-def on_layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Layouts]:
+@pytest.fixture(scope="module")
+def on_layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Layouts]:
     """Steps of one micro-batch on one process; and on every layout, of as many as there are sequences."""
     tiny = TinyRun(tmp_path_factory.mktemp("layouts"))
-    options, sizes = request.param
-    several = [[*options, f"--training.local_batch_size={size}"] for size in (8, *sizes)]
-    [reference] = on_one(few_steps, tiny.config(*several[0], "--job.name=reference"))
-    return [{(1, 1): [reference]}, *each_on_every_layout(few_steps, tiny, several[1:])]
+    [reference] = on_one(few_steps, tiny.config("--training.local_batch_size=8", "--job.name=reference"))
+    return [{(1, 1): [reference]}, *each_on_every_layout(few_steps, tiny, [["--training.local_batch_size=1"]])]
 
 
 def test_initial_weights_are_bit_identical_on_every_layout(on_layouts: list[Layouts]) -> None:

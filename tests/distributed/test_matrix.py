@@ -6,9 +6,7 @@ import pytest
 
 from tests.faults import FAULTS
 from tests.helpers import TinyRun
-from tests.matrix import ROWS, Cell, Matrix, beyond, cells_of, refusal
-
-FEW = 4
+from tests.matrix import FEW, ROWS, STEPS, Cell, Matrix, beyond, cells_of, refusal
 
 
 def assert_equal(matrix: Matrix, cells: Sequence[Cell]) -> None:
@@ -29,7 +27,7 @@ def test_further_cells_train_as_one_process(tiny: TinyRun, part: int) -> None:
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", ROWS)
 def test_every_cell_trains_as_one_process(tiny: TinyRun, name: str) -> None:
-    assert_equal(Matrix(tiny, steps=20), cells_of("all", name))
+    assert_equal(Matrix(tiny, steps=STEPS), cells_of("all", name))
 
 
 def test_other_cells_are_refused_with_the_key_of_the_option(tiny: TinyRun) -> None:
