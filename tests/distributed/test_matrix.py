@@ -1,12 +1,13 @@
 """Every cell of the matrix (tests/matrix.py), which docs/combinations.md shows."""
 
+import re
 from collections.abc import Sequence
 
 import pytest
 
 from tests.faults import FAULTS
 from tests.helpers import TinyRun
-from tests.matrix import FEW, ROWS, STEPS, Cell, Matrix, beyond, cells_of, refusal
+from tests.matrix import FEW, ROWS, STEPS, Cell, Matrix, beyond, cells_of, line, refusal, written
 
 
 def assert_equal(matrix: Matrix, cells: Sequence[Cell]) -> None:
@@ -44,3 +45,13 @@ def test_each_fault_turns_its_cell_red(tiny: TinyRun) -> None:
     assert {*cells} <= {*cells_of("quick"), *cells_of("slow")}
     found = Matrix(tiny, steps=FEW).differences(cells, faults=[*FAULTS])
     assert [name for name, cell, it in zip(FAULTS, cells, found, strict=True) if not beyond(cell[0], it)] == []
+
+
+def test_the_page_is_that_of_the_matrix() -> None:
+    """`python -m tests.matrix ROW` renews the line of a row."""
+    lines = written()[1]
+    assert [*lines] == [it for it in ROWS if it in lines]
+    for name, text in lines.items():
+        losses = {layout: float(loss) for layout, loss in re.findall(r"([a-z]\d[a-z0-9 ]*)\** (\d\S*?)[,\s]", text)}
+        assert line(name, losses) == text
+        assert {*losses} == {layout for _, layout in cells_of("all", name)}
