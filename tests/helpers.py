@@ -97,6 +97,15 @@ class TinyRun:
         self.toml = folder / "tiny.toml"
         self.toml.write_text(f'[data]\npath = "{self.text}"\n[job]\ndump_folder = "{folder}/outputs"\n{TINY_TOML}')
 
+    def with_short_documents(self) -> "TinyRun":
+        """Let the text be many short documents of odd lengths, so that sequences hold several of them."""
+        for file in self.text.iterdir():
+            file.unlink()
+        words = ["one", "two", "three", "four", "five"]
+        lines = [" ".join(words[(i * k) % 5] for k in range(i % 9 + 1)) for i in range(600)]
+        (self.text / "short.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
+        return self
+
     def config(self, *overrides: str, world_size: int = 1) -> Config:
         return load(self.toml, overrides, world_size=world_size)
 

@@ -6,7 +6,6 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-import pytest
 import torch
 import torch.nn.functional as F
 from torch.distributed.tensor import DTensor
@@ -25,38 +24,10 @@ from titanlite.train import Run
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
 
 LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.max_norm=0", "--optimizer.lr=0.01"]
-ON_FURTHER_AXES = {
-    "reduced once": ["--training.local_batch_size=1", "--parallelism.fsdp_reduce_gradients=last"],
-    "always": ["--parallelism.fsdp_reshard_after_forward=always"],
-    "never": ["--parallelism.fsdp_reshard_after_forward=never"],
-    "prefetch": ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
-    "in backward": ["--optimizer.in_backward", "--training.max_norm=0"],
-    "offload": ["--training.enable_cpu_offload"],
-    "disk": ["--training.enable_cpu_offload", "--offload.parameters=disk", "--offload.optimizer=disk"],
-    "tied head": ["--model.args.tied_head=true"],
-    "z-loss, every 2nd": [
-        "--training.z_loss=1e-3", "--activation_checkpoint.mode=selective",
-        "--activation_checkpoint.selective_ac_option=2",
-    ],
-}  # fmt: skip
-"""Techniques that change no loss on any axis of the mesh. Models have two layers."""
-ADAPTERS = {"LoRA": LORA, "LoRA int8": [*LORA, "--lora.quantize_base=int8"]}
-OWN_LOSS = {"own loss": ["--training.loss=tests.layouts:smoothed_loss"]}
-BFLOAT16 = {
-    "bfloat16": ["--training.mixed_precision_param=bfloat16"],
-    "bfloat16 moments": ["--optimizer.state_dtype=bfloat16"],
-    "bfloat16 weights": [
-        "--training.mixed_precision_param=bfloat16", "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16",
-    ],
-}  # fmt: skip
-
 FLOAT8 = {
     name: [f"--quantize.linear.float8.{it}" for it in ("enable", "emulate", "skip_small=false", *more)]
     for name, more in {"float8": [], "float8 gathered": ["enable_fsdp_float8_all_gather"]}.items()
 }
-
-ROUNDED = 2e-3
-"""Largest relative difference of losses where tensors are rounded to fewer bits."""
 
 
 def trace_blocks(model: Model, **_: object) -> None:
@@ -149,77 +120,10 @@ def trained_on(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[
         run_in_turn(trained, world_size, configs, **options)
 
 
-def assert_same_curve(
-    tiny: TinyRun, found: str, expected: str, *, steps: int = 20, loss: float = 1e-5, grad_norm: float = 1e-4
-) -> None:
-    """Compare the records of two runs: losses and gradient norms by a relative tolerance, the rest exactly.
-
-    Validation losses are compared like training losses, where there are any.
-    """
-    reference, records = tiny.records(expected), tiny.records(found)
-    assert len(reference) == steps
-    for key, tolerance in (("loss", loss), ("grad_norm", grad_norm)):
-        values = [record[key] for record in reference]
-        assert [record[key] for record in records] == pytest.approx(values, rel=tolerance), (found, key)
-    assert [it["samples"] for it in records] == [it["samples"] for it in reference], found
-    if loss < ROUNDED:  # else some tokens go to other experts
-        assert [it.get("busiest_expert") for it in records] == [it.get("busiest_expert") for it in reference], found
-    if (tiny.folder / "outputs" / expected / "validation.jsonl").exists():
-        runs = (tiny.records(name, file="validation.jsonl") for name in (found, expected))
-        ends, wanted = ([it["loss"] for it in records] for records in runs)
-        assert ends == pytest.approx(wanted, rel=loss), found
-
-
-def compare_with_one(
-    tiny: TinyRun, techniques: dict[str, list[str]], layouts: Sequence[tuple[int, ...]], *, steps: int = 20,
-    loss: float = 1e-5,
-) -> None:  # fmt: skip
-    """Train on one process and on each layout, and compare losses, gradient norms and validation losses.
-
-    Args:
-        loss: relative tolerance of losses.
-    """
-    common = [f"--training.steps={steps}", "--validation.enable", f"--validation.freq={steps}"]
-    common += [f"--validation.path={tiny.text}", "--checkpoint.enable=false"]
-    trained_on(tiny, {name: [*words, *common] for name, words in techniques.items()}, (1, 1), *layouts)
-    for name in techniques:
-        for layout in layouts:
-            assert_same_curve(tiny, job(name, *layout), job(name, 1, 1), steps=steps, loss=loss)
-
-
-def compare_rounded(
-    tiny: TinyRun, techniques: dict[str, list[str]], pairs: Sequence[tuple[tuple[int, ...], tuple[int, ...]]]
-) -> None:
-    """Train 20 steps, and compare the two layouts of each pair as near as rounding to fewer bits allows."""
-    steps = "--training.steps=20"
-    layouts = dict.fromkeys(layout for pair in pairs for layout in pair)
-    trained_on(tiny, {name: [*words, steps] for name, words in techniques.items()}, *layouts)
-    for name in techniques:
-        for mine, theirs in pairs:
-            assert_same_curve(tiny, job(name, *mine), job(name, *theirs), loss=ROUNDED, grad_norm=0.1)
-
-
-def assert_same_health(tiny: TinyRun, found: str, expected: str) -> None:
-    """Compare what two runs record of the health of layers."""
-    mine, theirs = ([it["layers"] for it in tiny.records(name, file="layers.jsonl")] for name in (found, expected))
-    assert len(mine) == len(theirs) > 0
-    for ours, wanted in zip(mine, theirs, strict=True):
-        assert ours.keys() == wanted.keys()
-        for layer, kinds in wanted.items():
-            for kind, values in kinds.items():
-                assert ours[layer][kind] == pytest.approx(values, rel=1e-3, abs=1e-6), (layer, kind)
-
-
 def on_one(function: Callable[..., Any], *configs: Config) -> list[Any]:
     """Return what the function returns for each config, in a process group of this process alone."""
     with one_process():
         return [function(0, 1, config) for config in configs]
-
-
-def on_every_layout(function: Callable[..., Any], tiny: TinyRun, *options: str) -> dict[tuple[int, int], list[Any]]:
-    """Return what each rank returned, by layout. Runs are named run-1-1, run-4-1, ..."""
-    [results] = each_on_every_layout(function, tiny, [options])
-    return results
 
 
 def each_on_every_layout(

@@ -42,7 +42,7 @@ class WrongDtype(Linear):
         return x.bfloat16() @ self.weight.bfloat16().T
 
 
-class _HalfGradient(torch.autograd.Function):
+class HalfGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         return x.clone()
@@ -56,14 +56,14 @@ class WrongInputGradient(Linear):
     """Linear layer whose input gets half of its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(_HalfGradient.apply(x))
+        return super().forward(HalfGradient.apply(x))
 
 
 class WrongWeightGradient(Linear):
     """Linear layer whose weight gets half of its gradient."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.kernels.linear(x, _HalfGradient.apply(self.weight))
+        return self.kernels.linear(x, HalfGradient.apply(self.weight))
 
 
 LINEARS: dict[str, tuple[str, type[Linear]]] = {

@@ -1,4 +1,4 @@
-"""Context parallelism: runs whose ranks split sequences equal runs of one process."""
+"""Context parallelism: what ranks that split sequences send. That they train as one: tests/matrix.py."""
 
 from typing import Any
 
@@ -7,22 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import own_models, packed_kernel
+from tests import packed_kernel
 from tests.helpers import TinyRun, run_in_turn, run_ranks
-from tests.layouts import (
-    ADAPTERS,
-    BFLOAT16,
-    FLOAT8,
-    ON_FURTHER_AXES,
-    OWN_LOSS,
-    CountOperators,
-    built,
-    compare_rounded,
-    compare_with_one,
-    degrees,
-    one_step,
-    trained,
-)
+from tests.layouts import CountOperators, built, degrees, one_step
 from titanlite.ops.attention import (
     PLAIN_SCORES,
     Documents,
@@ -34,73 +21,6 @@ from titanlite.ops.attention import (
 from titanlite.ops.cpu import CpuKernels
 from titanlite.schema import Config
 from titanlite.techniques.context.sequences import ContextSplit
-
-MASK = ["--data.document_mask"]
-MOE = [
-    "--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, n_heads=2, n_kv_heads=1, head_dim=16, "
-    "hidden_dim=24, vocab_size=259}}",
-]
-TECHNIQUES = {
-    "mask, AC op": [*MASK, "--activation_checkpoint.mode=selective"],
-    "MoE, mask": [*MASK, *MOE],
-}
-FURTHER = {
-    "no mask, AC": ["--activation_checkpoint.mode=full", "--training.local_batch_size=2"],
-    "compile": [*MASK, "--compile.enable"],
-    "compile, AC": [*MASK, "--compile.enable", "--activation_checkpoint.mode=full"],
-    "Muon": [
-        *MASK,
-        '--optimizer.groups=[{match = ["layers.*.w?.weight"], name = "Muon", args.ns_dtype = "float32"}, '
-        '{match = ["tok*", "head*", "*norm*"]}]',
-    ],
-    "qwen3": [*MASK, "--model.name=qwen3", "--model.args.head_dim=14"],
-    "own model": [*MASK, f"--model.file={own_models.__file__}", "--model.name=Own"],
-    "frozen": [*MASK, "--freeze.parameters=['layers.0.attention.*', 'tok*']"],
-}
-SHARED = {
-    name: [*MASK, "--model.args.n_layers=2", *words] for name, words in (ON_FURTHER_AXES | ADAPTERS | OWN_LOSS).items()
-}
-RATE = "--optimizer.lr=3e-3"
-EVEN = [RATE, *MASK, "--model.args={dim=48, n_layers=2, n_heads=3, n_kv_heads=1, hidden_dim=64, vocab_size=260}"]
-
-
-def with_rate(techniques: dict[str, list[str]]) -> dict[str, list[str]]:
-    return {name: [RATE, *words] for name, words in techniques.items()}
-
-
-@pytest.fixture
-def short_documents(tiny: TinyRun) -> TinyRun:
-    """Text of many short documents, of odd lengths, so that sequences hold several of them."""
-    for name in ("a", "b", "c"):
-        (tiny.text / f"{name}.txt").unlink()
-    words = ["one", "two", "three", "four", "five"]
-    lines = [" ".join(words[(i * k) % 5] for k in range(i % 9 + 1)) for i in range(600)]
-    (tiny.text / "short.jsonl").write_text("".join(f'{{"text": "{line}"}}\n' for line in lines))
-    return tiny
-
-
-def test_two_ranks_that_split_sequences_train_as_one(short_documents: TinyRun) -> None:
-    chosen = {"mask, AC op": TECHNIQUES["mask, AC op"]}
-    compare_with_one(short_documents, with_rate(chosen), [(1, 1, 2)], steps=6)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("techniques", [TECHNIQUES | FURTHER, SHARED], ids=["further", "shared"])
-def test_further_techniques(short_documents: TinyRun, techniques: dict[str, list[str]]) -> None:
-    compare_with_one(short_documents, with_rate(techniques), [(1, 1, 2), (1, 2, 2)])
-
-
-@pytest.mark.nightly
-def test_low_precision_is_that_of_fsdp(short_documents: TinyRun) -> None:
-    """Losses are as near to those of as many ranks that read whole sequences as rounding allows."""
-    pytest.importorskip("torchao")
-    rounded = {name: [*EVEN, *words] for name, words in (BFLOAT16 | FLOAT8).items()}
-    compare_rounded(short_documents, rounded, [((1, 1, 2), (1, 2, 1)), ((1, 2, 2), (1, 4, 1))])
-
-
-@pytest.mark.nightly
-def test_four_ranks(short_documents: TinyRun) -> None:
-    compare_with_one(short_documents, with_rate(TECHNIQUES), [(1, 1, 4), (1, 2, 2), (2, 1, 2)])
 
 
 def counts_of_a_step(rank: int, world_size: int, config: Config) -> tuple[int, int]:
@@ -119,14 +39,6 @@ def test_collectives_of_a_step(tiny: TinyRun) -> None:
     recomputed = tiny.config(*degrees(1, 1, 2), "--activation_checkpoint.mode=full", "--job.name=full", world_size=2)
     results = run_in_turn(counts_of_a_step, 2, [plain, recomputed])
     assert results == [[(1, 1)] * 2, [(2, 1)] * 2]
-
-
-@pytest.mark.nightly
-def test_a_teacher(short_documents: TinyRun) -> None:
-    tiny = short_documents
-    run_ranks(trained, 1, tiny.config(*MASK, "--training.steps=4", "--job.name=teacher"))
-    options = [*MASK, f"--teacher.path={tiny.folder}/outputs/teacher", "--distill.ratio=0.5", "--model.args.n_layers=2"]
-    compare_with_one(tiny, {"taught": options}, [(1, 2, 2)], steps=6)
 
 
 class CountBytes(TorchDispatchMode):

@@ -1,5 +1,6 @@
 """Collectives that FSDP gets for CPUs, and gathering in place for a shard degree of 1."""
 
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +12,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_on_this_rank, world
 from tests.layouts import built, degrees, one_step
+from titanlite.loss import token_loss
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter
+from titanlite.runtime.private_torch.fsdp import fsdp_param_group
 from titanlite.schema import Config
 
 
@@ -104,3 +107,27 @@ def test_one_shard_is_gathered_in_place(tiny: TinyRun) -> None:
     of_two = [tiny.config(*it, f"--job.name=two-{number}", world_size=2) for number, it in enumerate(layouts)]
     found = run_in_turn(gathered_in_place, 2, of_two)
     assert [[set(rank) for rank in ranks] for ranks in found] == [[{True}] * 2, [{False}] * 2]
+
+
+def gathered(rank: int, world_size: int, config: Config) -> list[str]:
+    """Names of the units whose weights are gathered, or being gathered, after a pass without gradients."""
+    run = built(rank, world_size, config)
+    one_step(run)
+    batch = next(iter(run.batches))
+    with torch.no_grad():
+        run.model(batch["tokens"], loss=partial(token_loss, labels_BL=batch["labels"]))
+    units = [(name, fsdp_param_group(it)) for name, it in run.model.named_modules() if isinstance(it, FSDPModule)]
+    return [name for name, it in units if it and (it.is_unsharded or it._all_gather_result is not None)]
+
+
+@pytest.mark.slow
+def test_passes_without_gradients_leave_no_weights_of_the_module(tiny: TinyRun) -> None:
+    options = [
+        "--model.name=smollm3",
+        "--training.multi_token_weight=0.3",
+        *degrees(1, 2),
+        "--parallelism.fsdp_forward_prefetch=2",
+    ]
+    sizes = ["--parallelism.fsdp_min_unit_params=0", "--parallelism.fsdp_min_unit_params=1000000"]
+    names = run_in_turn(gathered, 2, [tiny.config(*options, it, world_size=2) for it in sizes])
+    assert [found for of_config in names for found in of_config] == [["tok_embeddings", "head"]] * 4

@@ -1,14 +1,13 @@
-"""Updates within backward, on several processes: the same bits as after it."""
+"""Updates within backward, on several processes: how they stop. The same bits as after it: tests/matrix.py."""
 
 import math
 from dataclasses import replace
 from typing import Any
 
-import pytest
 import torch
 
 from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import built, degrees, job, trained
+from tests.layouts import built, trained
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss
 from titanlite.models.base import unique_parameters
@@ -19,38 +18,6 @@ from titanlite.train import finish, train
 ON = "--optimizer.in_backward=true"
 NO_CLIPPING = "--training.max_norm=0"
 BAD_STEP = 3
-
-CASES = {
-    "FSDP": [*degrees(1, 2)],
-    "HSDP": [*degrees(2, 1), "--activation_checkpoint.mode=full", "--training.mixed_precision_reduce=bfloat16"],
-    "tied, groups, bfloat16": [
-        *degrees(1, 2), "--model.args.tied_head", "--optimizer.state_dtype=bfloat16", "--training.enable_cpu_offload",
-        '--optimizer.groups=[{match=["layers.*"]}, {match=["tok*", "head*"], name="SGD", args={momentum=0.9}}]',
-    ],
-}  # fmt: skip
-
-
-@pytest.mark.slow
-def test_weights_are_those_of_updates_after_backward(tiny: TinyRun) -> None:
-    """Four steps, with a warm-up, on FSDP and HSDP, with a tied head and with several optimizers."""
-    runs = {
-        job(name, number): [*options, *on_or_off]
-        for name, options in CASES.items()
-        for number, on_or_off in enumerate(([], [ON]))
-    }
-    common = [NO_CLIPPING, "--training.steps=4"]
-    configs = [tiny.config(*of, *common, f"--job.name={name}", world_size=2) for name, of in runs.items()]
-    weights = dict(zip(runs, run_in_turn(trained, 2, configs), strict=True))
-    for name in CASES:
-        off, on = job(name, 0), job(name, 1)
-        for expected, found in zip(weights[off], weights[on], strict=True):
-            assert found.keys() == expected.keys()
-            for parameter, value in expected.items():
-                assert (found[parameter] == value).all(), (name, parameter)
-        kept = ("step", "loss", "grad_norm", "lr")
-        records = [[{key: it[key] for key in kept} for it in tiny.records(run)] for run in (off, on)]
-        assert len(records[0]) == 4
-        assert records[1] == records[0], name
 
 
 def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn
-from tests.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_one, one_step, trained, whole
+from tests.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_one, one_step, whole
 from titanlite.batch import IGNORE
 from titanlite.loss import token_loss
 from titanlite.metrics.run_summary import types_of
@@ -67,22 +67,12 @@ def few_steps(rank: int, world_size: int, config: Config) -> Found:
 Layouts = dict[tuple[int, int], list[Found]]
 
 
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(([], [1]), id="untied"),
-        pytest.param(
-            (["--model.args.tied_head", "--training.enable_cpu_offload"], [8, 1]), id="tied", marks=pytest.mark.nightly
-        ),
-    ],
-)
-def on_layouts(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Layouts]:
+@pytest.fixture(scope="module")
+def on_layouts(tmp_path_factory: pytest.TempPathFactory) -> list[Layouts]:
     """Steps of one micro-batch on one process; and on every layout, of as many as there are sequences."""
     tiny = TinyRun(tmp_path_factory.mktemp("layouts"))
-    options, sizes = request.param
-    several = [[*options, f"--training.local_batch_size={size}"] for size in (8, *sizes)]
-    [reference] = on_one(few_steps, tiny.config(*several[0], "--job.name=reference"))
-    return [{(1, 1): [reference]}, *each_on_every_layout(few_steps, tiny, several[1:])]
+    [reference] = on_one(few_steps, tiny.config("--training.local_batch_size=8", "--job.name=reference"))
+    return [{(1, 1): [reference]}, *each_on_every_layout(few_steps, tiny, [["--training.local_batch_size=1"]])]
 
 
 def test_initial_weights_are_bit_identical_on_every_layout(on_layouts: list[Layouts]) -> None:
@@ -117,42 +107,6 @@ def test_gradients_do_not_depend_on_layout_and_accumulation(on_layouts: list[Lay
         assert other.grad_norm == pytest.approx(reference.grad_norm, rel=1e-5)
         for name, gradient in reference.gradients.items():
             assert abs(other.gradients[name] - gradient).max() <= 1e-6 * max(1, abs(gradient).max()), name
-
-
-EXACT = [
-    ["--activation_checkpoint.mode=full"],
-    ["--activation_checkpoint.mode=selective"],
-    ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"],
-    ["--parallelism.fsdp_reshard_after_forward=always"],
-    ["--parallelism.fsdp_reshard_after_forward=never"],
-    ["--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2"],
-    ["--training.enable_cpu_offload"],
-    ["--data.num_workers=1"],
-]
-
-
-@pytest.mark.parametrize(
-    ("ranks", "several"),
-    [
-        pytest.param(2, EXACT, marks=pytest.mark.slow),
-        pytest.param(4, [["--parallelism.fsdp_reshard_after_forward=2"], *EXACT], marks=pytest.mark.nightly),
-    ],
-    ids=["two", "four"],
-)
-def test_techniques_that_trade_memory_for_time_change_no_bit(
-    tiny: TinyRun, ranks: int, several: list[list[str]]
-) -> None:
-    names = [f"--job.name=exact-{i}" for i in range(len(several))]
-    several_named = [[name, *options] for name, options in zip(names, several, strict=True)]
-    all_options = [["--job.name=reference"], *several_named]
-    short = ["--training.steps=3", "--checkpoint.enable=false", "--model.args.n_layers=2"]
-    configs = [tiny.config(*short, *options, world_size=ranks) for options in all_options]
-    reference, *others = (found[0] for found in run_in_turn(trained, ranks, configs))
-    for index, (options, weights) in enumerate(zip(several, others, strict=True)):
-        name = f"exact-{index}"
-        assert tiny.losses(name) == tiny.losses("reference"), options
-        for parameter, value in weights.items():
-            assert (value == reference[parameter]).all(), (options, parameter)
 
 
 class CollectiveCounter(TorchDispatchMode):

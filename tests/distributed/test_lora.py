@@ -1,15 +1,13 @@
-"""Training of adapters: the same on every layout and with every technique, on a base whose bits never change."""
+"""Training of adapters on a base, and resumes of it. On every layout and with every technique: tests/matrix.py."""
 
 import numpy as np
 import pytest
 import torch
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.layouts import degrees, trained, whole
+from tests.layouts import trained, whole
 from titanlite.checkpoint.state import state_of
 from titanlite.models.quantized import quantize
-from titanlite.models.registry import resolve_model
-from titanlite.parallelize.materialize import materialize
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.tools import cli
@@ -17,35 +15,6 @@ from titanlite.tools.convert.source import load_model, open_source
 
 LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.steps=4", "--training.max_norm=0", "--optimizer.lr=0.03"]
 INT8 = ["--lora.quantize_base=int8"]
-"""Quantized base. Runs whose names begin with int8 are compared with such a run on one rank."""
-TECHNIQUES = {
-    "DDP": degrees(2, 1),
-    "AC op": [*degrees(1, 2), "--activation_checkpoint.mode=selective"],
-    "in backward": [*degrees(1, 2), "--optimizer.in_backward=true"],
-    "bfloat16 base": [*degrees(1, 2), "--freeze.dtype=bfloat16"],
-    "compile": [*degrees(1, 2), "--compile.enable=true"],
-    "disk": [
-        *degrees(1, 2),
-        "--training.enable_cpu_offload",
-        "--offload.parameters=disk",
-        "--offload.optimizer=disk",
-    ],
-    "all reduced at the end": [
-        *degrees(1, 2),
-        "--training.local_batch_size=2",
-        "--parallelism.fsdp_reduce_gradients=last",
-    ],
-    "int8, DDP": [*INT8, *degrees(2, 1)],
-    "int8, bfloat16 base": [*INT8, *degrees(1, 2), "--freeze.dtype=bfloat16"],
-    "int8, AC op, offload": [
-        *INT8,
-        *degrees(1, 2),
-        "--activation_checkpoint.mode=selective",
-        "--training.enable_cpu_offload",
-    ],
-    "int8, compile, AC": [*INT8, *degrees(1, 2), "--compile.enable=true", "--activation_checkpoint.mode=full"],
-}
-ON_4_RANKS = {"more ranks than rank": degrees(1, 4), "int8, HSDP": [*INT8, *degrees(2, 2)]}
 
 
 def train(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:
@@ -58,53 +27,6 @@ def train(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray]:
     assert {name.removeprefix("state.").rpartition(".")[0] for name in moments} == adapters
     assert {name for name, parameter in parameters.items() if parameter.requires_grad} == adapters
     return {name: whole(parameter.float()).numpy() for name, parameter in parameters.items()}
-
-
-def base_of(config: Config, name: str) -> dict[str, np.ndarray]:
-    """Return the values of the base of a run: the initial ones of a model without adapters, converted."""
-    model = resolve_model("llama3", None, config.model.args).build()
-    materialize(model, device=torch.device("cpu"), dtype=torch.float32, seed=config.debug.seed)
-    found = {parameter: value.detach() for parameter, value in model.named_parameters()}
-    for parameter, value in [*found.items()]:
-        if name.startswith("int8") and parameter.startswith("layers.") and value.ndim == 2:
-            found[parameter], found[f"{parameter}_scale"] = quantize(value)
-        elif "bfloat16 base" in name:
-            found[parameter] = value.bfloat16()
-    return {parameter: value.float().numpy() for parameter, value in found.items()}
-
-
-@pytest.mark.nightly
-def test_losses_are_equal_and_the_base_keeps_its_bits_whatever_the_technique(tiny: TinyRun) -> None:
-    singles = {"single": [], "int8": INT8}
-    configs = {name: tiny.config(*LORA, *options, f"--job.name={name}") for name, options in singles.items()}
-    expected = {
-        name: result for name, [result] in zip(singles, run_in_turn(train, 1, [*configs.values()]), strict=True)
-    }
-    wanted = {name: tiny.losses(name) for name in singles}
-    assert all(losses[-1] < losses[0] - 0.03 for losses in wanted.values())
-    found = {name: [result] for name, result in expected.items()}
-    for world_size, several in ((2, TECHNIQUES), (4, ON_4_RANKS)):
-        configs = [
-            tiny.config(*LORA, *options, f"--job.name={name}", world_size=world_size)
-            for name, options in several.items()
-        ]
-        found |= dict(zip(several, run_in_turn(train, world_size, configs), strict=True))
-    for name, results in found.items():
-        like = "int8" if name.startswith("int8") else "single"
-        narrow = "bfloat16" in name
-        assert tiny.losses(name) == pytest.approx(wanted[like], abs=5e-3 if narrow else 1e-5), name
-        base = base_of(tiny.config(), name)
-        for result in results:
-            assert base.keys() <= result.keys()
-            for parameter, value in result.items():
-                if "lora" not in parameter:
-                    assert np.array_equal(value, base[parameter]), (name, parameter)
-                elif not narrow:
-                    np.testing.assert_allclose(
-                        value, expected[like][parameter], rtol=0, atol=5e-4, err_msg=f"{name} {parameter}"
-                    )
-    changed = [value for name, value in expected["single"].items() if name.endswith("lora_b")]
-    assert all(np.abs(value).max() > 1e-3 for value in changed)
 
 
 @pytest.mark.slow

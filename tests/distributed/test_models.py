@@ -1,4 +1,4 @@
-"""Every family of models through every layout, checkpointing, compiling, and saved and loaded."""
+"""Families of models, compiled, and saved and loaded. On every layout: tests/matrix.py."""
 
 from pathlib import Path
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import LAYOUTS, built, on_every_layout, on_one, one_step, trained, whole
+from tests.layouts import built, on_one, one_step, trained, whole
 from titanlite.schema import Config
 
 FAMILIES = {
@@ -26,21 +26,6 @@ FAMILIES = {
 families = pytest.mark.parametrize(
     "family", [name if name == "qwen3_moe" else pytest.param(name, marks=pytest.mark.nightly) for name in FAMILIES]
 )
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("family", FAMILIES)
-def test_losses_are_equal_on_every_layout(tiny: TinyRun, family: str) -> None:
-    on_every_layout(trained, tiny, *FAMILIES[family])
-    reference = tiny.losses("run-1-1")
-    assert reference[0] == pytest.approx(5.557, abs=0.2)  # ln 259
-    assert reference[-1] < 4
-    busiest = [record.get("busiest_expert", 0.0) for record in tiny.records("run-1-1")]
-    assert all(1 < share <= 3 for share in busiest) if family == "qwen3_moe" else set(busiest) == {0.0}
-    for replicate, shard in LAYOUTS[1:]:
-        assert tiny.losses(f"run-{replicate}-{shard}") == pytest.approx(reference, rel=1e-5)
-        records = tiny.records(f"run-{replicate}-{shard}")
-        assert [record.get("busiest_expert", 0.0) for record in records] == busiest
 
 
 def state_after_training(rank: int, world_size: int, config: Config) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn
-from tests.layouts import LORA, ON_FURTHER_AXES, CountOperators, degrees, job, trained
+from tests.layouts import CountOperators, degrees, trained
 from tests.plans import model_of, read, traced
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.fsdp import fsdp_units
@@ -37,54 +37,25 @@ def counted(rank: int, world_size: int, config: Config) -> int:
     return gathers.count
 
 
-TECHNIQUES: dict[str, tuple[tuple[int, ...], list[str]]] = {
-    "plain": ((1, 2), []),
-    "accumulation": ((1, 2), ["--training.local_batch_size=2"]),
-    "full": ((1, 2), ["--activation_checkpoint.mode=full"]),
-    "op": ((1, 2), ["--activation_checkpoint.mode=selective"]),
-    **{name: ((1, 2), ON_FURTHER_AXES[name]) for name in ("never", "prefetch", "in backward", "disk", "tied head")},
-    "LoRA": ((1, 2), LORA),
-    "HSDP": ((2, 1), []),
-    "context": ((1, 1, 2), []),
-    "tensor": (
-        (1, 1, 1, 2),
-        [f"--model.args.{it}" for it in ("dim=48", "n_heads=4", "n_kv_heads=2", "vocab_size=260")],
-    ),
+ALL_GATHERS = {
+    # options: those of 2 steps and one further gather each, apart and together
+    "--training.local_batch_size=2": (2 + 2 * 2 * 8, 2 + 2 * 2 * 6),
+    "--parallelism.fsdp_reshard_after_forward=never": (2 + 2 * 5, 2 + 2 * 4),
+    "--model.args.tied_head=true": (2 + 2 * 7, 2 + 2 * 5),
 }
-FEW = {"accumulation"}
-FEW_STEPS = [THREE_BLOCKS, "--training.steps=2", "--checkpoint.enable=false"]
 
 
-@pytest.mark.parametrize("chosen", [FEW, pytest.param(TECHNIQUES.keys() - FEW, marks=pytest.mark.nightly)])
-def test_losses_have_the_same_bits(tiny: TinyRun, chosen: set[str]) -> None:
-    """A step of three blocks has 8 all-gathers: embedding, blocks, head, blocks again. With two units of blocks, 6."""
-    names = {name: (job(name, 0), job(name, 1)) for name in TECHNIQUES if name in chosen}
+def test_neighbouring_blocks_are_gathered_together(tiny: TinyRun) -> None:
+    """A step of three blocks has 8 all-gathers: embedding, blocks, head, blocks again. With two units of blocks, 6.
+    That no bit changes: tests/matrix.py."""
+    common = [THREE_BLOCKS, "--training.steps=2", "--checkpoint.enable=false", *degrees(1, 2)]
     configs = [
-        tiny.config(*FEW_STEPS, *words, *options, *degrees(*layout), f"--job.name={run}", world_size=2)
-        for name, (layout, options) in TECHNIQUES.items()
-        if name in chosen
-        for run, words in zip(names[name], ([], [TOGETHER]), strict=True)
+        tiny.config(*common, *words, options, f"--job.name={number}-{len(words)}", world_size=2)
+        for number, options in enumerate(ALL_GATHERS)
+        for words in ([], [TOGETHER])
     ]
     counts = [ranks[0] for ranks in run_in_turn(counted, 2, configs)]
-    found = dict(zip(names, zip(counts[::2], counts[1::2], strict=True), strict=True))
-    for name, (without, together) in names.items():
-        values = [[(it["loss"], it["grad_norm"]) for it in tiny.records(run)] for run in (without, together)]
-        assert values[1] == values[0], name
-        assert len(values[0]) == 2
-    others = {  # each step has one more
-        "accumulation": (2 + 2 * 2 * 8, 2 + 2 * 2 * 6), "never": (2 + 2 * 5, 2 + 2 * 4),
-        "tied head": (2 + 2 * 7, 2 + 2 * 5), "HSDP": (2, 2), "tensor": (2, 2),
-    }  # fmt: skip
-    assert found == {name: others.get(name, (2 + 2 * 8, 2 + 2 * 6)) for name in names}
-
-
-@pytest.mark.nightly
-def test_compiled_blocks_have_the_same_bits(tiny: TinyRun) -> None:
-    options = [*FEW_STEPS, "--compile.enable", "--activation_checkpoint.mode=full", *degrees(1, 2)]
-    runs = {"apart": [], "together": [TOGETHER]}
-    configs = [tiny.config(*options, *words, f"--job.name={name}", world_size=2) for name, words in runs.items()]
-    run_in_turn(trained, 2, configs)
-    assert tiny.losses("together") == tiny.losses("apart")
+    assert dict(zip(ALL_GATHERS, zip(counts[::2], counts[1::2], strict=True), strict=True)) == ALL_GATHERS
 
 
 def test_the_plan_gathers_units() -> None:

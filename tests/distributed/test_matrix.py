@@ -1,0 +1,57 @@
+"""Every cell of the matrix (tests/matrix.py), which docs/combinations.md shows."""
+
+import re
+from collections.abc import Sequence
+
+import pytest
+
+from tests.faults import FAULTS
+from tests.helpers import TinyRun
+from tests.matrix import FEW, ROWS, STEPS, Cell, Matrix, beyond, cells_of, line, refusal, written
+
+
+def assert_equal(matrix: Matrix, cells: Sequence[Cell]) -> None:
+    found = zip(cells, matrix.differences(cells), strict=True)
+    assert {cell: problems for cell, it in found if (problems := beyond(cell[0], it))} == {}
+
+
+def test_cells_train_as_one_process(tiny: TinyRun) -> None:
+    assert_equal(Matrix(tiny, steps=FEW), cells_of("quick"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("part", range(4))
+def test_further_cells_train_as_one_process(tiny: TinyRun, part: int) -> None:
+    assert_equal(Matrix(tiny, steps=FEW, compiles=False), cells_of("slow")[part::4])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", ROWS)
+def test_every_cell_trains_as_one_process(tiny: TinyRun, name: str) -> None:
+    assert_equal(Matrix(tiny, steps=STEPS), cells_of("all", name))
+
+
+def test_other_cells_are_refused_with_the_key_of_the_option(tiny: TinyRun) -> None:
+    expected = {
+        (name, layout): {*keys.split(", ")} for name, row in ROWS.items() for layout, keys in row.refused.items()
+    }
+    assert {cell: refusal(tiny, *cell) for cell in expected} == expected
+
+
+@pytest.mark.slow
+def test_each_fault_turns_its_cell_red(tiny: TinyRun) -> None:
+    """The same cells are green without the faults, in the tests above."""
+    cells = [fault.cell for fault in FAULTS.values()]
+    assert {*cells} <= {*cells_of("quick"), *cells_of("slow")}
+    found = Matrix(tiny, steps=FEW).differences(cells, faults=[*FAULTS])
+    assert [name for name, cell, it in zip(FAULTS, cells, found, strict=True) if not beyond(cell[0], it)] == []
+
+
+def test_the_page_is_that_of_the_matrix() -> None:
+    """`python -m tests.matrix ROW` renews the line of a row."""
+    lines = written()[1]
+    assert [*lines] == [it for it in ROWS if it in lines]
+    for name, text in lines.items():
+        losses = {layout: float(loss) for layout, loss in re.findall(r"([a-z]\d[a-z0-9 ]*)\** (\d\S*?)[,\s]", text)}
+        assert line(name, losses) == text
+        assert {*losses} == {layout for _, layout in cells_of("all", name)}

@@ -1,0 +1,662 @@
+"""The matrix of combinations: rows are models and techniques, columns are layouts, that is axes with their degrees.
+
+A cell trains on gloo processes as one process does, or is refused with the option that is named. All runs on as many
+processes are in one process group, because to start one takes longer than a tiny run.
+
+    python -m tests.matrix 'Llama 3' gpt-oss    # trains these rows for 20 steps, and renews their lines of the page
+    python -m tests.matrix                      # the rows that the page, docs/combinations.md, lacks
+"""
+
+import math
+import re
+import sys
+import tempfile
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from functools import partial
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from tests import own_models
+from tests.faults import FAULTS
+from tests.helpers import TinyRun, built, run_in_turn
+from tests.layouts import trace_blocks, whole
+from titanlite.checks.preflight import preflight
+from titanlite.runtime.dtensor import sharded_axes
+from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.runtime.process_group import Ranks
+from titanlite.schema import Config
+from titanlite.train import finish, train
+
+PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+AXES = {
+    "r": "data_parallel_replicate", "s": "data_parallel_shard", "c": "context_parallel", "t": "tensor_parallel",
+    "e": "expert_parallel", "p": "pipeline_parallel",
+}  # fmt: skip
+"""Options of the axes, by the letters of layouts: "s2 c2" is four processes, and "s4 e2" too."""
+
+DATA, CONTEXT, EXPERT, TENSOR = "r2,s2,r2 s2,s4", "c2,c4,s2 c2,r2 c2", "s2 e2,s4 e2,s4 e4,r2 s2 e2", "t2,s2 t2,r2 t2"
+PIPELINE = "p2,s2 p2,r2 p2,c2 p2,t2 p2"
+WHOLE_MATRIX = f"{DATA},{CONTEXT},{TENSOR},c2 t2,{PIPELINE}"
+WITH_EXPERTS = f"{EXPERT},s2 c2 e2,s2 c2 e4,s2 t2 e2,s2 e2 p2"
+FAMILY = "r2 s2,c2,c4,s2 c2,t2,s2 t2,c2 t2,p2,s2 p2"
+FAMILY_OF_EXPERTS = f"{FAMILY},s2 e2,s4 e2,s2 c2 e2,s2 t2 e2,s2 e2 p2"
+ON_SPLIT = "s2,r2 s2,c2,s2 c2,t2,s2 t2,r2 t2,c2 t2,s2 e2"
+TECHNIQUE = f"{ON_SPLIT},p2"
+UNSPLIT, ON_STAGES = "s2,r2 s2,c2,s2 c2,s2 e2", f"{TECHNIQUE},s2 p2"
+ON_FOUR, SPLIT_EXPERTS = "r2 s2,c4,s2 c2,s2 t2,c2 t2", "s4 e2,s2 t2,c2 t2,s2 c2 e2,s2 t2 e2"
+ROUGH, ROUNDED = 1e-5, 2e-3
+"""Largest relative differences of losses where rounding is amplified, and where tensors are rounded to fewer bits."""
+
+# Models. Rows of layers and of the vocabulary do not divide by 4, nor do halves of them by 2: shards are uneven.
+LLAMA = "--model.args={dim=36,n_layers=2,n_heads=6,n_kv_heads=2,hidden_dim=70,vocab_size=262}"
+SPARSE = (
+    "--model={name='qwen3_moe',flavor='debug',"
+    "args={dim=32,n_layers=2,n_heads=2,n_kv_heads=2,head_dim=16,hidden_dim=24,vocab_size=260}}"
+)
+SIZES = "dim=48,n_layers=2,n_heads=4,n_kv_heads=2,hidden_dim=64,vocab_size=260"
+SCALED, GROUPS = "window=5,rope_scaling_factor=8.0", "n_experts=8,n_groups=4,n_active_groups=2"
+QWEN3 = "--model.name=qwen3 --model.args.head_dim=14 --model.args.tied_head=false"
+DEEPSEEK = (
+    "--model.name=deepseek_v3 --model.args={dim=48,n_layers=2,n_heads=4,n_kv_heads=4,hidden_dim=16,vocab_size=260,"
+    "rope_scaling_factor=8.0,q_rank=24,kv_rank=16,nope_dim=12,rope_dim=8,v_dim=10,"
+    f"{GROUPS},n_active_experts=2,n_dense_layers=1,dense_hidden_dim=64}}"
+)
+QWEN_NEXT = (
+    f"--model.name=qwen3_next --model.args={{{SIZES},head_dim=16,full_every=2,n_linear_key_heads=2,"
+    "n_linear_value_heads=4,linear_key_dim=8,linear_value_dim=10,n_experts=4,n_active_experts=2,shared_hidden_dim=16}"
+)
+SMOL = f"--model.name=smollm3 --model.args={{{SIZES},tied_head=false}}"
+OLMO2 = (
+    "--model={name='transformers',path='olmo2',args={num_hidden_layers=2,hidden_size=32,intermediate_size=48,"
+    "num_attention_heads=4,num_key_value_heads=2}}"
+)
+OWN = f"--model.file={own_models.__file__} --model.name="
+VARIANTS = f"--model={{name='Variants',flavor='debug',file='{own_models.__file__}'}}"
+CAPPED = f"{OWN}Capped --model.args={{{SIZES}}}"
+
+# Techniques.
+EACH, PAIRS = "--training.local_batch_size=1", "--training.local_batch_size=2"
+FULL, OP, COMPILE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=selective", "--compile.enable"
+MESH = "--parallelism."
+TOGETHER, REDUCED_ONCE = f"{MESH}fsdp_min_unit_params=1000000", f"{EACH} {MESH}fsdp_reduce_gradients=last"
+SCHEDULE = f"--model.args.n_layers=4 {MESH}pipeline_parallel_schedule="
+SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+OF_CONTEXT, OF_TENSOR, OF_STAGES = (f"parallelism.{it}_parallel_degree" for it in ("context", "tensor", "pipeline"))
+MUON = "--optimizer.name=Muon --optimizer.args.ns_dtype=float32"
+IN_BACKWARD = "--optimizer.in_backward --training.max_norm=0"
+SEVERAL = (
+    "--model.args.tied_head=true --optimizer.state_dtype=bfloat16 --training.enable_cpu_offload --training.max_norm=0 "
+    "--optimizer.groups=[{match=['layers.*']},{match=['tok*','head*'],name='SGD',args={momentum=0.9}}]"
+)
+COMPLETEP = (
+    f"--model.args={{{SIZES}}} --optimizer.parametrization=completep --optimizer.base_width=24 --optimizer.base_depth=1"
+)
+RESUMED, AVERAGE = "--checkpoint.enable=true", "--average.decay=0.75"
+OFFLOAD = "--training.enable_cpu_offload"
+DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
+LORA, INT8 = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01", "--lora.quantize_base=int8"
+SLOWLY = "--optimizer.lr=1e-3"
+FROZEN = "--freeze.parameters=['tok*','layers.0.attention.*']"
+FROZEN_EXPERTS = "--freeze.parameters=['layers.0.feed_forward.w?','layers.1.feed_forward.router']"
+TEACHER = "--teacher.path={folder}/outputs/teacher --distill.ratio=0.5"
+BFLOAT16 = "--training.mixed_precision_param=bfloat16"
+NARROW = f"{BFLOAT16} --training.dtype=bfloat16 --optimizer.state_dtype=bfloat16"
+NARROWEST = f"{NARROW} --training.mixed_precision_reduce=bfloat16"
+REDUCED = "--training.max_norm=0 --training.mixed_precision_reduce=bfloat16"
+FLOAT8 = "--quantize.linear.float8.enable --quantize.linear.float8.emulate --quantize.linear.float8.skip_small=false"
+GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
+EVEN = f"--model.args.dim=48 --model.args.hidden_dim=64 {EACH}"
+EXACT, PARTS = f"--debug.reproducible_layouts {EACH} --debug.hash_freq=1", "--debug.reproducible_context_degree=4"
+MOE = f"{SPARSE} {EVEN}"
+SAME, FREE = "Llama 3", "without clipping"
+
+
+class Row(NamedTuple):
+    """A model or a technique.
+
+    Args:
+        words: options. A technique is used with Llama 3, and with Qwen3-MoE on layouts with experts.
+        layouts: on which it trains.
+        quick: those of the default tests, for a few steps.
+        slow: those of CI, for as few.
+        tolerance: largest relative difference of losses and gradient norms to those of one process. 0: the same bits.
+        like: row whose bits it has on each layout; it is compared with that instead.
+        refused: layouts with the key of the problem.
+    """
+
+    words: str
+    layouts: str
+    quick: str = ""
+    slow: str = ""
+    tolerance: float = 1e-6
+    like: str = ""
+    refused: Mapping[str, str] = {}
+
+
+def rows(layouts: str, words: Mapping[str, str], **options: Any) -> dict[str, Row]:
+    """Return rows of the same layouts, by their names."""
+    return {name: Row(its, layouts, **options) for name, its in words.items()}
+
+
+MODELS = {
+    "Llama 3": Row("", f"{WHOLE_MATRIX},p4,s2 c2 t2,s2 c2 p2,s2 t2 p2", quick="s2,c2", slow="p4"),
+    "Llama 3, sequences without a mask": Row("--data.document_mask=false", TECHNIQUE, slow="c2"),
+    "Qwen3": Row(QWEN3, FAMILY),
+    "Qwen3, an odd dim": Row("--model.name=qwen3 --model.args.head_dim=14 --model.args.dim=35", "s2 t2,c2 t2"),
+    "Qwen3-MoE": Row(SPARSE, f"{WHOLE_MATRIX},{WITH_EXPERTS},s2 c2 t2 e2", quick="s2 e2", slow="t2,p2,s2 t2 e2"),
+    "Qwen3-MoE, 6 experts": Row(SPARSE.replace("dim=32", "dim=42,n_experts=6,n_active_experts=2"), DATA),
+    "DeepSeek-V3": Row(DEEPSEEK, FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2"),
+    "DeepSeek-V3, two predicted tokens": Row(
+        f"{DEEPSEEK} {OP} --training.multi_token_weight=0.3", "r2 s2,s2 e2", slow="s2,s2 e2",
+        refused=dict.fromkeys(("c2", "t2", "p2"), "training.multi_token_weight"),
+    ),
+    "GLM-4.5": Row(
+        f"--model.name=glm4_moe --model.args={{{SIZES},head_dim=12,{GROUPS},n_active_experts=3,dense_hidden_dim=96,"
+        "routed_scaling_factor=2.5,qk_norm=true}", FAMILY_OF_EXPERTS, slow="c2,t2,s2 e2",
+    ),
+    "Gemma 3": Row(
+        f"--model.name=gemma3 --model.args={{{SIZES},head_dim=14,query_pre_attn_scalar=10,full_every=2,"
+        f"tied_head=false,{SCALED}}}", FAMILY, quick="s2,c2,t2",
+    ),
+    "OLMo 3": Row(
+        f"--model.name=olmo3 --model.args={{{SIZES},full_every=2,{SCALED}}}", FAMILY, quick="s2,c2,t2",
+    ),
+    "SmolLM3": Row(SMOL, FAMILY),
+    "gpt-oss": Row(
+        f"--model.name=gpt_oss --model.args={{{SIZES},head_dim=14,n_experts=4,n_active_experts=2,{SCALED}}}",
+        FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2",
+    ),
+    "Qwen3-Next": Row(
+        QWEN_NEXT, "r2 s2,s2 e2,s4 e4,p2,s2 e2 p2", slow="s2,s2 e2", tolerance=ROUGH,
+        refused={"c2": OF_CONTEXT, "t2": OF_TENSOR},
+    ),
+    "a model of one's own": Row(f"{OWN}Own", "s2,c2,s2 c2,t2,s2 t2,c2 t2"),
+    "experts of one's own": Row(f"{SPARSE} {OWN}OwnExperts", "s2 e2"),
+    "experts with all variants": Row(
+        VARIANTS, "t2,s2 e2,s2 t2,c2 t2,s4 e2,s2 c2 e2,s2 t2 e2", slow="t2,s2 e2",
+    ),
+    "biases, sinks, half of each head rotated": Row(
+        f"{OWN}Biased --model.args.head_dim=14 --model.args.tied_head=false {OP} --training.z_loss=1e-3",
+        TECHNIQUE.replace(",s2 e2", ""), slow="t2",
+    ),
+    "a soft cap and a gate of attention": Row(CAPPED, "s2,c2,t2", slow="s2,c2,t2"),
+    "GPT-2 of examples/": Row(
+        f"--model.file={PAGE.parents[1]}/examples/my_model/gpt2.py "
+        "--model.args={dim=42,n_layers=3,n_heads=3,vocab_size=259}", f"{DATA},{CONTEXT}", tolerance=ROUGH,
+    ),
+    "OLMo 2 of transformers": Row(OLMO2, "s2,r2 s2"),
+}  # fmt: skip
+FAMILIES = ("DeepSeek-V3", "GLM-4.5", "Gemma 3", "OLMo 3", "SmolLM3", "gpt-oss")
+SAME_BITS = {
+    **rows(ON_STAGES, {
+        "weights gathered again in backward": f"{MESH}fsdp_reshard_after_forward=always",
+        "every second block recomputed": f"{OP} --activation_checkpoint.selective_ac_option=2",
+        "CPU offload": OFFLOAD,
+        "weights kept": f"{MESH}fsdp_reshard_after_forward=never",
+        "stopped and resumed": RESUMED,
+        "trained beside an average": AVERAGE,
+    }, like=SAME, slow="s2"),
+    "float8, trained beside an average": Row(
+        f"{EVEN} {FLOAT8} {GATHERED} {AVERAGE}", "s2", like="float8, gathered in float8", slow="s2"
+    ),
+    "prefetch": Row(
+        f"{MESH}fsdp_forward_prefetch=2 {MESH}fsdp_backward_prefetch=2", ON_SPLIT, like=SAME, slow="s2",
+        refused={"p2": f"{MESH[2:]}fsdp_forward_prefetch, {MESH[2:]}fsdp_backward_prefetch"},
+    ),
+    "weights and moments on disk": Row(DISK, ON_SPLIT, like=SAME, slow="s2", refused={"p2": "offload"}),
+    "every block recomputed": Row(FULL, ON_STAGES, like=SAME, slow="s2,c2"),
+    "recomputed but for matmuls": Row(OP, ON_STAGES, like=SAME, quick="c2", slow="s2"),
+    "weights gathered by two processes": Row(
+        f"{MESH}fsdp_reshard_after_forward=2", "s4,s2 c2", like=SAME,
+        refused=dict.fromkeys(("s4 e2", "s2 t2"), "parallelism.fsdp_reshard_after_forward"),
+    ),
+    "small blocks gathered together": Row(
+        TOGETHER, "s2,r2 s2,c2,s2 c2,t2,s2 t2", like=SAME, refused={"s2 e2": "parallelism.fsdp_min_unit_params"}
+    ),
+    "a worker that reads": Row("--data.num_workers=1", "s2,s4", like=SAME, slow="s2"),
+    "updates in backward": Row(IN_BACKWARD, ON_SPLIT, like=FREE, slow="s2", refused={"p2": "optimizer.in_backward"}),
+    "updates in backward of several optimizers": Row(
+        f"{SEVERAL} {IN_BACKWARD}", "s2,r2 s2", like="several optimizers", slow="s2"
+    ),
+    "updates in backward, bfloat16 reduced": Row(
+        f"{REDUCED} {IN_BACKWARD} {FULL}", "r2,r2 s2", like="bfloat16 reduced", slow="r2"
+    ),
+    "stopped and resumed, bfloat16": Row(f"{RESUMED} {NARROW}", TECHNIQUE, like="bfloat16 weights", slow="s2"),
+    **{f"{it}, recomputed": Row(f"{MODELS[it].words} {OP}", ON_FOUR, like=it) for it in FAMILIES},
+    "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,s2 e2,s4 e4", like="Qwen3-Next"),
+    "all variants, recomputed": Row(f"{VARIANTS} {OP}", SPLIT_EXPERTS, like="experts with all variants"),
+    **rows("s2", {
+        "OLMo 2, recomputed": f"{OLMO2} {FULL}", "OLMo 2, recomputed but for matmuls": f"{OLMO2} {OP}",
+        "OLMo 2, CPU offload": f"{OLMO2} {OFFLOAD}",
+    }, like="OLMo 2 of transformers"),
+}  # fmt: skip
+SAME_BITS |= {
+    f"small blocks gathered together, {it}": Row(f"{TOGETHER} {SAME_BITS[it].words}", "s2", like=it)
+    for it in (
+        "every block recomputed",
+        "recomputed but for matmuls",
+        "weights kept",
+        "prefetch",
+        "updates in backward",
+    )
+}
+TECHNIQUES = {
+    **rows(TECHNIQUE, {
+        FREE: "--training.max_norm=0", "accumulation": EACH, "accumulation, reduced once": REDUCED_ONCE,
+        "z-loss": "--training.z_loss=1e-3",
+    }),
+    "frozen parameters": Row(FROZEN, TECHNIQUE, slow="p2"),
+    "average of weights": Row(AVERAGE, TECHNIQUE, slow="c2,t2,s2 e2,p2"),
+    **rows("s2,r2", {
+        "average of weights, updates in backward": f"{AVERAGE} {IN_BACKWARD}",
+        "average of weights, CPU offload": f"{AVERAGE} {OFFLOAD}",
+        "average of weights on the host": f"{AVERAGE} --average.enable_cpu_offload",
+        "average of weights, moments on disk": f"{AVERAGE} --offload.optimizer=disk",
+        "average of weights, LoRA, int8": f"{AVERAGE} {LORA} {INT8}",
+    }, tolerance=ROUGH, slow="s2"),
+    "average of weights, bfloat16 weights": Row(f"{AVERAGE} {NARROW}", "s2", tolerance=ROUNDED, slow="s2"),
+    "tied head": Row("--model.args.tied_head=true", ON_SPLIT, slow="s2,t2", refused={"p2": OF_STAGES}),
+    "Muon": Row(MUON, f"{TECHNIQUE},{WITH_EXPERTS}", slow="p2"),
+    "Muon, and AdamW for the rest": Row(
+        "--optimizer.groups=[{match=['layers.*.w?.weight'],name='Muon',args.ns_dtype='float32'},"
+        "{match=['tok*','head*','*norm*']}]", "c2,s2 c2"
+    ),
+    "several optimizers": Row(SEVERAL, "s2,r2 s2", tolerance=ROUNDED),
+    "bfloat16 reduced": Row(REDUCED, "r2,r2 s2", tolerance=ROUNDED),
+    **rows("r2,s2,t2", {"completep": COMPLETEP, "completep, Muon": f"{COMPLETEP} {MUON}"}, slow="s2,t2"),
+    "frozen router and experts": Row(f"{SPARSE} {FROZEN_EXPERTS}", "s2,s2 e2"),
+    "gpt-oss, all frozen but sinks": Row(
+        f"{MODELS['gpt-oss'].words} --freeze.parameters=['tok*','head*','*.w?.*','*norm*','*feed_forward*']",
+        "t2,s2 t2,c2", slow="t2",
+    ),
+    **rows("s2,r2", {
+        "frozen parameters, recomputed": f"{FROZEN} {FULL}", "frozen parameters, on disk": f"{FROZEN} {DISK}",
+        "frozen parameters, updates in backward": f"{FROZEN} {IN_BACKWARD}",
+        "frozen parameters, Muon": f"{FROZEN} {MUON} {EACH}",
+    }),
+    "frozen parameters, bfloat16 weights": Row(f"{FROZEN} {NARROW}", "s2", tolerance=ROUNDED),
+    "Qwen3-Next, frozen parameters": Row(f"{QWEN_NEXT} {FROZEN}", "r2 s2,s4 e4", tolerance=ROUGH),
+    **rows(UNSPLIT, {
+        "frozen, bfloat16": "--freeze.parameters=['tok*','layers.0.*'] --freeze.dtype=bfloat16",
+        "LoRA, bfloat16": f"{LORA} --freeze.dtype=bfloat16",
+        "LoRA, recomputed, reduced once": f"{LORA} {OP} {REDUCED_ONCE}",
+        "LoRA, updates in backward": f"{LORA} {IN_BACKWARD}", "LoRA, int8": f"{LORA} {INT8} {SLOWLY}",
+        "LoRA, int8, on disk": f"{LORA} {INT8} {DISK} {SLOWLY}",
+    }, tolerance=ROUGH),
+    "LoRA": Row(LORA, f"{UNSPLIT},s4,p2", tolerance=ROUGH, refused={"t2": OF_TENSOR}),
+    "LoRA of Qwen3-Next, recomputed": Row(
+        f"{QWEN_NEXT} {LORA} {OP} {SLOWLY}", "s2,s2 e2", slow="s2", tolerance=ROUGH
+    ),
+    "a loss of one's own": Row("--training.loss=tests.layouts:smoothed_loss", UNSPLIT, refused={"t2": OF_TENSOR}),
+    "a teacher": Row(TEACHER, "s2,c2,s2 c2", refused={"t2": OF_TENSOR, "p2": "teacher.path"}),
+    "health of layers": Row(
+        "--metrics.layers.freq=2", "s2,r2 s2,c2,s2 c2,t2,s2 e2", slow="r2 s2", refused={"p2": "metrics.layers.freq"}
+    ),
+    "ramps of length and batch": Row(
+        "--training.seq_len_ramp=[{until_tokens=512,seq_len=16}] "
+        f"--training.batch_ramp=[{{until_tokens=1024,global_batch_size=4}}] {EACH}", "s2,r2 s2,c2,t2,p2",
+    ),
+    "tasks": Row("--validation.tasks=['number_choice']", "s2,c2,t2,p2"),
+    "stopped and resumed, experts": Row(
+        f"{SPARSE} --model.args.balance_rate=0.05 {RESUMED}", EXPERT, slow="s2 e2"
+    ),
+    "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
+    **rows("s2,r2 s2", {
+        f"two predicted tokens{it}": f"{SMOL} --training.multi_token_weight=0.3 {words}"
+        for it, words in {
+            "": "", ", tied head": "--model.args.tied_head=true", ", reduced once": REDUCED_ONCE,
+            ", updates in backward": IN_BACKWARD, ", CPU offload": f"{FULL} {OFFLOAD}", ", compiled": COMPILE,
+        }.items()
+    }),
+    **rows("s2", {
+        "OLMo 2, updates in backward": f"{OLMO2} {IN_BACKWARD}", "OLMo 2, compiled": f"{OLMO2} {COMPILE}",
+        "OLMo 2, without a mask": f"{OLMO2} {EACH} --data.document_mask=false",
+    }),
+}  # fmt: skip
+STAGES = {
+    "a frozen stage": Row(
+        f"{SCHEDULE}Interleaved1F1B --freeze.parameters=['tok*','layers.0.*']", "p2,s2 p2", slow="p2"
+    ),
+    **rows(f"{PIPELINE},s2 e2 p2", {f"schedule {it}": f"{SCHEDULE}{it}" for it in SCHEDULES}, quick="p2"),
+    **rows("p4,s2 p2", {
+        f"schedule {it}, 8 blocks recomputed": f"{SCHEDULE}{it} --model.args.n_layers=8 {FULL}" for it in SCHEDULES
+    }),
+    **rows("p2", {f"schedule {it}, compiled": f"{SCHEDULE}{it} {COMPILE}" for it in SCHEDULES[1:4]}),
+    "schedule ZBVZeroBubble, recomputed": Row(f"{SCHEDULE}ZBVZeroBubble {FULL}", "p2,s2 p2", slow="s2 p2"),
+    "schedule Interleaved1F1B, recomputed": Row(f"{SCHEDULE}Interleaved1F1B {FULL}", "p2,t2 p2", slow="t2 p2"),
+    "schedule DualPipeV, recomputed": Row(f"{SCHEDULE}DualPipeV {FULL}", "p2,s2 p2,s2 e2 p2", slow="s2 e2 p2"),
+}  # fmt: skip
+COMPILED = {
+    "compiled": Row(COMPILE, TECHNIQUE, slow="p2"),
+    "compiled, recomputed": Row(f"{COMPILE} {FULL}", "s2,c2,s2 c2,s2 t2,c2 t2,p2"),
+    **rows("c2,t2", {
+        "Gemma 3, compiled": f"{MODELS['Gemma 3'].words} {COMPILE} {EACH}",
+        "OLMo 3, compiled, recomputed": f"{MODELS['OLMo 3'].words} {COMPILE} {FULL}",
+        "gpt-oss, compiled": f"{MODELS['gpt-oss'].words} {COMPILE} {EACH}",
+        "a soft cap and a gate, compiled": f"{CAPPED} {COMPILE} {EACH}",
+    }),
+    "DeepSeek-V3, compiled": Row(f"{DEEPSEEK} {COMPILE}", "c2,t2,s2 e2"),
+    "all variants, compiled": Row(f"{VARIANTS} {COMPILE}", "s4 e2,s2 t2 e2"),
+    "a model of one's own, compiled": Row(f"{OWN}Own {LLAMA} {COMPILE}", "t2"),
+    **rows("s2", {
+        "Qwen3-Next, compiled": f"{QWEN_NEXT} {COMPILE}", "LoRA, compiled": f"{LORA} {COMPILE}",
+        "LoRA, int8, compiled, recomputed": f"{LORA} {INT8} {COMPILE} {FULL}",
+    }),
+}  # fmt: skip
+LESS_PRECISE = {
+    **rows(TECHNIQUE, {
+        "bfloat16": f"{BFLOAT16} {EACH}", "bfloat16 moments": "--optimizer.state_dtype=bfloat16",
+    }, tolerance=ROUNDED),
+    "bfloat16 weights": Row(NARROW, TECHNIQUE, tolerance=ROUNDED, slow="s2"),
+    "float8": Row(f"{EVEN} {FLOAT8}", f"{UNSPLIT},p2", tolerance=ROUNDED, slow="p2"),
+    "float8 of split layers": Row(
+        f"--model.args={{{SIZES.replace('48', '64')}}} {EACH} {FLOAT8} {GATHERED}", "t2,s2 t2,t2 p2", tolerance=ROUNDED
+    ),
+    "float8, gathered in float8": Row(
+        f"{EVEN} {FLOAT8} {GATHERED}", f"{UNSPLIT},p2", tolerance=ROUNDED
+    ),
+}  # fmt: skip
+REPRODUCIBLE = {
+    **rows("r2,s2,r4,r2 s2,s4,r2 s4", {
+        "reproducible Llama 3": EXACT, "reproducible Llama 3, bfloat16": f"{EXACT} {BFLOAT16}",
+        "reproducible Qwen3": f"{QWEN3} {EXACT}", "reproducible Qwen3, bfloat16": f"{QWEN3} {EXACT} {BFLOAT16}",
+        "reproducible Qwen3-MoE": f"{MOE} {EXACT}",
+    }, tolerance=0),
+    "reproducible Qwen3-MoE, bfloat16": Row(
+        f"{MOE} {EXACT} {BFLOAT16}", f"{DATA},{EXPERT}", tolerance=0, slow="s4 e2,r2 s2 e2"
+    ),
+    **rows("r2 s2", {
+        f"reproducible, {it}": f"{EXACT} {words}"
+        for it, words in {
+            "recomputed": FULL, "Muon": "--optimizer.name=Muon", "LoRA": "--lora.rank=4", "CPU offload": OFFLOAD,
+            "compiled": COMPILE, "bfloat16 weights": NARROWEST, "a teacher": TEACHER, "pairs": f"{MOE} {PAIRS}",
+        }.items()
+    }, tolerance=0),
+    **rows("s2 e2,s4 e4", {
+        f"reproducible experts{it}": f"{MOE} {EXACT} {words}"
+        for it, words in {
+            "": "", ", pairs": PAIRS, ", recomputed": FULL, ", Muon": MUON, ", CPU offload": OFFLOAD, ", frozen":
+            FROZEN_EXPERTS, ", bfloat16 weights": NARROWEST,
+        }.items()
+    }, tolerance=0),
+    **rows(CONTEXT, {
+        f"reproducible sequences, {it}": f"{words} {EXACT} {PARTS}"
+        for it, words in {
+            "Llama 3": FULL, "Qwen3": f"{QWEN3} {FULL}", "Qwen3-MoE": f"{MOE} {FULL}", "bfloat16": BFLOAT16,
+            "Qwen3-MoE, bfloat16": f"{MOE} {BFLOAT16}", "LoRA": "--lora.rank=4", "Muon": f"--optimizer.name=Muon {OP}",
+            "gpt-oss, bfloat16": f"{MODELS['gpt-oss'].words} {BFLOAT16}",
+        }.items()
+    }, tolerance=0),
+}  # fmt: skip
+ROWS = MODELS | SAME_BITS | TECHNIQUES | STAGES | COMPILED | LESS_PRECISE | REPRODUCIBLE
+
+
+Cell = tuple[str, str]
+"""A row and a layout."""
+
+
+class Found(NamedTuple):
+    """What one process has after training."""
+
+    values: dict[str, np.ndarray]
+    """Whole tensors of a checkpoint: weights, buffers, moments and averages, of which it has a part."""
+    parts: dict[tuple[Any, ...], int]
+    """Checksums of its parts, by the name and the place of the part: equal on all processes that have it."""
+    frozen: set[str]
+    """Names of parameters."""
+
+
+class Difference(NamedTuple):
+    """Largest relative differences, and what else differs."""
+
+    loss: float
+    validation: float
+    grad_norm: float
+    value: float
+    """Of tensors of the checkpoint, to their largest element."""
+    others: list[str]
+
+
+def degrees(layout: str) -> dict[str, int]:
+    return {axis[0]: int(axis[1:]) for axis in layout.split()}
+
+
+def size_of(layout: str) -> int:
+    """Return the number of processes of a layout."""
+    return math.prod(degree for axis, degree in degrees(layout).items() if axis != "e")
+
+
+def cells_of(chosen: str, *names: str) -> list[Cell]:
+    """Return the cells of a set, of some rows or of all: quick, slow, or all that train."""
+    found = []
+    for name in names or ROWS:
+        row = ROWS[name]
+        of_set = {"quick": row.quick, "slow": row.slow, "all": f"{row.layouts},{row.quick},{row.slow}"}[chosen]
+        found += [(name, layout) for layout in dict.fromkeys(of_set.split(",")) if layout]
+    return found
+
+
+def words_of(row: Row, layout: str) -> list[str]:
+    """Return the options of a cell that one process has, too."""
+    axes = degrees(layout)
+    has_sizes = re.search(r"--model(\.args)?=\{", row.words)
+    model = "" if has_sizes else SPARSE if "e" in axes else LLAMA
+    blocks = "--model.args.n_layers=4" if axes.get("p", 1) > 2 else ""
+    return f"--data.document_mask --optimizer.lr=1e-3 {model} {blocks} {row.words}".split()
+
+
+def on_layout(layout: str) -> list[str]:
+    """Return the options of a layout. A pipeline has as many micro-batches as it can."""
+    axes = {"r": 1, "s": 1} | degrees(layout)
+    return [*(f"--parallelism.{AXES[it]}_degree={axes[it]}" for it in axes), *([EACH] if "p" in axes else [])]
+
+
+def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, compiles: bool = True) -> Found:
+    """Train a run in one or more starts, with a fault."""
+    run, frozen = None, dict[str, int]()
+    for config in job[0]:
+        del run  # which leaves the folder to the next start
+        with ExitStack() as stack:
+            if not compiles:
+                stack.enter_context(patch("titanlite.parallelize.compile_blocks", trace_blocks))
+            if job[1]:
+                stack.enter_context(FAULTS[job[1]].planted())
+            run = built(rank, world_size, config)
+            if not run.progress.step:
+                raise_sensitivity(run.model)
+            frozen = {name: checksum(it) for name, it in run.model.named_parameters() if not it.requires_grad}
+            finish(run, train(run))
+    assert run is not None
+    found = Found({}, {}, {*frozen})
+    for name, tensor in run.state().items():
+        place = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
+        found.parts[name, *((axis, place and place[axis]) for axis in sharded_axes(tensor))] = checksum(tensor)
+        found.values[name] = whole(tensor).float().numpy()
+    assert frozen == {name: checksum(run.model.get_parameter(name)) for name in frozen}
+    assert not [it for it in found.values if it.startswith("optimizer.") and any(name in it for name in frozen)]
+    return found
+
+
+def checksum(tensor: torch.Tensor) -> int:
+    """Return the checksum of this process's part."""
+    return zlib.crc32(local_tensor(tensor).detach().float().numpy().tobytes())
+
+
+@torch.no_grad()
+def raise_sensitivity(model: torch.nn.Module) -> None:
+    """Make the initial values larger. With those of a new model, attention is uniform and branches are small: wrong
+    positions and a part of the norm that is left out would hardly show."""
+    for name, parameter in model.named_parameters():
+        if not name.endswith("_scale") and (part := local_tensor(parameter)).is_floating_point():
+            part.mul_(5) if part.ndim > 1 else part.add_(0.25)
+
+
+class Job(NamedTuple):
+    """A run: options, the number of processes, and a fault that is planted in them."""
+
+    words: tuple[str, ...]
+    size: int
+    fault: str = ""
+
+
+class Matrix:
+    """Cells that train in a folder, each run once.
+
+    Args:
+        steps: of each run.
+        compiles: whether blocks are compiled to machine code, or only traced.
+    """
+
+    def __init__(self, tiny: TinyRun, *, steps: int, compiles: bool = True) -> None:
+        self.tiny, self.steps, self.compiles = tiny.with_short_documents(), steps, compiles
+        self.found: dict[Job, list[Found]] = {}
+
+    def differences(self, cells: Iterable[Cell], *, faults: Sequence[str] = ()) -> list[Difference]:
+        """Train cells, which are rows with a layout, and compare each with one process, or with the row it is like.
+
+        Args:
+            faults: of `FAULTS`, one for each cell. Default: none.
+        """
+        pairs = []
+        for (name, layout), fault in zip_longest(cells, faults, fillvalue=""):
+            row = ROWS[name]
+            like, where = (ROWS[row.like], layout) if row.like else (row, "")
+            pairs.append((
+                Job((*words_of(row, layout), *on_layout(layout)), size_of(layout), fault),
+                Job((*words_of(like, layout), *on_layout(where)), size_of(where)),
+            ))  # fmt: skip
+        new = [job for job in dict.fromkeys(it for pair in pairs for it in pair) if job not in self.found]
+        for size in sorted({job.size for job in new}):
+            jobs = [job for job in new if job.size == size]
+            first = len(self.found)
+            starts = [(self._starts(job, f"run-{first + n}"), job.fault) for n, job in enumerate(jobs)]
+            train = partial(trained, compiles=self.compiles)
+            self.found |= dict(zip(jobs, run_in_turn(train, size, starts), strict=True))
+        return [self._compare(*pair) for pair in pairs]
+
+    def _starts(self, job: Job, name: str) -> list[Config]:
+        tiny, end, words = self.tiny, self.steps, job.words
+        common = ["--checkpoint.enable=false", "--validation.enable", f"--validation.path={tiny.text}"]
+        common += ["--validation.sequences=5", f"--validation.freq={end}", f"--job.name={name}"]
+        own = [word.replace("{folder}", str(tiny.folder)) for word in words]
+        ends = [end // 2, end] if "--checkpoint.enable=true" in words else [end]
+        if TEACHER.split()[0] in words and not (tiny.folder / "outputs/teacher").exists():
+            teacher = tiny.config(*LLAMA.split(), "--job.name=teacher", "--training.steps=4")
+            run_in_turn(trained, 1, [([teacher], "")])
+        return [tiny.config(*common, *own, f"--training.steps={it}", world_size=job.size) for it in ends]
+
+    def _compare(self, job: Job, other: Job) -> Difference:
+        name, reference = (f"run-{[*self.found].index(it)}" for it in (job, other))
+        ours, its = (self.tiny.records(run) for run in (name, reference))
+        values, wanted = (
+            {key: value for found in self.found[it] for key, value in found.values.items()} for it in (job, other)
+        )
+        parts = Counter(key for key, _ in {it for found in self.found[job] for it in found.parts.items()})
+        frozen = {it for found in self.found[other] for it in found.frozen}
+        ends, its_ends = (self.tiny.records(run, file="validation.jsonl")[-1:] for run in (name, reference))
+        others = ["names"] * (not wanted.keys() <= values.keys())
+        for key, *both in (("samples", ours, its), ("busiest_expert", ours, its), ("tasks", ends, its_ends)):
+            others += [key] * ([it.get(key) for it in both[0]] != [it.get(key) for it in both[1]])
+        others += [f"replicas of {key}" for key, values in parts.items() if values > 1]
+        others += [it for it in frozen if not np.array_equal(values[f"model.{it}"], wanted[f"model.{it}"])]
+        for file, key in (("layers.jsonl", "layers"), ("hashes.jsonl", "hash")):
+            if (self.tiny.folder / "outputs" / reference / file).exists():
+                both = [tree_leaves([it[key] for it in self.tiny.records(run, file=file)]) for run in (name, reference)]
+                near = pytest.approx(both[1], rel=1e-3, abs=1e-6) if key == "layers" else both[1]
+                others += [file] * (both[0] != near)
+        return Difference(
+            relative([it["loss"] for it in ours], [it["loss"] for it in its]),
+            relative([it["loss"] for it in ends], [it["loss"] for it in its_ends]),
+            relative([it["grad_norm"] for it in ours], [it["grad_norm"] for it in its]),
+            max(abs(values[it] - value).max() / (abs(value).max() + 1e-9) for it, value in wanted.items()),
+            others,
+        )
+
+
+def relative(ours: Sequence[float], its: Sequence[float]) -> float:
+    """Return the largest relative difference; infinity if there are not as many values."""
+    if len(ours) != len(its):
+        return math.inf
+    return max(abs(mine - value) / abs(value) for mine, value in zip(ours, its, strict=True))
+
+
+def beyond(name: str, found: Difference) -> list[str]:
+    """Return what of a cell differs by more than its row allows."""
+    row = ROWS[name]
+    loss = 0.0 if row.like else row.tolerance
+    grad_norm, value = (0.1, math.inf) if loss == ROUNDED else (loss, 200 * loss)
+    others = [it for it in found.others if it != "busiest_expert" or loss < ROUNDED]  # some go to other experts
+    limits = loss, max(loss, 1e-6), grad_norm, value
+    of = zip(found._fields, found, limits, strict=False)
+    return [*others, *(f"{key} {most:.1e}" for key, most, limit in of if not most <= limit)]  # pyright: ignore[reportOperatorIssue]
+
+
+def refusal(tiny: TinyRun, name: str, layout: str) -> set[str]:
+    """Return the keys of the problems that a start finds."""
+    words, size = [*words_of(ROWS[name], layout), *on_layout(layout)], size_of(layout)
+    try:
+        preflight(tiny.config(*words, world_size=size), Ranks(0, size, 0, size), torch.device("cpu"))
+    except ConfigError as error:
+        return {problem.key for problem in error.problems}
+    return set()
+
+
+STEPS, FEW = 20, 4
+"""Of every cell, and of those that the default tests and CI run."""
+
+
+def line(name: str, losses: Mapping[str, float]) -> str:
+    """Return the line of a row.
+
+    Args:
+        losses: largest relative difference on each layout.
+    """
+    row, columns = ROWS[name], dict[str, list[str]]({it: [] for it in ("", "c", "e", "t", "p")})
+    marks = {layout: mark for of_set, mark in (("slow", "*"), ("quick", "**")) for _, layout in cells_of(of_set, name)}
+    cells = {layout: f"{loss:.0e}" if loss else "0" for layout, loss in losses.items()}
+    for layout, text in (cells | {it: f"refused: `{key}`" for it, key in row.refused.items()}).items():
+        mark = marks.get(layout, "")
+        columns[next((axis for axis in "petc" if axis in layout), "")].append(f"{mark}{layout}{mark} {text}")
+    other = row.like or ("one process" if row.tolerance == 1e-6 else f"one process, within {row.tolerance:.0e}")
+    other = other.replace("within 0e+00", "the same bits")
+    return f"| {name} | {other} | {' | '.join(map(', '.join, columns.values()))} |\n"
+
+
+def written() -> tuple[str, dict[str, str]]:
+    """Return what the page begins with, and the lines of its table by their rows."""
+    text, end, table = PAGE.read_text().partition("|---|\n")
+    return text + end, {it.split(" | ")[0].removeprefix("| "): it for it in table.splitlines(keepends=True)}
+
+
+def main(*names: str) -> None:
+    """Train every cell of some rows, or of those that the page lacks, and write their lines of the page.
+
+    Raises:
+        SystemExit: a cell differs.
+    """
+    for name in names or [it for it in ROWS if it not in written()[1]]:
+        cells = cells_of("all", name)
+        with tempfile.TemporaryDirectory() as folder:
+            found = Matrix(TinyRun(Path(folder)), steps=STEPS).differences(cells)
+        if red := [(layout, it) for (_, layout), one in zip(cells, found, strict=True) if (it := beyond(name, one))]:
+            raise SystemExit(f"{name}: {red}")
+        text, lines = written()
+        losses = {it: max(one.loss, one.validation) for (_, it), one in zip(cells, found, strict=True)}
+        lines[name] = line(name, losses)
+        PAGE.write_text(text + "".join(lines[it] for it in ROWS if it in lines))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
