@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from tests.helpers import TinyRun
-from tests.layouts import degrees
+from tests.matrix import on_layout, size_of
 
 pytestmark = pytest.mark.gpu
 
@@ -25,27 +25,17 @@ COMPILE = ["--compile.enable"]
 HALF = ["--training.mixed_precision_param=bfloat16"]
 FULL = ["--activation_checkpoint.mode=full"]
 
-CELLS: dict[str, tuple[tuple[int, ...], list[str]]] = {
-    "r2": ((2, 1), DENSE),
-    "s2": ((1, 2), DENSE),
-    "s2, documents, full AC": ((1, 2), [*DENSE, *DOCUMENTS, *FULL]),
-    "s2, compiled": ((1, 2), [*DENSE, *COMPILE]),
-    "s2, updated in backward": ((1, 2), [*DENSE, "--optimizer.in_backward", "--training.max_norm=0"]),
-    "s2, offload": ((1, 2), [*DENSE, "--training.enable_cpu_offload"]),
-    "r2 s2": ((2, 2), DENSE),
-    "c2": ((1, 1, 2), DENSE),
-    "c2, documents": ((1, 1, 2), [*DENSE, *DOCUMENTS]),
-    "s2 c2": ((1, 2, 2), DENSE),
-    "t2": ((1, 1, 1, 2), DENSE),
-    "t2, compiled": ((1, 1, 1, 2), [*DENSE, *COMPILE]),
-    "s2 t2": ((1, 2, 1, 2), DENSE),
-    "p2": ((1, 1, 1, 1, 1, 2), [*DENSE, "--training.local_batch_size=2"]),
-    "p2 s2": ((1, 2, 1, 1, 1, 2), [*DENSE, "--training.local_batch_size=1"]),
-    "experts, s2 e2": ((1, 2, 1, 1, 2), EXPERTS),
-    "experts, s2 e2, compiled": ((1, 2, 1, 1, 2), [*EXPERTS, *COMPILE]),
-    "experts, s2 t2 e2": ((1, 2, 1, 2, 2), EXPERTS),
+CELLS = {
+    "dense": (DENSE, "r2,s2,r2 s2,c2,s2 c2,t2,s2 t2,p2,s2 p2"),
+    "documents": ([*DENSE, *DOCUMENTS], "c2"),
+    "documents, full AC": ([*DENSE, *DOCUMENTS, *FULL], "s2"),
+    "compiled": ([*DENSE, *COMPILE], "s2,t2"),
+    "updated in backward": ([*DENSE, "--optimizer.in_backward", "--training.max_norm=0"], "s2"),
+    "offload": ([*DENSE, "--training.enable_cpu_offload"], "s2"),
+    "experts": (EXPERTS, "s2 e2,s2 t2 e2"),
+    "experts, compiled": ([*EXPERTS, *COMPILE], "s2 e2"),
 }
-"""(replicate, shard, context, tensor, expert, pipeline), and options."""
+"""Options, and layouts as in tests/matrix.py."""
 SAME_BITS = {
     "float32": DENSE,
     "bfloat16, documents, full AC": [*DENSE, *HALF, *DOCUMENTS, *FULL],
@@ -56,10 +46,9 @@ SAME_BITS = {
 }
 
 
-def train(tiny: TinyRun, name: str, axes: tuple[int, ...], *options: str) -> None:
+def train(tiny: TinyRun, name: str, layout: str, *options: str) -> None:
     """Train on one process for each rank of a layout."""
-    replicate, shard, context, tensor, _, pipeline = (*axes, *(1,) * (6 - len(axes)))
-    processes = replicate * shard * context * tensor * pipeline
+    processes = size_of(layout)
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         port = held.getsockname()[1]
@@ -71,7 +60,7 @@ def train(tiny: TinyRun, name: str, axes: tuple[int, ...], *options: str) -> Non
         variables |= {"NCCL_HOSTID": f"host{rank}", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": 1}
         workers.append(
             subprocess.Popen(
-                [*command, *degrees(*axes), *options],
+                [*command, *options, *on_layout(layout)],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
@@ -87,11 +76,11 @@ def losses_and_norms(tiny: TinyRun, name: str) -> list[float]:
     return [value for it in tiny.records(name) for value in (it["loss"], it["grad_norm"])]
 
 
-@pytest.mark.parametrize("cell", CELLS)
-def test_losses_and_norms_are_those_of_one_process(tiny: TinyRun, cell: str) -> None:
-    axes, options = CELLS[cell]
-    train(tiny, "one", (1, 1), *options)
-    train(tiny, "many", axes, *options)
+@pytest.mark.parametrize(("name", "layout"), [(name, it) for name in CELLS for it in CELLS[name][1].split(",")])
+def test_losses_and_norms_are_those_of_one_process(tiny: TinyRun, name: str, layout: str) -> None:
+    options = CELLS[name][0]
+    train(tiny, "one", "", *options)
+    train(tiny, "many", layout, *options)
     one = losses_and_norms(tiny, "one")
     assert one[-2] < 0.9 * one[0]
     assert losses_and_norms(tiny, "many") == pytest.approx(one, rel=1e-4)
@@ -99,13 +88,11 @@ def test_losses_and_norms_are_those_of_one_process(tiny: TinyRun, cell: str) -> 
 
 @pytest.mark.parametrize("case", SAME_BITS)
 def test_layouts_have_the_same_bits(tiny: TinyRun, case: str) -> None:
-    layouts: dict[str, tuple[int, ...]] = {"one": (1, 1), "s2": (1, 2), "r2": (2, 1), "r2-s2": (2, 2)}
-    if case == "context":
-        layouts["c2"] = (1, 1, 2)
     options = ["--debug.reproducible_layouts", "--debug.hash_freq=5", "--training.local_batch_size=1"]
     found = []
-    for name, axes in layouts.items():
-        train(tiny, name, axes, *options, *SAME_BITS[case])
+    for layout in ["", "s2", "r2", "r2 s2", *(["c2"] if case == "context" else [])]:
+        name = f"run-{layout.replace(' ', '-')}"
+        train(tiny, name, layout, *options, *SAME_BITS[case])
         found.append([it["hash"] for it in tiny.records(name, file="hashes.jsonl")])
     assert len({*found[0]}) == 4
-    assert found == [found[0]] * len(layouts)
+    assert found == [found[0]] * len(found)

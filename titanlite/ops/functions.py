@@ -97,7 +97,7 @@ def take_rows(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1)
     """Return `copies` copies of each row, in another order: x_TD[order_S // copies] -> [S, D].
 
     Args:
-        order_S: permutation of the S = T * copies rows, those of one row of x next to each other before.
+        order_S: permutation of the S = T * copies rows that have the copies of each row of x next to each other.
         inverse_S: its inverse.
     """
     return x_TD.index_select(0, order_S if copies == 1 else order_S // copies)

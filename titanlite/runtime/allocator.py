@@ -16,12 +16,13 @@ def importing() -> Iterator[None]:
 
     Six collections would walk through all of PyTorch: 0.6 of the 4 seconds of CPU time to the end of a first step.
     """
-    known = len(sys.modules)
+    known, was_enabled = len(sys.modules), gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_enabled:
+            gc.enable()
         if len(sys.modules) > known:
             gc.freeze()
 
