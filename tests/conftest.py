@@ -15,7 +15,8 @@ from tests.helpers import TinyRun, one_process
 
 @pytest.fixture(scope="session", autouse=True)
 def _one_thread() -> None:
-    """Use one thread: tests run in parallel, and sums in one thread are the same each time.
+    """Use one thread: tests run in parallel, and sums in one thread are the same each time. Choose the library of
+    matmuls, as a run would, so that no test depends on those before it.
 
     Commands that a test calls in this process, and processes that it starts, leave it so because of the variable.
     """
@@ -23,6 +24,10 @@ def _one_thread() -> None:
 
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
+
+    from titanlite.ops.cpu import multiply_by_onednn
+
+    multiply_by_onednn()
 
 
 LOGGER = logging.getLogger("titanlite")

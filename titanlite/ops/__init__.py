@@ -9,7 +9,7 @@ from titanlite.schema import AttentionBackend
 def pick_kernels(
     device: torch.device, *, compiles: bool = False, attention_backend: AttentionBackend = "auto"
 ) -> Kernels:
-    """Return the kernels of this process's device.
+    """Return the kernels of this process's device. On a CPU, they decide which library multiplies float32 matrices.
 
     Args:
         compiles: whether torch.compile is used, `compile.enable`.
@@ -17,6 +17,7 @@ def pick_kernels(
     """
     if device.type != "cpu":
         return Kernels(compiles=compiles, attention=attention_backend)
-    from titanlite.ops.cpu import CpuKernels
+    from titanlite.ops.cpu import CpuKernels, multiply_by_onednn
 
+    multiply_by_onednn()
     return CpuKernels()

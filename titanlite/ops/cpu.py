@@ -1,6 +1,8 @@
-"""Kernels of CPUs: bfloat16 matmuls without hardware support, RMSNorm in few passes, and collectives over gloo."""
+"""Kernels of CPUs: the library of float32 matmuls, bfloat16 matmuls without hardware support, RMSNorm in few passes,
+and collectives over gloo."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,24 @@ from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import gather_asynchronously
 from titanlite.runtime.private_torch.tensors import has_hardware_bfloat16
+
+CPU_INFO = Path("/proc/cpuinfo")
+
+
+def multiply_by_onednn() -> None:
+    """Let oneDNN multiply float32 matrices of this process, on AMD's CPUs with AVX-512: MKL uses half of their vectors.
+
+    PyTorch's switch for that library also permits products of bfloat16. oneDNN makes them with AMX only, so nothing is
+    changed on CPUs with AMX, nor where a product turns out to be rounded, nor beside a GPU, whose matmuls the switch
+    would round.
+    """
+    about = CPU_INFO.read_text().partition("\n\n")[0].split() if CPU_INFO.exists() else []
+    if "AuthenticAMD" not in about or "avx512f" not in about or "amx_tile" in about or torch.cuda.is_available():
+        return
+    torch.set_float32_matmul_precision("medium")
+    x = torch.full((64, 64), 1 + 2**-23)
+    if not torch.equal(x @ torch.eye(64), x):
+        torch.set_float32_matmul_precision("highest")
 
 
 class CpuKernels(Kernels):

@@ -11,6 +11,7 @@ import tomli
 import torch
 from torch.utils.benchmark import Timer
 
+from titanlite.ops.cpu import multiply_by_onednn
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError, did_you_mean, nearest_name
 from titanlite.runtime.hardware import HARDWARE, Hardware, host_memory
 
@@ -112,6 +113,7 @@ def _problem_of(key: str, value: Any) -> str | None:
 
 def _this_cpu() -> Hardware:
     """Return this machine, measured for about half a second with PyTorch's present number of threads."""
+    multiply_by_onednn()
     source, target = torch.ones(2**25), torch.zeros(2**25)  # 128 MiB each: more than most caches hold
     bandwidth = 2 * source.nbytes / _fastest(lambda: target.copy_(source))
     return Hardware(
