@@ -161,8 +161,9 @@ class Experts(ExpertLayer):
     def forward(self, x_BLD: Tensor) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
         weights_TK, chosen_TK = self.route(x_TD)
-        expert_S, order_S = chosen_TK.flatten().sort(stable=True)
-        experts_E = torch.arange(len(self.bias_E), device=x_TD.device)
+        # A GPU sorts keys byte by byte, in as many kernels.
+        expert_S, order_S = chosen_TK.flatten().to(torch.int16).sort(stable=True)
+        experts_E = torch.arange(len(self.bias_E), dtype=torch.int16, device=x_TD.device)
         ends_E = torch.searchsorted(expert_S, experts_E, right=True).to(torch.int32)
         # Not again where backward recomputes the block, which pipelines may do twice, of some micro-batches. A compiled
         # block counts all of its recomputations, which changes no expert's share.

@@ -10,9 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.ops.attention import PLAIN_SCORES, AttentionMask, KeySource, Scores
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter, InFlight
 from titanlite.ops.functions import rms_norm
 from titanlite.ops.kernels import Kernels, in_every_pass
+from titanlite.ops.tiled_attention import attend_in_tiles, has_tiles
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import gather_asynchronously
 from titanlite.runtime.private_torch.tensors import has_hardware_bfloat16
@@ -64,6 +66,19 @@ class CpuKernels(Kernels):
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         return super().rms_norm(x, weight, eps) if torch.compiler.is_compiling() else rms_norm(x, weight, eps)
+
+    def attend(
+        self,
+        q_BNLH: Tensor,
+        k_BKLH: Tensor,
+        v_BKLH: Tensor,
+        mask: AttentionMask | None,
+        key_source: KeySource | None = None,
+        scores: Scores = PLAIN_SCORES,
+    ) -> Tensor:
+        if key_source is None and scores.are_plain and not isinstance(mask, tuple) and has_tiles(q_BNLH, k_BKLH):
+            return attend_in_tiles(q_BNLH, k_BKLH, v_BKLH, mask, scores.scale)
+        return super().attend(q_BNLH, k_BKLH, v_BKLH, mask, key_source, scores)
 
     def adapt_fsdp(
         self,

@@ -13,7 +13,8 @@ from titanlite.schema import ActivationCheckpoint
 
 RecomputePolicy = Literal["none", "op", "full"]
 """Part of a block that backward recomputes: nothing; all but attention and every other matmul; or all."""
-VARLEN_ATTENTION = "torch_attn::_varlen_attn"  # the operator exists once something imports it
+FURTHER_ATTENTION = {"torch_attn::_varlen_attn", "titanlite::attend_in_tiles"}
+"""Further operators of attention by name. They exist once something imports them."""
 MATMUL_OPS = {"aten::mm", "aten::_scaled_mm", "aten::_grouped_mm", "titanlite::grouped_mm"}
 
 
@@ -101,7 +102,7 @@ class _SaveExpensiveOps:
         self.matmuls = dict.fromkeys((False, True), 0 if saves_first else 1)
 
     def __call__(self, ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if op in ATTENTION_OPERATORS or op.name() == VARLEN_ATTENTION:
+        if op in ATTENTION_OPERATORS or op.name() in FURTHER_ATTENTION:
             return CheckpointPolicy.MUST_SAVE
         if op.name() in self.ops and not _is_narrow(args[1]) and tuple(args[1].shape) not in self.cheap:
             self.matmuls[ctx.is_recompute] += 1

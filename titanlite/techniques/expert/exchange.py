@@ -131,7 +131,8 @@ class AllToAllExchange:
             from_others: number of tokens of each rank.
         """
         # The tokens of each rank are sorted by expert. Sorted anew, all tokens of an expert follow each other.
-        experts_RX = torch.arange(received_RX.shape[1], device=x_TD.device).expand_as(received_RX)
+        experts_X = torch.arange(received_RX.shape[1], dtype=torch.int16, device=x_TD.device)
+        experts_RX = experts_X.expand_as(received_RX)
         expert_T = experts_RX.flatten().repeat_interleave(received_RX.flatten(), output_size=len(x_TD))
         order_T = expert_T.argsort(stable=True)
         ends_X = received_RX.sum(dim=0).cumsum(dim=0).to(torch.int32)

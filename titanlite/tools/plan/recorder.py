@@ -332,9 +332,11 @@ INDEXED = {aten.gather, aten.scatter_, aten.scatter_add_}
 ATTENTION = {
     "aten._scaled_dot_product_flash_attention_for_cpu": (0, 2, 4),
     "aten._scaled_dot_product_flash_attention_for_cpu_backward": (1, 5, 7),
+    "titanlite.attend_in_tiles": (0, 2, None),
+    "titanlite.attend_in_tiles_backward": (1, 5, None),
 }
 """Kernels that PyTorch's table of FLOPs lacks: (place of the query among the arguments, number of matmuls over all
-scores, place of is_causal)."""
+scores, place of is_causal; None: it always is)."""
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[KernelKind, int]:
@@ -345,7 +347,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[KernelKind
         first, matmuls, causal = ATTENTION[name]
         B, N, L, H = args[first].shape
         flops = matmuls * 2 * B * N * L * args[first + 1].shape[2] * H
-        is_causal = kwargs.get("is_causal", args[causal] if len(args) > causal else False)
+        is_causal = causal is None or kwargs.get("is_causal", args[causal] if len(args) > causal else False)
         return "attention", flops // 2 if is_causal else flops
     if name.startswith("torch_attn._varlen_attn"):
         is_backward = name.endswith("backward")

@@ -1,0 +1,121 @@
+"""Causal attention to short sequences on a CPU, by batched matmuls over tiles of queries.
+
+PyTorch's flash attention multiplies the small matrices of each head and sequence one by one there. Here one batched
+matmul has a tile of all of them. As in flash attention (arXiv:2205.14135), backward computes the weights again from the
+logarithm of their sums, and no score is kept.
+
+Shape suffixes: see `models/layers.py`; X = B * K key heads of the batch, M tiles, R rows of a tile: C queries
+of each of the query heads that share a key head, V dims of a value.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+TILE = 32
+"""Queries of a tile; a multiple of the sequence's length."""
+LONGEST = 512
+"""Tokens of a sequence from which on flash attention is about as fast."""
+
+
+def has_tiles(q_BNLH: Tensor, k_BKLH: Tensor) -> bool:
+    """Return whether `attend_in_tiles` computes the attention of a sequence to itself, and fast."""
+    length = q_BNLH.shape[2]
+    is_wide = q_BNLH.dtype in (torch.float32, torch.bfloat16)
+    return is_wide and 0 < length <= LONGEST and length % TILE == 0 and k_BKLH.shape[2] == length
+
+
+def attend_in_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Causal attention, or with a mask [B, 1, L, L] that is added to the scores -> [B, N, L, V].
+
+    Query heads can share key heads, and values have dims of their own. Scores, weights and sums are float32.
+    """
+    return _attend(q_BNLH, k_BKLH, v_BKLH, mask, q_BNLH.shape[-1] ** -0.5 if scale is None else scale)[0]
+
+
+@torch.library.custom_op("titanlite::attend_in_tiles", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    q_XMRH, k_XLH, v_XLV = _tiles(q, k.shape[1]), k.flatten(0, 1).float(), v.flatten(0, 1).float()
+    out_XMRV, lse_XMR1 = (q_XMRH.new_empty(*q_XMRH.shape[:3], size) for size in (v.shape[-1], 1))
+    for tile in range(q_XMRH.shape[1]):
+        keys = slice((tile + 1) * TILE)
+        scores_XRS = _scores(q_XMRH[:, tile], k_XLH[:, keys], mask, scale, tile)
+        largest_XR1 = scores_XRS.amax(-1, keepdim=True)
+        sums_XR1 = scores_XRS.sub_(largest_XR1).exp_().sum(-1, keepdim=True)
+        out_XMRV[:, tile] = torch.bmm(scores_XRS, v_XLV[:, keys]).div_(sums_XR1)
+        lse_XMR1[:, tile] = sums_XR1.log_().add_(largest_XR1)
+    return _untile(out_XMRV, q), lse_XMR1
+
+
+@torch.library.custom_op("titanlite::attend_in_tiles_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse_XMR1: Tensor, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    q_XMRH, d_out_XMRV = _tiles(q, k.shape[1]), _tiles(gradient, k.shape[1])
+    along_XMR1 = (d_out_XMRV * _tiles(out, k.shape[1])).sum(-1, keepdim=True)
+    k_XLH, v_XLV = k.flatten(0, 1).float(), v.flatten(0, 1).float()
+    d_q_XMRH, d_k_XLH, d_v_XLV = torch.empty_like(q_XMRH), torch.zeros_like(k_XLH), torch.zeros_like(v_XLV)
+    for tile in range(q_XMRH.shape[1]):
+        keys, q_XRH, d_out_XRV = slice((tile + 1) * TILE), q_XMRH[:, tile], d_out_XMRV[:, tile]
+        weights_XRS = _scores(q_XRH, k_XLH[:, keys], mask, scale, tile).sub_(lse_XMR1[:, tile]).exp_()
+        d_v_XLV[:, keys].baddbmm_(weights_XRS.mT, d_out_XRV)
+        d_weights_XRS = torch.bmm(d_out_XRV, v_XLV[:, keys].mT)
+        d_scores_XRS = d_weights_XRS.sub_(along_XMR1[:, tile]).mul_(weights_XRS).mul_(scale)
+        d_k_XLH[:, keys].baddbmm_(d_scores_XRS.mT, q_XRH)
+        d_q_XMRH[:, tile] = torch.bmm(d_scores_XRS, k_XLH[:, keys])
+    return _untile(d_q_XMRH, q), d_k_XLH.view(k.shape).type_as(k), d_v_XLV.view(v.shape).type_as(v)
+
+
+def _scores(q_XRH: Tensor, k_XSH: Tensor, mask: Tensor | None, scale: float, tile: int) -> Tensor:
+    """Return the scores of a tile [X, R, S], -inf where a query must not see a key."""
+    scores_XRS = torch.bmm(q_XRH, k_XSH.mT).mul_(scale)
+    rows = slice(tile * TILE, (tile + 1) * TILE)
+    if mask is None:
+        later_CC = torch.ones(TILE, TILE, dtype=torch.bool, device=scores_XRS.device).triu(1)
+        scores_XRS.unflatten(1, (-1, TILE))[..., rows].masked_fill_(later_CC, -torch.inf)
+    else:
+        scores_XRS.view(len(mask), -1, TILE, rows.stop).add_(mask[:, :, rows, : rows.stop])
+    return scores_XRS
+
+
+def _tiles(x_BNLH: Tensor, key_heads: int) -> Tensor:
+    """Return float32 copies of queries by key head and tile: [X, M, R, H]."""
+    x_BKGMCH = x_BNLH.unflatten(1, (key_heads, -1)).unflatten(3, (-1, TILE))
+    x_BKMGCH = x_BKGMCH.transpose(2, 3).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
+    return x_BKMGCH.flatten(3, 4).flatten(0, 1)
+
+
+def _untile(x_XMRH: Tensor, like_BNLH: Tensor) -> Tensor:
+    """Return what `_tiles` had, in the dtype of another tensor, with the heads of a token next to each other."""
+    B, N, L, _ = like_BNLH.shape
+    out_BLNH = like_BNLH.new_empty(B, L, N, x_XMRH.shape[-1])
+    x_BKMGCH = x_XMRH.unflatten(2, (-1, TILE)).unflatten(0, (B, -1))
+    x_BMCKGH = x_BKMGCH.permute(0, 2, 4, 1, 3, 5)
+    out_BLNH.view(x_BMCKGH.shape).copy_(x_BMCKGH)
+    return out_BLNH.transpose(1, 2)
+
+
+@_attend.register_fake
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+    B, N, L, _ = q.shape
+    lse_XMR1 = q.new_empty(B * k.shape[1], L // TILE, N // k.shape[1] * TILE, 1, dtype=torch.float32)
+    return q.new_empty(B, L, N, v.shape[-1]).transpose(1, 2), lse_XMR1
+
+
+@_attend_backward.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
+    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    *tensors, ctx.scale = inputs
+    ctx.save_for_backward(*tensors, *output)
+    ctx.set_materialize_grads(False)
+
+
+def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
+    return *_attend_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None
+
+
+_attend.register_autograd(_backward, setup_context=_save)
