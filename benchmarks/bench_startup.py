@@ -1,9 +1,10 @@
 """Start-up times of the command: Python itself, help, commands that read a config; and the time to the end of the first
 step, against a plain PyTorch loop (plain_llama.py). Best and median of N runs.
 
-    python benchmarks/bench_startup.py [--runs N] [--record FILE.jsonl]
+    python benchmarks/bench_startup.py [--runs N] [--compile] [--record FILE.jsonl]
 
 The commands take turns, so that a machine that is slow for a while is slow for all of them. Data is prepared before.
+With --compile only the first step is timed, of both compiled, with warm caches of the compiler.
 """
 
 import argparse
@@ -39,14 +40,15 @@ def seconds(arguments: list[str]) -> float:
     return time.perf_counter() - start
 
 
-def to_first_step(folder: str) -> dict[str, Callable[[], float]]:
+def to_first_step(folder: str, *, compiled: bool) -> dict[str, Callable[[], float]]:
     """Contenders: from the start of the command to the line of step 1, in seconds; `plain` prints its own."""
     from bench_step import SAME, settings_of_plain
 
     from titanlite.config.load import load
 
     words = [f"--job.dump_folder={folder}", *SAME]
-    settings = settings_of_plain(load(CONFIG, words), "float32") | {"turns": 0, "turn": 0}
+    settings = settings_of_plain(load(CONFIG, words), "float32")
+    settings |= {"turns": 0, "turn": 0, "compile": compiled}
     script = str(Path(__file__).with_name("plain_llama.py"))
 
     def plain() -> float:
@@ -67,6 +69,7 @@ def to_first_step(folder: str) -> dict[str, Callable[[], float]]:
             *words,
             "--training.steps=1",
             "--lr_scheduler.warmup_steps=0",
+            f"--compile.enable={str(compiled).lower()}",
         ]
         command += [f"--job.name=run-{time.time_ns()}"]
         started = time.perf_counter()
@@ -83,17 +86,19 @@ def to_first_step(folder: str) -> dict[str, Callable[[], float]]:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Start-up times of the command.")
     parser.add_argument("--runs", type=int, default=10)
+    parser.add_argument("--compile", action="store_true")
     add_record_option(parser)
     options = parser.parse_args()
     runs: int = options.runs
-    for arguments in COMMANDS.values():
+    commands = {} if options.compile else COMMANDS
+    for arguments in commands.values():
         seconds(arguments)  # fills caches of files and of bytecode
-    times: dict[str, list[float]] = {name: [] for name in COMMANDS}
+    times: dict[str, list[float]] = {name: [] for name in commands}
     for _ in range(runs):
-        for name, arguments in COMMANDS.items():
+        for name, arguments in commands.items():
             times[name].append(seconds(arguments))
     with tempfile.TemporaryDirectory() as folder:
-        contenders = to_first_step(folder)
+        contenders = to_first_step(folder, compiled=options.compile)
         for run in range(runs + 1):
             for name, contender in contenders.items():
                 taken = contender()
@@ -104,12 +109,13 @@ def main() -> None:
         record(options.record, name=name, values=taken, unit="s", better="lower", aim=AIMS.get(name, ""))
     plain, ours = contenders
     to_the_first = statistics.median(times[ours]) / statistics.median(times[plain])
-    print(f"to the first step, titanlite / plain: {to_the_first:.2f}")
+    how = ", compiled" if options.compile else ""
+    print(f"to the first step, titanlite / plain{how}: {to_the_first:.2f}")
     record(
-        options.record, name="to the first step, titanlite / plain", pairs=(times[ours], times[plain]),
+        options.record, name=f"to the first step, titanlite / plain{how}", pairs=(times[ours], times[plain]),
         better="lower", aim="<= 1.3",
     )  # fmt: skip
-    first, *others = COMMANDS
+    first, *others = commands or [""]
     for name in others:
         record(options.record, name=f"{name} / {first}", pairs=(times[name], times[first]), better="lower")
 

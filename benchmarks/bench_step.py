@@ -1,6 +1,6 @@
 """What titanlite costs: steps through its whole loop, against a plain PyTorch loop written by hand (plain_llama.py).
 
-    python benchmarks/bench_step.py [--processes 2] [--runs 5] [--dtype bfloat16] [--section.key=value ...]
+    python benchmarks/bench_step.py [--processes 2] [--runs 5] [--dtype bfloat16] [--compile-plain] [--section.key=value]
 
 Both train a Llama of 5.5 M parameters on 8 sequences of 256 tokens. Each is in processes of its own, so that neither
 profits from the other's settings, and they take turns of a few steps, so that they meet the same noise. On several
@@ -67,6 +67,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--runs", type=int, default=5)
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    parser.add_argument("--compile-plain", action="store_true", help="compile the plain loop")
     parser.add_argument("--turn", type=int, default=TURN, help="steps that are timed together")
     parser.add_argument("--turns", type=int, default=TURNS, help="in a run, beside those that warm up")
     parser.add_argument("--contender", action="store_true", help=argparse.SUPPRESS)
@@ -80,7 +81,7 @@ def main() -> None:
         places = [f"--job.dump_folder={folder}"]
         ours = [*places, *SAME, f"--training.mixed_precision_param={arguments.dtype}", *options]
         settings = settings_of_plain(load(ROOT / "train_configs" / "debug.toml", [*places, *SAME]), arguments.dtype)
-        settings |= {"turn": arguments.turn, "turns": WARM_UP + arguments.turns}
+        settings |= {"turn": arguments.turn, "turns": WARM_UP + arguments.turns, "compile": arguments.compile_plain}
         lengths = [f"--turn={arguments.turn}", f"--turns={arguments.turns}"]
         words = {"plain": plain_words(settings), "titanlite": titanlite_words([*lengths, *ours])}
         for _ in range(arguments.runs):
@@ -181,7 +182,8 @@ def titanlite_turns(config: Config, steps: int) -> Turn:
 
 
 def report(results: dict[str, list[Steps]], arguments: argparse.Namespace, options: list[str]) -> None:
-    how = " ".join([f"{arguments.processes} process(es), {arguments.dtype}", *options])
+    plain = ["plain compiled"] if arguments.compile_plain else []
+    how = " ".join([f"{arguments.processes} process(es), {arguments.dtype}", *plain, *options])
     print(f"{how}; torch {torch.__version__}, {arguments.runs} runs of {arguments.turns} turns each")
     for name, runs in results.items():
         times = sorted(1000 * statistics.median(run.seconds) for run in runs)

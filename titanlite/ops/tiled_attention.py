@@ -105,7 +105,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tup
 
 @_attend_backward.register_fake
 def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    return torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    B, N, L, H = q.shape
+    return q.new_empty(B, L, N, H).transpose(1, 2), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
