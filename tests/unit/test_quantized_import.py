@@ -4,7 +4,7 @@ import json
 import shutil
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,20 +16,20 @@ from torch import Tensor
 from transformers.integrations.mxfp4 import FP4_VALUES, convert_moe_packed_tensors
 
 from tests import quantized as files
-from tests.families import FAMILIES, built, oracle, renamed
+from tests.families import built, oracle, renamed
 from tests.foreign import assert_same
 from tests.helpers import TinyRun, mentions
 from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
-from titanlite.models.base import build_on_meta
 from titanlite.models.decoder import Decoder
 from titanlite.models.deepseek_v3 import DeepseekV3
+from titanlite.models.formats import Entry, Table
 from titanlite.models.gpt_oss import GptOss
 from titanlite.tools import cli
 from titanlite.tools.convert import quantized
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
-from titanlite.tools.convert.reader import ForeignTensor
-from titanlite.tools.convert.source import load_model, open_source, read_tensor
+from titanlite.tools.convert.reader import ForeignReader, ForeignTensor, read_whole
+from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.convert.weights import find_flavor
 
 RANDOM = torch.Generator().manual_seed(3)
@@ -293,47 +293,29 @@ def test_a_stack_of_experts_takes_no_more_memory_than_an_unquantized_one(
     block: tuple[int, int] | None, tmp_path: Path
 ) -> None:
     """Of 32 MiB in bfloat16, which the system gets back at once."""
-    family = "deepseek_v3" if block else "gpt_oss"
-    model_cls, args = FAMILIES[family]
-    size: dict[str, Any] = {"dim": 1024, "hidden_dim": 1024, "n_experts": 16, "n_layers": 1}
-    size |= {"n_dense_layers": 0, "dense_hidden_dim": 64} if block else {}
-    form = model_cls.formats.hugging_face
-    assert form
-    args = replace(args, **size)
-    config, plain = form.to_config(args), dict[str, Tensor]()
-    for name, tensor in model_state(build_on_meta(model_cls, args)).items():
-        if (found := form.tensors.find(name)) and (of := found[0]).column != 1:
-            shape = of.shape_there(tuple(tensor.shape))
-            names = [found[1].replace("{expert}", str(i)) for i in range(args.n_experts)]  # pyright: ignore
-            several = "{expert}" in found[1]
-            plain |= {
-                it: torch.ones(shape[1:] if several else shape, dtype=torch.bfloat16)
-                for it in names[: 16 if several else 1]
-            }
-    codes = dict[str, Tensor]()
-    for name, tensor in plain.items():
-        if ".experts." not in name or name.endswith("_bias"):
-            codes[name] = tensor
-        elif block:
-            codes |= {name: tensor.to(torch.float8_e4m3fn), f"{name}_scale_inv": torch.full((8, 8), 0.5)}
-        else:
-            shape = tensor.shape[0], tensor.shape[2], tensor.shape[1] // 32
-            codes[f"{name}_blocks"] = torch.full((*shape, 16), 34, dtype=torch.uint8)
-            codes[f"{name}_scales"] = torch.full(shape, 126, dtype=torch.uint8)
+    if block:
+        entry, shape, names = Entry("w", "w.{expert}"), (1024, 1024), [f"w.{i}" for i in range(16)]
+        codes = torch.ones(shape).to(torch.float8_e4m3fn), torch.full((8, 8), 0.5)
+        ends, config = ("", "_scale_inv"), {**files.FLOAT8, "weight_block_size": [*block]}
+    else:
+        entry, shape, names = Entry("w", "w", column=0), (16, 1024, 2048), ["w"]
+        rows = 16, 2048, 32
+        codes = torch.full((*rows, 16), 34, dtype=torch.uint8), torch.full(rows, 126, dtype=torch.uint8)
+        ends, config = ("_blocks", "_scales"), files.MXFP4
+    wide = {name: torch.ones(shape, dtype=torch.bfloat16) for name in names}
+    narrow = {f"{name}{end}": it.clone() for name in names for end, it in zip(ends, codes, strict=True)}
     peaks = []
-    for place, tensors in (("plain", plain), ("codes", codes)):
-        (tmp_path / place).mkdir()
-        (tmp_path / place / "config.json").write_text(json.dumps(config))
-        if place == "plain":
-            save_file(tensors, tmp_path / place / "model.safetensors", {"format": "pt"})
-        else:
-            settings = {**files.FLOAT8, "weight_block_size": [*block]} if block else files.MXFP4
-            files.save(tmp_path / place, tensors, settings)
-    del plain, codes
-    for place, value in (("plain", 1.0), ("codes", 0.5)):
-        source = open_source(str(tmp_path / place))
-        peaks.append(peak_of(lambda source=source: read_tensor(source, "layers.0.feed_forward.w1")))
-        assert (read_tensor(source, "layers.0.feed_forward.w1") == value).all()
+    for value, tensors, settings in ((1.0, wide, {}), (0.5, narrow, {"quantization_config": config})):
+        folder = tmp_path / str(value)
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(settings))
+        save_file(tensors, folder / "model.safetensors")
+        tensors.clear()
+        table = Table([entry])
+        there = HuggingFaceFolder(folder).tensors(table, {})
+        reader = ForeignReader("here", there, table, head_size=None, model_names=["w"])
+        peaks.append(peak_of(partial(read_whole, reader, "w")))
+        assert (read_whole(reader, "w") == value).all()
     assert peaks[0] > 2**25
     assert peaks[1] < 1.1 * peaks[0]
 
