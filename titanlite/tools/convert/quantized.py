@@ -19,11 +19,13 @@ NARROW = {"F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "U8":
 """Dtypes of codes and scales, by their names in safetensors."""
 WIDE = torch.bfloat16
 """Dtype that a quantized weight counts as stored in: that of the model before it was quantized."""
+FLOAT8 = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+"""Values of float8. To look them up takes a third of the time of a conversion."""
 POSITIVE = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 FP4 = torch.tensor([*POSITIVE, *(-value for value in POSITIVE)], dtype=WIDE)
 """Values of the 16 codes of MXFP4 (E2M1 of OCP's Microscaling Formats 1.0)."""
-PAIRS = torch.stack([FP4.repeat(16), FP4.repeat_interleave(16)], dim=1)
-"""The two values in each byte. That of the low half is the first."""
+PAIRS = torch.stack([FP4.repeat(16), FP4.repeat_interleave(16)], dim=1).view(torch.int32).flatten()
+"""The two values in each byte, as one number of 4 bytes. That of the low half is the first."""
 GROUP = 32
 """Values of MXFP4 that share a scale."""
 
@@ -87,9 +89,12 @@ def _float8(height: int, width: int) -> StorageForm:
         first_row, first_column = rows.start // height, columns.start // width * width
         factors = _factors(scales, (_blocks(rows, height), _blocks(columns, width))).repeat_interleave(width, dim=1)
         factors = factors[:, columns.start - first_column : columns.stop - first_column]
-        found = codes.read(region).float()
+        numbers = codes.read(region).view(torch.uint8)
+        found = torch.empty(numbers.shape)
         for block, of_columns in enumerate(factors, first_row):
-            found[max(block * height - rows.start, 0) : (block + 1) * height - rows.start] *= of_columns
+            strip = slice(max(block * height - rows.start, 0), (block + 1) * height - rows.start)
+            values = FLOAT8.index_select(0, numbers[strip].flatten().int()).view(-1, len(of_columns))
+            torch.mul(values, of_columns, out=found[strip])
         return found  # not rounded: that is done once, to the dtype that the reader wants
 
     def shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
@@ -107,8 +112,10 @@ def _shapes_of_mxfp4(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int
 def _read_mxfp4(codes: ForeignTensor, scales: ForeignTensor, region: Region) -> Tensor:
     experts, rows, columns = region
     stored = experts, columns, _blocks(rows, GROUP)
-    values = PAIRS[codes.read((*stored, slice(0, GROUP // 2))).int()].flatten(-2)
-    values *= _factors(scales, stored).to(WIDE).unsqueeze(-1)  # exact
+    factors = _factors(scales, stored).to(WIDE).unsqueeze(-1)
+    numbers = codes.read((*stored, slice(0, GROUP // 2))).flatten().int()
+    values = PAIRS.index_select(0, numbers).view(WIDE).view(*factors.shape[:-1], GROUP)
+    values *= factors  # exact
     first = rows.start - stored[-1].start * GROUP
     return values.flatten(-2)[..., first : first + rows.stop - rows.start].transpose(-2, -1)
 
