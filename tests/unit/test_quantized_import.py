@@ -246,7 +246,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
     "method": (lambda it: edited(it, quantization_config={"quant_method": "gptq", "bits": 4}), "'gptq'"),
     "no method": (lambda it: edited(it, quantization_config={"bits": 4}), "None"),
     "no blocks": (lambda it: edited(it, quantization_config={"quant_method": "fp8"}), "weight_block_size"),
-    "no description": (lambda it: edited(it, quantization_config=None), "F8_E4M3"),
+    "no description": (lambda it: edited(it, quantization_config=None), "float8_e4m3fn"),
     "no scales": (lambda it: edited_tensors(it, "_scale_inv", lambda _: None), "weight_scale_inv"),
     "fewer scales": (lambda it: edited_tensors(it, "_scale_inv", lambda scales: scales[1:]), "weight_scale_inv [15, "),
     "no codes": (lambda it: edited_tensors(it, "q_a_proj.weight", lambda _: None), "q_a_proj.weight"),

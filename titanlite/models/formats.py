@@ -81,10 +81,6 @@ class Table:
         ]
         return Table([*numbered, *self.entries], self.further)
 
-    def copies(self, name: str) -> list[Entry]:
-        """Return the entries of further copies of our tensor."""
-        return [entry for entry in self.entries if entry.is_copy and entry.ours == name]
-
     def find(self, name: str) -> tuple[Entry, str] | None:
         """Return (entry, the other format's name, in which `{expert}` may be left) of our tensor; None if unknown."""
         for pattern, entry in self._ours:

@@ -95,12 +95,11 @@ class HuggingFaceFolder(ForeignSource):
         """Return all tensors of the folder. Files of base models lack the prefix `model.` of the table."""
         config = self._config() if (self.folder / CONFIG).is_file() else {}
         form = form_of(config, str(self.folder / CONFIG))
-        dtypes = DTYPES | NARROW if form else DTYPES
-        stored = {it.name: it for file, names in self._files().items() for it in _open(file, names, dtypes)}
+        stored = {it.name: it for file, names in self._files().items() for it in _open(file, names)}
         found: dict[str, ForeignTensor] = {}
         for name, tensor in (form.widened(stored) if form else stored).items():
             if tensor.dtype not in DTYPES.values():
-                raise UserError(f"{self.where}: {name} is {tensor.dtype}, and belongs to no weight")
+                raise UserError(f"{self.where}: {name} is {tensor.dtype}: only {', '.join(DTYPES)} are read")
             if table.place(name) is None and table.place(f"model.{name}"):
                 name = f"model.{name}"
             if not name.endswith(IGNORED):
@@ -145,7 +144,7 @@ def _read_json(file: Path) -> dict[str, Any]:
     return found
 
 
-def _open(path: Path, names: list[str] | None, dtypes: Mapping[str, torch.dtype]) -> list[ForeignTensor]:
+def _open(path: Path, names: list[str] | None) -> list[ForeignTensor]:
     if path.exists() and not path.is_file():  # a named pipe would be waited for
         raise UserError(f"{path} is not a file")
     try:
@@ -155,14 +154,14 @@ def _open(path: Path, names: list[str] | None, dtypes: Mapping[str, torch.dtype]
     stored = {*file.keys()}
     if names and (missing := [name for name in names if name not in stored]):
         raise UserError(f"{path} lacks {missing[0]}, which the index lists")
-    return [_tensor(file, path, name, dtypes) for name in sorted(stored if names is None else names)]
+    return [_tensor(file, path, name) for name in sorted(stored if names is None else names)]
 
 
-def _tensor(file: Any, path: Path, name: str, dtypes: Mapping[str, torch.dtype]) -> ForeignTensor:
+def _tensor(file: Any, path: Path, name: str) -> ForeignTensor:
     stored = file.get_slice(name)
-    dtype = dtypes.get(stored.get_dtype())
+    dtype = (DTYPES | NARROW).get(stored.get_dtype())
     if dtype is None:
-        raise UserError(f"{path}: {name} is {stored.get_dtype()}: only {', '.join(dtypes)} are read")
+        raise UserError(f"{path}: {name} is {stored.get_dtype()}: only {', '.join(DTYPES)} are read")
 
     def read(region: Region) -> Tensor:
         return stored[region] if region else file.get_tensor(name)

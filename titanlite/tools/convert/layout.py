@@ -71,7 +71,8 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
             continue
         if "{expert}" not in theirs:
             found[theirs] = Outgoing(theirs, own, kept, name, entry)
-            found |= {it.theirs: Outgoing(it.theirs, own, kept, name, it) for it in table.copies(name)}
+            copies = [it for it in table.entries if it.is_copy and it.ours == name]
+            found |= {it.theirs: Outgoing(it.theirs, own, kept, name, it) for it in copies}
             continue
         for expert in range(shape[0]):
             key = theirs.replace("{expert}", str(expert))

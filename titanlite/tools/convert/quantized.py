@@ -5,8 +5,7 @@ the scales of its blocks.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,6 +27,7 @@ PAIRS = torch.stack([FP4.repeat(16), FP4.repeat_interleave(16)], dim=1).view(tor
 """The two values in each byte, as one number of 4 bytes. That of the low half is the first."""
 GROUP = 32
 """Values of MXFP4 that share a scale."""
+Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class StorageForm:
     """What the name of the scales has after that of the weight."""
     dtype: torch.dtype
     """Of codes."""
-    shapes: Callable[[tuple[int, ...]], tuple[tuple[int, ...], tuple[int, ...]] | None]
+    shapes: Callable[[Shape], tuple[Shape, Shape] | None]
     """Return the shapes of the weight and of the scales for that of the codes; None if they cannot have it."""
     read: Callable[[ForeignTensor, ForeignTensor, Region], Tensor]
     """Return a region of the weight, from its codes and scales."""
@@ -62,12 +62,21 @@ class StorageForm:
             if (shapes := self.shapes(codes.shape)) is None or scales.shape != shapes[1]:
                 raise UserError(f"{scales.name} {[*scales.shape]} does not fit {name} {[*codes.shape]}")
             del found[name]
-            shape, read = shapes[0], partial(self.read, codes, scales)
-            found[weight] = ForeignTensor.in_one_part(weight, shape, WIDE, read)
-            if len(shape) == 3:
-                parts = [Part((i, 0, 0), (1, *shape[1:]), partial(_read_one, read, i)) for i in range(shape[0])]
-                found[weight] = replace(found[weight], parts=parts)
+            found[weight] = self._weight(weight, shapes[0], codes, scales)
         return found
+
+    def _weight(self, name: str, shape: Shape, codes: ForeignTensor, scales: ForeignTensor) -> ForeignTensor:
+        """Return a weight. Each matrix of a stack is a part."""
+
+        def part(first: int, count: int) -> Part:
+            def read(region: Region) -> Tensor:
+                rows = slice(first + region[0].start, first + region[0].stop)
+                return self.read(codes, scales, (rows, *region[1:]))
+
+            return Part((first, *[0] * len(shape[1:])), (count, *shape[1:]), read)
+
+        parts = [part(0, shape[0])] if len(shape) == 2 else [part(i, 1) for i in range(shape[0])]
+        return ForeignTensor(name, shape, WIDE, parts)
 
 
 def _factors(scales: ForeignTensor, region: Region) -> Tensor:
@@ -86,27 +95,24 @@ def _float8(height: int, width: int) -> StorageForm:
 
     def read(codes: ForeignTensor, scales: ForeignTensor, region: Region) -> Tensor:
         rows, columns = region
-        first_row, first_column = rows.start // height, columns.start // width * width
-        factors = _factors(scales, (_blocks(rows, height), _blocks(columns, width))).repeat_interleave(width, dim=1)
-        factors = factors[:, columns.start - first_column : columns.stop - first_column]
+        blocks = _blocks(rows, height), _blocks(columns, width)
+        factors = _factors(scales, blocks).repeat_interleave(width, dim=1)[:, columns.start % width :]
         numbers = codes.read(region).view(torch.uint8)
         found = torch.empty(numbers.shape)
-        for block, of_columns in enumerate(factors, first_row):
+        for block, of_columns in enumerate(factors[:, : numbers.shape[1]], blocks[0].start):
             strip = slice(max(block * height - rows.start, 0), (block + 1) * height - rows.start)
-            values = FLOAT8.index_select(0, numbers[strip].flatten().int()).view(-1, len(of_columns))
+            values = FLOAT8.index_select(0, numbers[strip].flatten().int()).view(-1, numbers.shape[1])
             torch.mul(values, of_columns, out=found[strip])
         return found  # not rounded: that is done once, to the dtype that the reader wants
 
-    def shapes(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    def shapes(shape: Shape) -> tuple[Shape, Shape] | None:
         return (shape, (-(-shape[0] // height), -(-shape[1] // width))) if len(shape) == 2 else None
 
     return StorageForm("", "_scale_inv", torch.float8_e4m3fn, shapes, read)
 
 
-def _shapes_of_mxfp4(shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    if len(shape) != 4 or shape[3] != GROUP // 2:
-        return None
-    return (shape[0], shape[2] * GROUP, shape[1]), shape[:3]
+def _shapes_of_mxfp4(shape: Shape) -> tuple[Shape, Shape] | None:
+    return ((shape[0], shape[2] * GROUP, shape[1]), shape[:3]) if shape[3:] == (GROUP // 2,) else None
 
 
 def _read_mxfp4(codes: ForeignTensor, scales: ForeignTensor, region: Region) -> Tensor:
@@ -116,13 +122,7 @@ def _read_mxfp4(codes: ForeignTensor, scales: ForeignTensor, region: Region) -> 
     numbers = codes.read((*stored, slice(0, GROUP // 2))).flatten().int()
     values = PAIRS.index_select(0, numbers).view(WIDE).view(*factors.shape[:-1], GROUP)
     values *= factors  # exact
-    first = rows.start - stored[-1].start * GROUP
-    return values.flatten(-2)[..., first : first + rows.stop - rows.start].transpose(-2, -1)
-
-
-def _read_one(read: Callable[[Region], Tensor], number: int, region: Region) -> Tensor:
-    """Return a region of one matrix of a stack."""
-    return read((slice(number, number + 1), *region[1:]))
+    return values.flatten(-2)[..., rows.start % GROUP :][..., : rows.stop - rows.start].transpose(-2, -1)
 
 
 MXFP4 = StorageForm("_blocks", "_scales", torch.uint8, _shapes_of_mxfp4, _read_mxfp4)
@@ -139,8 +139,7 @@ def form_of(config: Mapping[str, Any], where: str) -> StorageForm | None:
     Raises:
         UserError: the weights are quantized in another way.
     """
-    settings = config.get("quantization_config")
-    if settings is None:
+    if (settings := config.get("quantization_config")) is None:
         return None
     method = settings.get("quant_method") if isinstance(settings, dict) else settings
     match method, settings:
