@@ -15,6 +15,7 @@ from transformers.modeling_layers import MtpModel
 from tests.families import built, oracle
 from tests.foreign import assert_same
 from tests.helpers import TinyRun, mentions
+from tests.quantized import of_float8, quantize_folder, to_float8
 from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.loss import token_loss
@@ -119,7 +120,7 @@ def test_files_come_in_and_go_out_bit_for_bit(family: str, tmp_path: Path) -> No
 def apart(ours: Path, theirs: Path) -> float:
     """Return how far the hidden states of the module are from those of transformers with a folder."""
     model = predicting(ours)
-    seen: list[Tensor] = []
+    seen: list[Any] = []
     model.head.further_norm.register_forward_hook(lambda _module, _args, out: seen.append(out))
     model(TOKENS[:, :-1], loss=partial(token_loss, labels_BL=TOKENS[:, 1:]))
     other: Any = transformers.AutoModelForCausalLM.from_pretrained(theirs, attn_implementation="eager").eval()
@@ -173,6 +174,7 @@ def test_without_it_the_module_is_left_out(tmp_path: Path, family: str, capfd: p
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["deepseek_v3", "qwen3_next"])
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_takes_the_module_or_leaves_it_out(family: str, tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO")
@@ -199,6 +201,18 @@ def test_a_run_takes_the_module_or_leaves_it_out(family: str, tiny: TinyRun, cap
         assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
         assert not [name for name in found if f"layers.{LAYERS}" in name]
         assert "training.multi_token_weight is 0" in caplog.text
+
+
+def test_its_weights_may_be_quantized(tmp_path: Path) -> None:
+    hf, block, ours = tmp_path / "hf", DEEPSEEK["block"], f"layers.{LAYERS}"
+    tensors = release("deepseek_v3", hf)
+    quantize_folder(hf, (16, 12))
+    found = dict(predicting(hf).named_parameters())
+    for name, theirs in (
+        (f"{ours}.join.weight", DEEPSEEK["join"]),
+        (f"{ours}.block.attention.wo.weight", f"{block}self_attn.o_proj.weight"),
+    ):
+        assert torch.equal(found[name], of_float8(*to_float8(tensors[theirs], 16, 12), 16, 12))
 
 
 def test_what_a_release_lacks_is_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
