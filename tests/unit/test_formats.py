@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from titanlite.models.base import Model, ModelArgs, build_on_meta
 from titanlite.models.formats import Entry, HuggingFace, Table
 from titanlite.models.registry import MODELS
-from titanlite.tools.convert.reader import ForeignReader, ForeignTensor
+from titanlite.tools.convert.reader import ForeignReader, ForeignTensor, Part, read_whole
 
 CASES = [(family, tied) for family in MODELS for tied in (False, True)]
 
@@ -128,3 +128,20 @@ def test_every_second_column_is_read_by_regions(column: int) -> None:
     region = slice(1, 2), slice(0, 3), slice(2, 5)
     found = reader._read(MetadataIndex(f"model.{name}", torch.Size([0, 0, 0])), region)
     assert torch.equal(found, whole[..., column::2][region])
+
+
+def test_parts_of_a_stack_are_read_one_by_one() -> None:
+    whole, seen = torch.arange(5 * 3 * 4).view(5, 3, 4), list[int]()
+
+    def part(first: int, last: int) -> Part:
+        def read(region: tuple[slice, ...]) -> torch.Tensor:
+            seen.append(region[0].stop - region[0].start)
+            return whole[first:last][region]
+
+        return Part((first, 0, 0), (last - first, 3, 4), read)
+
+    stored = ForeignTensor("theirs", (5, 3, 4), whole.dtype, [part(0, 2), part(2, 2), part(2, 5)])
+    table = Table([Entry("ours", "theirs", transposed=True)])
+    reader = ForeignReader("here", [stored], table, head_size=None, model_names=["ours"])
+    assert torch.equal(read_whole(reader, "ours"), whole.transpose(1, 2))
+    assert seen == [2, 3]

@@ -259,6 +259,10 @@ class Loader:
         found = self._difference(chosen, reader.metadata, wanted)
         if isinstance(reader, ForeignWeights) and selected("model", wanted):
             found = Difference(found.missing, found.unexpected | reader.unknown)
+        if further := of_further_token(found):
+            left_out = "the module that predicts the token after the next is left out"
+            logger.info(f"from {where}, {left_out}: training.multi_token_weight is 0")
+            found = found.without(unexpected=further)
         unexpected = [*self.config.allow_unexpected, *found.missing]  # one of another shape is listed once
         wrong = found.without(missing=self.config.allow_missing, unexpected=unexpected)
         on_each(self.group, lambda: _check_fits(wrong, where))
@@ -417,8 +421,6 @@ def read_model(model: nn.Module, reader: StorageReader, *, where: str, key: str,
 def stored_tensors(reader: StorageReader, model: dict[str, Tensor], *, where: str) -> dict[str, Tensor]:
     """Return the tensors of a model that its weights hold: all but buffers that another program does not have.
 
-    Weights of a run may also have a `FurtherToken`, which serves training only.
-
     Raises:
         UserError: the weights have other tensors than the model.
     """
@@ -428,12 +430,16 @@ def stored_tensors(reader: StorageReader, model: dict[str, Tensor], *, where: st
     stored = {name: tensor for name, tensor in model.items() if f"model.{name}" not in kept}
     named = {f"model.{name}": tensor for name, tensor in stored.items()}
     found = difference(named, reader.read_metadata(), ["model"])
-    blocks = [it.removesuffix("next_norm.weight") for it in found.unexpected if it.endswith(".next_norm.weight")]
-    further = (*blocks, "model.head.further_norm")
-    unexpected = {name: text for name, text in found.unexpected.items() if not name.startswith(further)}
-    if wrong := Difference(found.missing, unexpected | unknown):
+    found = found.without(unexpected=of_further_token(found))
+    if wrong := Difference(found.missing, found.unexpected | unknown):
         raise UserError(f"{where} is of another model:\n{wrong}")
     return stored
+
+
+def of_further_token(found: Difference) -> list[str]:
+    """Return the names of a `FurtherToken` and its norm, which serve training only, that a model lacks."""
+    blocks = [it.removesuffix("next_norm.weight") for it in found.unexpected if it.endswith(".next_norm.weight")]
+    return [name for name in found.unexpected if name.startswith((*blocks, "model.head.further_norm"))]
 
 
 def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:

@@ -55,6 +55,16 @@ HF_GROUPED_EXPERTS = (
     Entry("layers.{layer}.feed_forward.shared.w3.weight", "model.layers.{layer}.mlp.shared_experts.up_proj.weight"),
 )
 """Of `GroupedExpertArgs`, with dense first layers."""
+HF_FURTHER = {
+    "layers.{layer}.next_norm.weight": "model.layers.{layer}.enorm.weight",
+    "layers.{layer}.hidden_norm.weight": "model.layers.{layer}.hnorm.weight",
+    "layers.{layer}.join.weight": "model.layers.{layer}.eh_proj.weight",
+    "layers.{layer}.block.": "model.layers.{layer}.",
+    "head.further_norm.weight": "model.layers.{layer}.shared_head.norm.weight",
+    "tok_embeddings.weight": "model.layers.{layer}.embed_tokens.weight",
+    "head.output.weight": "model.layers.{layer}.shared_head.head.weight",
+}
+"""Names of multi-token prediction in releases of DeepSeek-V3 and GLM-4.5: a layer after the last, see `Table`."""
 HF_FIELDS = {
     "dim": "hidden_size",
     "n_layers": "num_hidden_layers",

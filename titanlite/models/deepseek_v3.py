@@ -2,7 +2,7 @@
 (arXiv:2507.20534).
 
 Queries, keys and values come from latent vectors. Experts follow a few dense layers. One of them, which may be as wide
-as several, computes every token. Modules that predict further tokens (section 2.2) are not part of the model.
+as several, computes every token.
 """
 
 from dataclasses import dataclass, replace
@@ -15,6 +15,7 @@ from titanlite.models.base import ModelArgs
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
+    HF_FURTHER,
     HF_GROUPED_EXPERTS,
     HF_GROUPED_FIELDS,
     rope_scaling,
@@ -137,7 +138,8 @@ class DeepseekV3(DecoderOfExperts):
         hugging_face=HuggingFace(
             architecture="DeepseekV3ForCausalLM",
             model_type="deepseek_v3",
-            tensors=Table(HF_DECODER + HF_LATENT + HF_GROUPED_EXPERTS),
+            other_types=("kimi_k2",),
+            tensors=Table(HF_DECODER + HF_LATENT + HF_GROUPED_EXPERTS, HF_FURTHER),
             fields={
                 **HF_GROUPED_FIELDS,
                 "kv_rank": "kv_lora_rank",

@@ -6,7 +6,7 @@ need it.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 ConfigJson = dict[str, Any]
@@ -32,6 +32,8 @@ class Entry:
     """It has our dtype there, whatever the dtype of the other tensors."""
     column: int | None = None
     """0 or 1: column i of ours is column 2i + this one there. Two entries share their tensor."""
+    is_copy: bool = False
+    """Our tensor is there under another name, too. This one is written, and not read."""
 
     def shape_there(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of their tensor, or of all experts' tensors, for that of ours."""
@@ -50,12 +52,34 @@ class Place(NamedTuple):
 
 
 class Table:
-    """Entries of a format, searched by either name."""
+    """Entries of a format, searched by either name.
 
-    def __init__(self, entries: Sequence[Entry]) -> None:
+    Args:
+        further: names of the tensors of a `FurtherToken` and its norm, and of what it shares with the model, by ours.
+            `{layer}` is the number of layers. The names of its block's tensors begin with that of
+            `layers.{layer}.block.`, and go on as those of other blocks.
+    """
+
+    def __init__(self, entries: Sequence[Entry], further: Mapping[str, str] | None = None) -> None:
         self.entries = tuple(entries)
-        self._ours = [(_pattern(entry.ours), entry) for entry in entries]
+        self.further = further or {}
+        self._ours = [(_pattern(entry.ours), entry) for entry in entries if not entry.is_copy]
         self._theirs = [(_pattern(entry.theirs), entry) for entry in entries]
+
+    def with_further(self, args: Any) -> "Table":
+        """Return the table of a model of this shape that has a `FurtherToken`."""
+        layer, names = str(args.n_layers), dict(self.further)
+        of_block = names.pop("layers.{layer}.block.")
+        entries = [Entry(ours, theirs, is_copy=self.find(ours) is not None) for ours, theirs in names.items()]
+        for entry in self.entries:
+            if "{layer}" in entry.ours:
+                ours = entry.ours.replace("{layer}.", "{layer}.block.", 1)
+                entries.append(replace(entry, ours=ours, theirs=of_block + entry.theirs.partition(".{layer}.")[2]))
+        numbered = [
+            replace(it, ours=it.ours.replace("{layer}", layer), theirs=it.theirs.replace("{layer}", layer))
+            for it in entries
+        ]
+        return Table([*numbered, *self.entries], self.further)
 
     def find(self, name: str) -> tuple[Entry, str] | None:
         """Return (entry, the other format's name, in which `{expert}` may be left) of our tensor; None if unknown."""
@@ -94,6 +118,8 @@ class HuggingFace:
     """Class of transformers, such as LlamaForCausalLM."""
     model_type: str
     """Name of the family in config.json."""
+    other_types: tuple[str, ...] = ()
+    """Other names of the same architecture, which are read and not written."""
     tensors: Table
     fields: Mapping[str, str]
     """Key of config.json for each argument of the model that has one of its own."""
@@ -103,6 +129,10 @@ class HuggingFace:
     """Return the keys of config.json that follow from several arguments."""
     read_rest: Callable[[ConfigJson], dict[str, Any]] = lambda config: {}
     """Return the arguments that follow from those keys. Raises ValueError for what the model cannot compute."""
+
+    @property
+    def model_types(self) -> tuple[str, ...]:
+        return self.model_type, *self.other_types
 
     def to_config(self, args: Any) -> ConfigJson:
         """Return the config.json of a model.
@@ -121,7 +151,7 @@ class HuggingFace:
             ValueError: lists every reason for which the model cannot be computed by this family.
         """
         found = config.get("model_type")
-        if found != self.model_type:
+        if found not in self.model_types:
             raise ValueError(f"model_type is {found!r}, not {self.model_type!r}")
         problems = [f"{key} is missing" for key in self.fields.values() if key not in config and key not in OPTIONAL]
         problems += [

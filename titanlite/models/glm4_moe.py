@@ -12,6 +12,7 @@ from titanlite.models.decoder_formats import (
     HF_BIASES,
     HF_CONSTANTS,
     HF_DECODER,
+    HF_FURTHER,
     HF_GROUPED_EXPERTS,
     HF_GROUPED_FIELDS,
     HF_QK_NORM,
@@ -45,7 +46,7 @@ class Glm4Moe(DecoderOfExperts):
         hugging_face=HuggingFace(
             architecture="Glm4MoeForCausalLM",
             model_type="glm4_moe",
-            tensors=Table(HF_DECODER + HF_BIASES + HF_QK_NORM + HF_GROUPED_EXPERTS),
+            tensors=Table(HF_DECODER + HF_BIASES + HF_QK_NORM + HF_GROUPED_EXPERTS, HF_FURTHER),
             fields={**HF_GROUPED_FIELDS, "head_dim": "head_dim", "qk_norm": "use_qk_norm"},
             constants={**HF_CONSTANTS, "attention_bias": True, "norm_topk_prob": True},
             write_rest=_write_rest,

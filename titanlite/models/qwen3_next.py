@@ -1,8 +1,7 @@
 """Qwen3-Next (https://qwenlm.github.io/blog/qwen3_next/): of four layers, three are Gated DeltaNets and one attends.
 
 Attention has a gate of its output and rotates a part of each head. All layers have experts, and a shared one with a
-gate. Norms multiply by 1 + weight, but for those of Gated DeltaNets. The released models have a further layer for
-multi-token prediction, which is not here.
+gate. Norms multiply by 1 + weight, but for those of Gated DeltaNets.
 """
 
 from dataclasses import dataclass, replace
@@ -114,6 +113,13 @@ HF_REST = (
         for ours, theirs in SHARED_NAMES.items()
     ),
 )
+HF_FURTHER = {
+    "layers.{layer}.next_norm.weight": "mtp.pre_fc_norm_embedding.weight",
+    "layers.{layer}.hidden_norm.weight": "mtp.pre_fc_norm_hidden.weight",
+    "layers.{layer}.join.weight": "mtp.fc.weight",
+    "layers.{layer}.block.": "mtp.layers.0.",
+    "head.further_norm.weight": "mtp.norm.weight",
+}
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ class Qwen3Next(DecoderOfExperts):
         hugging_face=HuggingFace(
             architecture="Qwen3NextForCausalLM",
             model_type="qwen3_next",
-            tensors=Table(HF_DECODER + HF_QK_NORM + HF_EXPERTS + HF_REST),
+            tensors=Table(HF_DECODER + HF_QK_NORM + HF_EXPERTS + HF_REST, HF_FURTHER),
             fields={
                 **HF_FIELDS,
                 "head_dim": "head_dim",

@@ -289,6 +289,7 @@ def decoder_of(path: str) -> type[Transformers]:
     try:
         config = _read(path)
         settings = config.to_dict()
+        settings.pop("quantization_config", None)  # of files: the model that is trained has wide weights
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(
             f"model.path: {path} is neither a folder with a config.json nor a model type: {error}"

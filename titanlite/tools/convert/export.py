@@ -257,6 +257,8 @@ def _small_files(
     dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
     narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
     config: dict[str, Any] = {**form.to_config(args), **ends, "torch_dtype": str(narrow).removeprefix("torch.")}
+    if any(tensor.ours == "head.further_norm.weight" for tensor in tensors):
+        config["num_nextn_predict_layers"] = 1
     generation = ends | known.config
     files = {"generation_config.json": json_bytes(generation)} if generation else {}
     if tokenizer and with_tokenizer:

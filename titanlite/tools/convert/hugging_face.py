@@ -15,6 +15,7 @@ from titanlite.models.formats import Formats, Table
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
+from titanlite.tools.convert.quantized import NARROW, form_of
 from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Region
 
 CONFIG = "config.json"
@@ -50,7 +51,8 @@ class HuggingFaceFolder(ForeignSource):
             UserError: titanlite has no such family.
         """
         model_type = self._config().get("model_type")
-        tables = {it.formats.hugging_face.model_type: name for name, it in MODELS.items() if it.formats.hugging_face}
+        forms = {name: it.formats.hugging_face for name, it in MODELS.items() if it.formats.hugging_face}
+        tables = {model_type: name for name, form in forms.items() for model_type in form.model_types}
         if model_type is None:
             return None
         if not isinstance(model_type, str) or model_type not in tables:
@@ -69,15 +71,14 @@ class HuggingFaceFolder(ForeignSource):
         """Return the arguments of the model in config.json.
 
         Raises:
-            UserError: config.json is missing, or describes another family or a quantized model.
+            UserError: config.json is missing, or describes another family, or weights in an unknown form.
         """
         config, file = self._config(), self.folder / CONFIG
         known = model_cls.formats.hugging_face
         assert known is not None
-        if "quantization_config" in config:
-            raise UserError(f"{file} describes quantized weights: take the model in bfloat16 or float32")
+        form_of(config, str(file))
         found = config.get("model_type")
-        if found != known.model_type and (family := self.family()):
+        if found not in known.model_types and (family := self.family()):
             raise UserError(f"{file} describes the model {family}: name that one (model.name, --model)")
         try:
             return known.to_args(config)
@@ -92,16 +93,19 @@ class HuggingFaceFolder(ForeignSource):
 
     def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
         """Return all tensors of the folder. Files of base models lack the prefix `model.` of the table."""
+        config = self._config() if (self.folder / CONFIG).is_file() else {}
+        form = form_of(config, str(self.folder / CONFIG))
+        stored = {it.name: it for file, names in self._files().items() for it in _open(file, names)}
         found: dict[str, ForeignTensor] = {}
-        for file, names in self._files().items():
-            for tensor in _open(file, names):
-                name = tensor.name
-                if table.place(name) is None and table.place(f"model.{name}"):
-                    name = f"model.{name}"
-                if not name.endswith(IGNORED):
-                    found[name] = replace(tensor, name=name)
-        is_tied = (self.folder / CONFIG).is_file() and self._config().get("tie_word_embeddings")
-        if is_tied and EMBEDDING in found and table.place(HEAD):  # transformers does not use a head of the file either
+        for name, tensor in (form.widened(stored) if form else stored).items():
+            if tensor.dtype not in DTYPES.values():
+                raise UserError(f"{self.where}: {name} is {tensor.dtype}: only {', '.join(DTYPES)} are read")
+            if table.place(name) is None and table.place(f"model.{name}"):
+                name = f"model.{name}"
+            if not name.endswith(IGNORED):
+                found[name] = replace(tensor, name=name)
+        if config.get("tie_word_embeddings") and EMBEDDING in found and table.place(HEAD):
+            # transformers does not use a head of the file either
             found[HEAD] = replace(found[EMBEDDING], name=HEAD)
         return [*found.values()]
 
@@ -155,7 +159,7 @@ def _open(path: Path, names: list[str] | None) -> list[ForeignTensor]:
 
 def _tensor(file: Any, path: Path, name: str) -> ForeignTensor:
     stored = file.get_slice(name)
-    dtype = DTYPES.get(stored.get_dtype())
+    dtype = (DTYPES | NARROW).get(stored.get_dtype())
     if dtype is None:
         raise UserError(f"{path}: {name} is {stored.get_dtype()}: only {', '.join(DTYPES)} are read")
 

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,19 +21,20 @@ from torch.distributed.checkpoint import CheckpointException
 import titanlite
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import ShardWriter, checksums_json
-from titanlite.checkpoint.load import model_settings
+from titanlite.checkpoint.load import model_settings, of_further_token
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
-from titanlite.models.registry import ModelSpec
+from titanlite.models.base import Model
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
+from titanlite.techniques import multi_token
 from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.reader import ForeignReader
-from titanlite.tools.convert.source import ORIGIN, Source, open_foreign, read_tensor
+from titanlite.tools.convert.source import ORIGIN, open_foreign, read_tensor
 from titanlite.tools.convert.weights import find_source
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
@@ -47,6 +48,7 @@ def import_weights(
     model: str | None = None,
     flavor: str | None = None,
     config: str | None = None,
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
     allow_unexpected: Sequence[str] = (),
 ) -> None:
     """Write weights of another program as a checkpoint.
@@ -61,6 +63,7 @@ def import_weights(
         model (NAME): model family; default: what the weights describe
         flavor (NAME): flavor of the family; default: what the weights describe
         config: config with the model, instead of --model and --flavor
+        dtype: dtype of the weights; default: as they are, and bfloat16 for quantized ones
         allow_unexpected (GLOB): leave out tensors that the model does not have
 
     Raises:
@@ -78,14 +81,19 @@ def import_weights(
     source, resolved = open_foreign(foreign, model=model, flavor=flavor, config=config)
     reader, spec = source.reader, source.spec
     assert isinstance(reader, ForeignReader)
-    kept = _initial_buffers(spec, {name.removeprefix("model.") for name in reader.kept})
-    _check(source, reader, kept, allow_unexpected)
+    if dtype is not None:
+        reader.set_dtype(getattr(torch, dtype))
+    built = spec.build()
+    if resolved.training.multi_token_weight:
+        multi_token.TECHNIQUE.choose_trained(built, resolved)
+    kept = _initial_buffers(built, {name.removeprefix("model.") for name in reader.kept})
+    tensors = {name: tensor for name, tensor in model_state(built).items() if name not in kept}
+    _check(tensors, reader, allow_unexpected)
     entries: dict[str, Any] = reader.metadata.state_dict_metadata
 
     state = {  # views of one element: the writer asks for each tensor when it writes it
         name: torch.empty((), dtype=entries[f"model.{name}"].properties.dtype).expand(tensor.shape)
-        for name, tensor in model_state(spec.build()).items()
-        if name not in kept
+        for name, tensor in tensors.items()
     } | kept
     storage, folder = open_place(out)
     write_weights(
@@ -101,20 +109,20 @@ def import_weights(
     print(f"wrote {storage.url_of(folder)}, the weights of {path}")
 
 
-def _check(
-    source: Source, reader: ForeignReader, initial: Mapping[str, Tensor], allow_unexpected: Sequence[str]
-) -> None:
-    """Check that the source has the tensors of the model but those that keep their initial values, and no others."""
-    tensors = {
-        f"model.{name}": tensor for name, tensor in model_state(source.spec.build()).items() if name not in initial
-    }
-    found = difference(tensors, reader.metadata, ["*"])
+def _check(tensors: Mapping[str, Tensor], reader: ForeignReader, allow_unexpected: Sequence[str]) -> None:
+    """Check that the source has these tensors and no others. A `FurtherToken` that is not among them is left out."""
+    found = difference({f"model.{name}": tensor for name, tensor in tensors.items()}, reader.metadata, ["*"])
+    further = of_further_token(found)
+    found = found.without(unexpected=further)
     unexpected = {name: text for name, text in (found.unexpected | reader.unknown).items() if name not in found.missing}
     wrong = Difference(found.missing, unexpected).without(unexpected=allow_unexpected)
     if wrong:
         globs = " ".join(f"--allow-unexpected '{glob}'" for glob in to_globs(wrong.unexpected))
         advice = f"\nTo leave out what is unexpected: {globs}" if globs and not wrong.missing else ""
         raise UserError(f"{reader.where} does not fit the model:\n{wrong}{advice}")
+    if further:
+        kept_by = "a --config with training.multi_token_weight above 0 keeps it"
+        print(f"left out: the module that predicts the token after the next ({kept_by})")
 
 
 def open_place(out: str) -> tuple[Storage, str]:
@@ -135,11 +143,10 @@ def open_place(out: str) -> tuple[Storage, str]:
     return storage, folder_name(0)
 
 
-def _initial_buffers(spec: ModelSpec, names: set[str]) -> dict[str, Tensor]:
+def _initial_buffers(model: Model, names: set[str]) -> dict[str, Tensor]:
     """Return the first values of buffers that no other program has."""
     if not names:
         return {}
-    model = spec.build()
     with torch.device("cpu"):
         model.init_buffers()
     return {name: tensor for name, tensor in model_state(model).items() if name in names}

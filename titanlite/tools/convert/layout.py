@@ -11,6 +11,7 @@ from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.models.formats import Entry, Table
 from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.source import Source, read_tensor
+from titanlite.tools.convert.weights import with_further
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,10 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
         UserError: the checkpoint is of another model, the format cannot hold a tensor that is not zero, or `drop` has
             one that the format has a place for: config.json describes a model with it.
     """
-    model = stored_tensors(source.reader, model_state(source.spec.build()), where=source.where)
+    built = source.spec.build()
+    if any(name.endswith(".next_norm.weight") for name in source.metadata.state_dict_metadata):
+        built, table = with_further(source.spec, table)
+    model = stored_tensors(source.reader, model_state(built), where=source.where)
     if needed := to_globs(name for name in model if selected(name, drop) and table.find(name)):
         some = ", ".join([*needed[:3], *(["..."] if len(needed) > 3 else [])])
         raise UserError(
@@ -67,6 +71,8 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
             continue
         if "{expert}" not in theirs:
             found[theirs] = Outgoing(theirs, own, kept, name, entry)
+            copies = [it for it in table.entries if it.is_copy and it.ours == name]
+            found |= {it.theirs: Outgoing(it.theirs, own, kept, name, it) for it in copies}
             continue
         for expert in range(shape[0]):
             key = theirs.replace("{expert}", str(expert))
@@ -102,6 +108,7 @@ def values_of(source: Source) -> Callable[[Outgoing], Tensor]:
             found = found.transpose(-2, -1)
         if tensor.other is not None:
             found = torch.stack([found, read_tensor(source, tensor.other)], dim=-1).flatten(-2)
-        return found.to(tensor.dtype).contiguous()
+        found = found.to(tensor.dtype).contiguous()
+        return found.clone() if tensor.entry.is_copy else found  # safetensors refuses shared memory
 
     return values

@@ -165,7 +165,7 @@ class ForeignReader(ForeignWeights):
             places = [*table.places(tensor.name)]
             if not places:
                 self.unknown[tensor.name] = f"{tensor.name} {[*tensor.shape]}"
-            for place in places:
+            for place in [it for it in places if not it.entry.is_copy]:
                 found.setdefault(f"model.{place.name}", []).append(_Stored(tensor, place))
         entries = {name: self._entry(name, chunks) for name, chunks in found.items()}
         self.metadata = Metadata({name: entry for name, entry in entries.items() if entry is not None})
@@ -174,8 +174,12 @@ class ForeignReader(ForeignWeights):
         """Return the metadata of our tensor; None if experts are missing between others, or differ in shape."""
         chunks = sorted(chunks, key=lambda chunk: chunk.place.expert or 0)
         shape = _our_shape(chunks[0])
+        pieces = [(chunk.place.expert or 0, shape, chunk) for chunk in chunks]
         if chunks[0].place.expert is None:
-            chunks, size = chunks[:1], shape
+            size, stored, pieces = shape, chunks[0].tensor, pieces[:1]
+            if len(shape) == 3 and all(part.sizes[1:] == stored.shape[1:] for part in stored.parts):
+                # parts of a stack, of which one is in memory at a time
+                pieces = [(it.offsets[0], (it.sizes[0], *shape[1:]), chunks[0]) for it in stored.parts if it.sizes[0]]
         elif [chunk.place.expert for chunk in chunks] != [*range(len(chunks))] or any(
             _our_shape(chunk) != shape for chunk in chunks
         ):
@@ -183,12 +187,19 @@ class ForeignReader(ForeignWeights):
         else:
             size = (len(chunks), *shape[1:])
         metadata = []
-        for chunk in chunks:
-            offsets = torch.Size([chunk.place.expert or 0, *[0] * (len(shape) - 1)][: len(shape)])
-            metadata.append(ChunkStorageMetadata(offsets, torch.Size(shape)))
+        for first, sizes, chunk in pieces:
+            offsets = torch.Size([first, *[0] * (len(shape) - 1)][: len(shape)])
+            metadata.append(ChunkStorageMetadata(offsets, torch.Size(sizes)))
             self._stored[MetadataIndex(name, offsets)] = chunk
         properties = TensorProperties(dtype=chunks[0].tensor.dtype)
         return TensorStorageMetadata(properties, torch.Size(size), metadata)
+
+    def set_dtype(self, dtype: torch.dtype) -> None:
+        """Let tensors count as stored in a dtype, but for those that keep theirs."""
+        for index, chunk in self._stored.items():
+            if not chunk.place.entry.keeps_dtype:
+                entry: Any = self.metadata.state_dict_metadata[index.fqn]
+                entry.properties.dtype = dtype
 
     def drop(self, name: str) -> None:
         """Leave out a tensor."""
@@ -212,6 +223,8 @@ class ForeignReader(ForeignWeights):
         """Return a region of a chunk in our layout."""
         tensor, (_, entry, expert) = self._stored[index]
         theirs = [*region] if expert is None else [*region[1:]]
+        if expert is None and index.offset:
+            theirs[:1] = [slice(index.offset[0] + region[0].start, index.offset[0] + region[0].stop)]
         if entry.transposed:
             theirs[-2:] = theirs[:-3:-1]
         if entry.column is not None:  # from the first column of ours to the last, with those between

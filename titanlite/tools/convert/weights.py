@@ -7,6 +7,7 @@ from typing import Any
 
 from titanlite.checkpoint.state import model_state, selected
 from titanlite.models.base import Model
+from titanlite.models.decoder import Decoder
 from titanlite.models.formats import Table
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
@@ -77,7 +78,8 @@ def open_reader(source: ForeignSource, table: Table, spec: ModelSpec, *, is_desc
     Args:
         is_described: the source states its arguments, so that whether the head is tied is known.
     """
-    ours = model_state(spec.build())
+    model, table = with_further(spec, table)
+    ours = model_state(model)
     reader = ForeignReader(
         source.where,
         source.tensors(table, _foreign_shapes(table, {name: tuple(tensor.shape) for name, tensor in ours.items()})),
@@ -92,6 +94,15 @@ def open_reader(source: ForeignSource, table: Table, spec: ModelSpec, *, is_desc
             raise UserError(f"{source.where} has a head of its own: set model.args.tied_head = false")
         reader.drop(head)
     return reader
+
+
+def with_further(spec: ModelSpec, table: Table) -> tuple[Model, Table]:
+    """Return the model with a `FurtherToken`, on the meta device, and the table; without it if the table lacks it."""
+    model = spec.build()
+    if not table.further or not isinstance(model, Decoder):
+        return model, table
+    model.predict_further(1.0)
+    return model, table.with_further(spec.args)
 
 
 def check_args(where: str, found: Mapping[str, Any], spec: ModelSpec, allow_changes: Sequence[str]) -> None:
