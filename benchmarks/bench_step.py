@@ -1,6 +1,6 @@
 """What titanlite costs: steps through its whole loop, against a plain PyTorch loop written by hand (plain_llama.py).
 
-    python benchmarks/bench_step.py [--processes 2] [--runs 5] [--dtype bfloat16] [--compile-plain] [--section.key=value]
+    python benchmarks/bench_step.py [--processes 2] [--runs 5] [--dtype DTYPE] [--compile-plain] [--section.key=value]
 
 Both train a Llama of 5.5 M parameters on 8 sequences of 256 tokens. Each is in processes of its own, so that neither
 profits from the other's settings, and they take turns of a few steps, so that they meet the same noise. On several
