@@ -3,15 +3,22 @@
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from tests.helpers import world
 from tests.plans import traced
 from titanlite.config.load import load
-from titanlite.models.base import build_on_meta
+from titanlite.models.base import build_on_meta, expert_layers
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import set_kernels
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.errors import UserError
-from titanlite.techniques.expert.exchange import check_experts
+from titanlite.techniques.expert.exchange import AllToAllExchange, check_experts
 from titanlite.tools.plan.gpu_kernels import EXPERT_SKEW, FakeCpuKernels
 from titanlite.tools.plan.trace import fake_ranks, parallelized
 from titanlite.tools.plan.workload import workload_of
@@ -54,6 +61,37 @@ def test_experts_on_ranks_that_also_split_them() -> None:
         assert model.get_parameter("layers.0.feed_forward.w1").shape == (8, 64, 24)
 
 
+class CountedReads(CpuKernels):
+    reads = 0
+
+    def read_counts(self, sent_RX: Tensor, received_RX: Tensor, *, tokens: int) -> tuple[list[int], list[int]]:
+        self.reads += 1
+        return super().read_counts(sent_RX, received_RX, tokens=tokens)
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("policy", ["none", "op", "full"])
+def test_recomputation_does_not_wait_for_counts_again(policy: Any) -> None:
+    """Two micro-batches are in flight, as in a pipeline, and one is recomputed twice."""
+    model = Qwen3Moe(MOE)
+    draw_weights(model, device=torch.device("cpu"), seed=0)
+    model.init_buffers()
+    kernels = CountedReads()
+    set_kernels(model, kernels)
+    batches = torch.arange(128).view(2, 2, 32)
+    expected = [torch.autograd.grad(model(it).square().mean(), [*model.parameters()]) for it in batches]
+    for layer in expert_layers(model):
+        layer.exchange = AllToAllExchange(world(), kernels).compute
+    apply_activation_checkpoint(model, [policy] * 2)
+    losses = [model(it).square().mean() for it in batches]
+    first = torch.autograd.grad(losses[0], [*model.parameters()], retain_graph=True)
+    found = torch.autograd.grad(losses[1], [*model.parameters()]), first
+    again = torch.autograd.grad(losses[0], [*model.parameters()]) if policy == "full" else first
+    assert kernels.reads == 2 * len(batches)
+    for gradients, others in zip([*found, again], [expected[1], expected[0], expected[0]], strict=True):
+        torch.testing.assert_close(gradients, others)
+
+
 @pytest.mark.long
 def test_a_plan_counts_the_exchange_of_tokens() -> None:
     """64 tokens go to two experts each; a token has 64 bfloat16 values. Forward is recomputed."""
@@ -73,10 +111,10 @@ def test_a_plan_counts_the_exchange_of_tokens() -> None:
         if it.collective == "all_to_all":
             sizes.setdefault(found.phases[it.phase][1], []).append(it.bytes)
             assert (it.axis, it.ranks) == ("expert", (0, 1))
-    once = [counts, sent, received]
-    assert sizes == {"forward layers.0": once, "backward layers.0": [*once, sent, received]}
+    moved = [sent, received]
+    assert sizes == {"forward layers.0": [counts, *moved], "backward layers.0": [*moved, *moved]}
     workload = workload_of(found, fuse=False, gpus_per_node=8)
     block = next(unit for unit in workload.units if unit.name == "layers.0")
-    assert [it.bytes for it in block.forward_waits] == once
+    assert [it.bytes for it in block.forward_waits] == [counts, *moved]
     # The two ranks that share an expert gather a quarter of the experts each, in bfloat16.
     assert 3 * 8 * 64 * 24 // 2 * 2 in [it.bytes for it in block.gather if it.group.size == 2]

@@ -2,7 +2,7 @@
 
 Each layer has two all-to-alls in forward, and as many in backward: tokens to the ranks of their experts, and the
 results back. No token is dropped. How many tokens each rank sends follows from the router, so that an all-to-all of
-counts comes first. The host waits for the counts, as the sizes of tensors follow from them.
+counts comes first. The host waits for the counts, as the sizes of tensors follow from them. Recomputation knows them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,6 +23,7 @@ from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import exchange_rows
+from titanlite.runtime.recomputation import computed_once
 
 
 @dataclass(frozen=True)
@@ -108,13 +109,18 @@ class AllToAllExchange:
         self.kernels = kernels
 
     def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
-        ranks, name = self.group.size(), self.group.group_name
-        sent_RX = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # X experts of each rank
-        received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, name)
-        to_others, from_others = self.kernels.read_counts(sent_RX, received_RX, tokens=len(x_SD))
+        name = self.group.group_name
+        received_RX, to_others, from_others = computed_once(lambda: self.exchange_counts(ends_E, len(x_SD)))
         x_TD = exchange(x_SD, to_others, from_others, name)
         out_TD = self.compute_received(x_TD, received_RX, from_others, weights, compute)
         return exchange(out_TD, from_others, to_others, name)
+
+    def exchange_counts(self, ends_E: Tensor, tokens: int) -> tuple[Tensor, list[int], list[int]]:
+        """Return the number of tokens from each rank for each expert here, and of all to and from each rank."""
+        ranks = self.group.size()
+        sent_RX = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # X experts of each rank
+        received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, self.group.group_name)
+        return received_RX, *self.kernels.read_counts(sent_RX, received_RX, tokens=tokens)
 
     def compute_received(
         self,
