@@ -179,8 +179,12 @@ MODELS = {
         FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2",
     ),
     "Qwen3-Next": Row(
-        QWEN_NEXT, "r2 s2,s2 e2,s4 e4,p2,s2 e2 p2", slow="s2,s2 e2", tolerance=ROUGH,
-        refused={"c2": OF_CONTEXT, "t2": OF_TENSOR},
+        QWEN_NEXT, "r2 s2,c2,s2 c2,t2,s2 t2,p2,s2 p2,s2 e2,s4 e2,s4 e4,s2 c2 e2,s2 t2 e2,s2 e2 p2",
+        slow="s2,c2,t2,s2 e2", refused={"c4": OF_CONTEXT, "c2 t2": OF_CONTEXT},
+    ),
+    "Qwen3-Next, three values for each key": Row(
+        QWEN_NEXT.replace("key_heads=2", "key_heads=4").replace("value_heads=4", "value_heads=12"),
+        "c2,c4,s2 c2,t2,c2 t2", slow="c2 t2", tolerance=ROUGH,
     ),
     "a model of one's own": Row(f"{OWN}Own", "s2,c2,s2 c2,t2,s2 t2,c2 t2"),
     "experts of one's own": Row(f"{SPARSE} {OWN}OwnExperts", "s2 e2"),

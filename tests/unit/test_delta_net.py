@@ -120,7 +120,7 @@ def state_is_not_reset(layer: GatedDeltaNet, patch: Callable[..., None]) -> None
 
 def convolutions_are_not_reset(layer: GatedDeltaNet, patch: Callable[..., None]) -> None:
     convolve = layer._convolve
-    patch(layer, "_convolve", lambda x_BLC, positions_BL: convolve(x_BLC, None))
+    patch(layer, "_convolve", lambda x_BNLC, conv_NCW, positions_BL: convolve(x_BNLC, conv_NCW, None))
 
 
 @pytest.mark.long
@@ -139,10 +139,20 @@ def test_what_is_not_reset_shows(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert changed_by_another_document(model) == [True, True]
 
 
-@pytest.mark.parametrize("check", [check_context, partial(check_tensor, degree=2)])
-def test_axes_that_split_sequences_or_layers_are_refused(check: Callable[[Model], None]) -> None:
-    with pytest.raises(UserError, match=r"Qwen3Next .*set 1$"):
-        check(built("qwen3_next"))
+@pytest.mark.parametrize(
+    ("check", "what"),
+    [
+        (partial(check_tensor, degree=4, seq_len=8), "2 key heads of layers.0.attention: set 2"),
+        (partial(check_context, degree=4), "4 does not divide the 2 key heads of layers.0.attention.*: set 2"),
+        (partial(check_context, degree=2, tensor=2), "2 x tensor_parallel_degree 2 does not divide the 2 .*: set 1"),
+    ],
+)
+def test_more_processes_than_key_heads_are_refused(check: Callable[[Model], None], what: str) -> None:
+    model = built("qwen3_next", n_heads=4, n_kv_heads=4, vocab_size=104)
+    with pytest.raises(UserError, match=f"{what}$"):
+        check(model)
+    check_context(model, degree=2)
+    check_tensor(model, degree=2, seq_len=8)
 
 
 @pytest.mark.long
@@ -162,4 +172,4 @@ def test_a_token_after_the_cache_costs_one_token() -> None:
     assert counts[2] > counts[0]  # more chunks
     past = delta_nets(model)[0].past
     assert past is not None
-    assert {name: it.shape[1:] for name, it in past.items()} == {"state": (4, 12, 10), "inputs": (3, 88)}
+    assert {name: it.shape[1:] for name, it in past.items()} == {"state": (4, 12, 10), "inputs": (2, 3, 44)}
