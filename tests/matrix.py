@@ -239,7 +239,7 @@ SAME_BITS = {
     ),
     "stopped and resumed, bfloat16": Row(f"{RESUMED} {NARROW}", TECHNIQUE, like="bfloat16 weights", slow="s2"),
     **{f"{it}, recomputed": Row(f"{MODELS[it].words} {OP}", ON_FOUR, like=it) for it in FAMILIES},
-    "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,s2 e2,s4 e4", like="Qwen3-Next"),
+    "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,c2,t2,s2 e2,s4 e4", like="Qwen3-Next"),
     "all variants, recomputed": Row(f"{VARIANTS} {OP}", SPLIT_EXPERTS, like="experts with all variants"),
     **rows("s2", {
         "OLMo 2, recomputed": f"{OLMO2} {FULL}", "OLMo 2, recomputed but for matmuls": f"{OLMO2} {OP}",

@@ -11,10 +11,10 @@ from torch import Tensor
 from tests.families import built, oracle
 from tests.models import documents
 from tests.operators import OperatorNames
-from titanlite.models import delta_net
 from titanlite.models.base import Model
 from titanlite.models.decoder import Decoder
 from titanlite.models.delta_net import GatedDeltaNet
+from titanlite.ops import delta_rule
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.delta_rule import CHUNK, gated_delta_rule
 from titanlite.runtime.errors import UserError
@@ -100,7 +100,7 @@ def test_decays_of_the_other_sign_show(monkeypatch: pytest.MonkeyPatch) -> None:
     def grows(q: Any, k: Any, v: Any, decay: Tensor, beta: Any, **options: Any) -> Any:
         return gated_delta_rule(q, k, v, -decay, beta, **options)
 
-    monkeypatch.setattr(delta_net, "gated_delta_rule", grows)
+    monkeypatch.setattr(delta_rule, "gated_delta_rule", grows)
     assert apart(model) > 1e-3
 
 
@@ -115,7 +115,7 @@ def changed_by_another_document(model: Decoder, first: int = 70) -> list[bool]:
 
 
 def state_is_not_reset(layer: GatedDeltaNet, patch: Callable[..., None]) -> None:
-    patch(delta_net, "gated_delta_rule", lambda *inputs, positions_BL, **more: gated_delta_rule(*inputs, **more))
+    patch(delta_rule, "gated_delta_rule", lambda *inputs, positions_BL, **more: gated_delta_rule(*inputs, **more))
 
 
 def convolutions_are_not_reset(layer: GatedDeltaNet, patch: Callable[..., None]) -> None:

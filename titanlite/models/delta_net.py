@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.layers import Documents, LayerOfHeads, Linear, RMSNorm, linear_of_each
-from titanlite.ops.attention import SequenceSource
+from titanlite.ops.attention import SequenceSource, repeat_heads
 from titanlite.ops.delta_rule import gated_delta_rule
 
 NORM_EPS = 1e-6
@@ -72,6 +72,11 @@ class GatedDeltaNet(LayerOfHeads):
     def heads(self) -> dict[str, int]:
         return {"key": self.n_key_heads}
 
+    def kernel_name(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return what computes the layer."""
+        is_fused = self.kernels.has_fused_delta_rule(device, dtype, self.key_dim)
+        return f"gated delta rule by {'flash-linear-attention' if is_fused else 'PyTorch'}"
+
     def forward(self, x_BLD: Tensor, _cos: Tensor, _sin: Tensor, documents: Documents | None = None) -> Tensor:
         """Return the outputs [B, L, D].
 
@@ -108,22 +113,16 @@ class GatedDeltaNet(LayerOfHeads):
         q, k, v = mixed_BNLC.split([self.key_dim, self.key_dim, self.group * self.value_dim], dim=-1)
         q, k = (it.float() for it in (q, k))
         q, k = (it * torch.rsqrt(it.square().sum(-1, keepdim=True) + NORM_EPS) for it in (q, k))
-        q_BXLK, k_BXLK = (it.repeat_interleave(self.group, dim=1) for it in (q, k))
         v_BXLV = v.unflatten(-1, (self.group, -1)).transpose(2, 3).flatten(1, 2).float()
         b_BNGL, a_BNGL = ba.float().transpose(2, 3).chunk(2, dim=2)
         decay_BNGL = -a_log_NG.float().exp().unsqueeze(-1) * F.softplus(a_BNGL + dt_bias_NG.float().unsqueeze(-1))
-        past = self.past or {}
-        out_BXLV, state = gated_delta_rule(
-            q_BXLK,
-            k_BXLK,
-            v_BXLV,
-            decay_BNGL.flatten(1, 2),
-            b_BNGL.sigmoid().flatten(1, 2),
-            positions_BL=positions_BL,
-            state_BNKV=past.get("state"),
-        )
-        if self.past is not None:
-            self.past["state"] = state
+        rest = v_BXLV, decay_BNGL.flatten(1, 2), b_BNGL.sigmoid().flatten(1, 2)
+        if self.past is None:
+            out_BXLV = self.kernels.gated_delta_rule(q, k, *rest, dtype=qkv_BNLC.dtype, documents=documents)
+        else:
+            q, k = (repeat_heads(it, v_BXLV.shape[1]) for it in (q, k))
+            past = {"positions_BL": positions_BL, "state_BNKV": self.past.get("state")}
+            out_BXLV, self.past["state"] = gated_delta_rule(q, k, *rest, **past)
         return out_BXLV.type_as(qkv_BNLC)
 
     def _convolve(self, x_BNLC: Tensor, conv_NCW: Tensor, positions_BL: Tensor | None) -> Tensor:

@@ -167,6 +167,10 @@ class LayerOfHeads(nn.Module):
         """Return the numbers of heads by kind."""
         raise NotImplementedError
 
+    def kernel_name(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return what computes the layer beside the kernels of attention, for the first lines of a run."""
+        return ""
+
 
 class Attention(LayerOfHeads):
     """Causal grouped-query attention (arXiv:2305.13245) with rotary positions; with a mask, to what it leaves only.
