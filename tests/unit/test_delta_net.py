@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch import Tensor
 from tests.families import built, oracle
 from tests.models import documents
 from tests.operators import OperatorNames
+from tests.plans import planned
 from titanlite.models.base import Model
 from titanlite.models.decoder import Decoder
 from titanlite.models.delta_net import GatedDeltaNet
@@ -19,7 +21,9 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.delta_rule import CHUNK, gated_delta_rule
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.context.sequences import check_context
+from titanlite.techniques.reproducible.parts import check_parts
 from titanlite.techniques.tensor.layers import check_tensor
+from titanlite.tools.cli import run
 from titanlite.tools.convert.generation import Generator
 
 TOKENS = torch.randint(0, 101, (2, 150), generator=torch.Generator().manual_seed(0))
@@ -145,9 +149,10 @@ def test_what_is_not_reset_shows(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
         (partial(check_tensor, degree=4, seq_len=8), "2 key heads of layers.0.attention: set 2"),
         (partial(check_context, degree=4), "4 does not divide the 2 key heads of layers.0.attention.*: set 2"),
         (partial(check_context, degree=2, tensor=2), "2 x tensor_parallel_degree 2 does not divide the 2 .*: set 1"),
+        (check_parts, "layers.0.attention.conv, a parameter outside of .* debug.reproducible_context_degree .*: set 1"),
     ],
 )
-def test_more_processes_than_key_heads_are_refused(check: Callable[[Model], None], what: str) -> None:
+def test_degrees_that_do_not_fit_are_refused(check: Callable[[Model], None], what: str) -> None:
     model = built("qwen3_next", n_heads=4, n_kv_heads=4, vocab_size=104)
     with pytest.raises(UserError, match=f"{what}$"):
         check(model)
@@ -173,3 +178,27 @@ def test_a_token_after_the_cache_costs_one_token() -> None:
     past = delta_nets(model)[0].past
     assert past is not None
     assert {name: it.shape[1:] for name, it in past.items()} == {"state": (4, 12, 10), "inputs": (2, 3, 44)}
+
+
+NEXT = (
+    "--model={name='qwen3_next', args={dim=64, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=32, hidden_dim=32, "
+    "full_every=2, n_linear_key_heads=4, n_linear_value_heads=8, linear_key_dim=8, linear_value_dim=16, n_experts=4, "
+    "n_active_experts=2, shared_hidden_dim=32, vocab_size=512}}"
+)
+
+
+@pytest.mark.long
+def test_a_plan_counts_the_exchange_of_tokens_for_heads() -> None:
+    """Queries, keys, values, betas and decays before the convolutions, and outputs behind the rule, in bfloat16; in
+    backward their gradients."""
+    tokens, dims = 16 * 64 // 8, (2 * 4 * 8 + 8 * 16 + 2 * 8) + 8 * 16
+    found = planned(NEXT, "--parallelism.context_parallel_degree=2", world_size=8)
+    assert found.traffic["all_to_all", "context"] == 2 * tokens * dims * torch.bfloat16.itemsize
+
+
+def test_a_plan_refuses_degrees_that_do_not_fit_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "small.toml"
+    config.write_text("[model]\nname = 'qwen3_next'\nargs = {vocab_size = 512}\n")
+    words = ["plan", str(config), "--world-size=8", "--gpu=H100", "--parallelism.tensor_parallel_degree=4"]
+    assert run(words) == 2
+    assert "parallelism.tensor_parallel_degree: 4 does not divide the 2 " in capsys.readouterr().err

@@ -6,7 +6,6 @@ know before it is imported, so that the environment must have TRITON_INTERPRET=1
 
 import os
 import sys
-from collections.abc import Iterator
 from importlib.util import find_spec
 from itertools import pairwise
 from types import ModuleType
@@ -54,7 +53,7 @@ class Number(int):
 
 
 @pytest.fixture(params=["stand-in", "flash-linear-attention"])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.device]:
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.device:
     """Where the kernels can run."""
     if request.param == "stand-in":
         module: Any = ModuleType("fla.ops.gated_delta_rule")

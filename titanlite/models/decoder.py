@@ -92,10 +92,6 @@ class DecoderArgs(ModelArgs):
             raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
 
 
-LayerMask = AttentionMask | Documents | None
-"""Mask of a layer that attends, or documents of one with a state."""
-
-
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
@@ -106,7 +102,7 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: LayerMask = None) -> Tensor:
+    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
         x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask)
         return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
 
@@ -223,7 +219,7 @@ class Decoder(Model):
             )
         return self.head(x_BLD, loss)
 
-    def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[LayerMask]:
+    def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | Documents | None]:
         """Return the mask of each layer, which those with the same window share, or documents for its state. None:
         causal without a mask."""
         whole = x_BLD.shape[1] if documents is None else documents.ids_BS.shape[1]

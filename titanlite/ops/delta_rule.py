@@ -101,7 +101,7 @@ def fused_gated_delta_rule(
         boundaries: start of each document among the B * L tokens, then B * L: int32. The host waits for their number
             of chunks, once for all layers that get the same tensor. None: each sequence is a document.
     """
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 
     q, k, v = (it.to(dtype) for it in (q_BNLK, k_BNLK, v_BXLV))
     inputs = [it.transpose(1, 2) for it in (q, k, v, decay_BXL, beta_BXL)]
