@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.families import built
+from tests.helpers import TinyRun, train_on_this_rank
 from tests.models import documents
 from titanlite.models.base import Model
 from titanlite.models.delta_net import GatedDeltaNet
@@ -140,3 +141,13 @@ def test_the_kernels_are_chosen_where_they_can_run(monkeypatch: pytest.MonkeyPat
         assert not has_fused_kernels(gpu, half, 128)
     finally:
         torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+def test_the_first_lines_of_a_run_name_what_computes_it(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO")
+    sizes = "n_layers=2,full_every=2,n_experts=2,hidden_dim=16,shared_hidden_dim=16,vocab_size=260"
+    words = ["--model.name=qwen3_next", "--model.flavor=debug", f"--model.args={{{sizes}}}", "--training.steps=1"]
+    train_on_this_rank(tiny.config(*words, "--checkpoint.enable=false"), 0, 1)
+    assert any(it.startswith("kernels") and it.endswith("; gated delta rule by PyTorch") for it in caplog.messages)
