@@ -130,7 +130,24 @@ def used_twice(right: Any) -> Any:
     return forward
 
 
-MOE, TENSOR, CONTEXT, EXPERT = (
+def in_the_order_of_ranks(right: Any) -> Any:
+    def swap(x: Tensor, to_sequences: bool, size: int, name: str) -> Tensor:
+        order = [chunk for rank in range(size) for chunk in (rank, 2 * size - 1 - rank)]
+        if to_sequences:
+            return right(x, True, size, name).unflatten(2, (2 * size, -1))[:, :, order].flatten(2, 3)
+        inverse = sorted(range(2 * size), key=order.__getitem__)
+        return right(x.unflatten(2, (2 * size, -1))[:, :, inverse].flatten(2, 3), False, size, name)
+
+    return swap
+
+
+def one_document(documents: Any, part: Any) -> Any:
+    ids_BS = documents.ids_BS
+    return documents._replace(positions_BL=torch.arange(ids_BS.shape[1]).expand_as(ids_BS))
+
+
+NEXT, MOE, TENSOR, CONTEXT, EXPERT = (
+    "Qwen3-Next",
     "Qwen3-MoE",
     *(f"titanlite.techniques.{it}." for it in ("tensor.layers", "context.sequences", "expert.exchange")),
 )
@@ -191,6 +208,18 @@ FAULTS = {
     ),
     "documents are forgotten where sequences are split": Fault(
         ("Llama 3", "c2"), f"{CONTEXT}split_batch", batches(without_documents, after=False)
+    ),
+    "channels of convolutions are those of a neighbour": Fault(
+        (NEXT, "t2"), f"{TENSOR}TensorRanks.own_rows", lambda right: lambda self, x: right(self, x.roll(1, 1))
+    ),
+    "convolutions are those of another process's heads": Fault(
+        (NEXT, "t2"), f"{TENSOR}TensorRanks.own_rows", lambda right: lambda self, x: right(self, x.flip(0))
+    ),
+    "a state goes through the chunks in the order of processes": Fault(
+        (NEXT, "c2"), f"{CONTEXT}_swap", in_the_order_of_ranks
+    ),
+    "a state goes on in the next document where sequences are split": Fault(
+        (NEXT, "c2"), "titanlite.models.decoder.of_whole_sequences", lambda right: one_document
     ),
     "the last token of a chunk has no label": Fault(
         ("Llama 3", "c2"), f"{CONTEXT}split_batch", batches(without_ends)

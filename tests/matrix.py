@@ -179,8 +179,12 @@ MODELS = {
         FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2",
     ),
     "Qwen3-Next": Row(
-        QWEN_NEXT, "r2 s2,s2 e2,s4 e4,p2,s2 e2 p2", slow="s2,s2 e2", tolerance=ROUGH,
-        refused={"c2": OF_CONTEXT, "t2": OF_TENSOR},
+        QWEN_NEXT, "r2 s2,c2,s2 c2,t2,s2 t2,p2,s2 p2,s2 e2,s4 e2,s4 e4,s2 c2 e2,s2 t2 e2,s2 e2 p2",
+        slow="s2,c2,t2,s2 e2", tolerance=ROUGH, refused={"c4": OF_CONTEXT, "c2 t2": OF_CONTEXT},
+    ),
+    "Qwen3-Next, three values for each key": Row(
+        QWEN_NEXT.replace("key_heads=2", "key_heads=4").replace("value_heads=4", "value_heads=12"),
+        "c2,c4,s2 c2,t2,c2 t2", slow="c2 t2", tolerance=ROUGH,
     ),
     "a model of one's own": Row(f"{OWN}Own", "s2,c2,s2 c2,t2,s2 t2,c2 t2"),
     "experts of one's own": Row(f"{SPARSE} {OWN}OwnExperts", "s2 e2"),
@@ -235,7 +239,7 @@ SAME_BITS = {
     ),
     "stopped and resumed, bfloat16": Row(f"{RESUMED} {NARROW}", TECHNIQUE, like="bfloat16 weights", slow="s2"),
     **{f"{it}, recomputed": Row(f"{MODELS[it].words} {OP}", ON_FOUR, like=it) for it in FAMILIES},
-    "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,s2 e2,s4 e4", like="Qwen3-Next"),
+    "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,c2,t2,s2 e2,s4 e4", like="Qwen3-Next"),
     "all variants, recomputed": Row(f"{VARIANTS} {OP}", SPLIT_EXPERTS, like="experts with all variants"),
     **rows("s2", {
         "OLMo 2, recomputed": f"{OLMO2} {FULL}", "OLMo 2, recomputed but for matmuls": f"{OLMO2} {OP}",
@@ -350,8 +354,10 @@ COMPILED = {
     "DeepSeek-V3, compiled": Row(f"{DEEPSEEK} {COMPILE}", "c2,t2,s2 e2"),
     "all variants, compiled": Row(f"{VARIANTS} {COMPILE}", "s4 e2,s2 t2 e2"),
     "a model of one's own, compiled": Row(f"{OWN}Own {LLAMA} {COMPILE}", "t2"),
+    "Qwen3-Next, compiled": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "s2"),
+    "Qwen3-Next, compiled, split": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "c2,t2", tolerance=ROUGH),
     **rows("s2", {
-        "Qwen3-Next, compiled": f"{QWEN_NEXT} {COMPILE}", "LoRA, compiled": f"{LORA} {COMPILE}",
+        "LoRA, compiled": f"{LORA} {COMPILE}",
         "LoRA, int8, compiled, recomputed": f"{LORA} {INT8} {COMPILE} {FULL}",
     }),
 }  # fmt: skip

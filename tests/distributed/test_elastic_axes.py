@@ -15,6 +15,11 @@ SIZES = "dim=36, n_layers=2, n_heads=6, n_kv_heads=2, head_dim=14, vocab_size=26
 """Rows of the vocabulary and of the feed-forward layers do not divide by 4, nor do halves of them by 2."""
 DENSE = [f"--model={{name='qwen3', args={{{SIZES}, hidden_dim=70, tied_head=false}}}}", "--optimizer.lr=1e-3"]
 MOE = [f"--model={{name='qwen3_moe', flavor='debug', args={{{SIZES}, hidden_dim=24}}}}", "--optimizer.lr=1e-3"]
+HYBRID = (
+    "--model={name='qwen3_next', args={dim=36, n_layers=2, n_heads=4, n_kv_heads=4, head_dim=16, vocab_size=262, "
+    "hidden_dim=24, full_every=2, n_linear_key_heads=4, n_linear_value_heads=12, linear_key_dim=6, "
+    "linear_value_dim=10, n_experts=4, n_active_experts=2, shared_hidden_dim=20}}"
+)
 EXPERT = "--parallelism.expert_parallel_degree={}"
 PLACES: dict[str, tuple[int, list[str]]] = {
     "one": (1, degrees(1, 1)),
@@ -60,6 +65,9 @@ def unequal(ours: dict[str, Any], theirs: dict[str, Any]) -> list[str]:
         pytest.param(DENSE, ["tensor", "context", "1-4"], PLACES | TENSOR, id="dense"),
         pytest.param(
             MOE, ["expert-4", "context", "1-4"], PLACES | EXPERTS | (TENSOR if Qwen3Moe.tensor_plan else {}), id="MoE"
+        ),
+        pytest.param(
+            [HYBRID, "--optimizer.lr=1e-3"], ["tensor", "context", "1-4"], PLACES | TENSOR | EXPERTS, id="hybrid"
         ),
     ],
 )

@@ -83,6 +83,12 @@ VARIANTS = [
     Variant("gpt-oss 20B, 16 GPUs", config="gpt_oss_20b", world_size=16),
     Variant("gpt-oss 20B, 16 GPUs, context 2", (CONTEXT + "2", "--training.global_batch_size=8"), "gpt_oss_20b", 16),
     Variant("Qwen3-Next 80B, 32 GPUs", config="qwen3_next_80b_a3b", world_size=32),
+    Variant(
+        "Qwen3-Next 80B, 32 GPUs, context 2, tensor 2",
+        (CONTEXT + "2", TENSOR + "2", "--training.global_batch_size=8"),
+        "qwen3_next_80b_a3b",
+        32,
+    ),
     Variant("Moonlight 16B, 16 GPUs", config="moonlight_16b_a3b", world_size=16),
     Variant("context 2, 16,384 tokens", (CONTEXT + "2", "--training.seq_len=16384", "--training.global_batch_size=4")),
     Variant(

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,15 +12,18 @@ from torch import Tensor
 from tests.families import built, oracle
 from tests.models import documents
 from tests.operators import OperatorNames
-from titanlite.models import delta_net
+from tests.plans import planned
 from titanlite.models.base import Model
 from titanlite.models.decoder import Decoder
 from titanlite.models.delta_net import GatedDeltaNet
+from titanlite.ops import delta_rule
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.delta_rule import CHUNK, gated_delta_rule
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.context.sequences import check_context
+from titanlite.techniques.reproducible.parts import check_parts
 from titanlite.techniques.tensor.layers import check_tensor
+from titanlite.tools.cli import run
 from titanlite.tools.convert.generation import Generator
 
 TOKENS = torch.randint(0, 101, (2, 150), generator=torch.Generator().manual_seed(0))
@@ -100,7 +104,7 @@ def test_decays_of_the_other_sign_show(monkeypatch: pytest.MonkeyPatch) -> None:
     def grows(q: Any, k: Any, v: Any, decay: Tensor, beta: Any, **options: Any) -> Any:
         return gated_delta_rule(q, k, v, -decay, beta, **options)
 
-    monkeypatch.setattr(delta_net, "gated_delta_rule", grows)
+    monkeypatch.setattr(delta_rule, "gated_delta_rule", grows)
     assert apart(model) > 1e-3
 
 
@@ -115,12 +119,12 @@ def changed_by_another_document(model: Decoder, first: int = 70) -> list[bool]:
 
 
 def state_is_not_reset(layer: GatedDeltaNet, patch: Callable[..., None]) -> None:
-    patch(delta_net, "gated_delta_rule", lambda *inputs, positions_BL, **more: gated_delta_rule(*inputs, **more))
+    patch(delta_rule, "gated_delta_rule", lambda *inputs, positions_BL, **more: gated_delta_rule(*inputs, **more))
 
 
 def convolutions_are_not_reset(layer: GatedDeltaNet, patch: Callable[..., None]) -> None:
     convolve = layer._convolve
-    patch(layer, "_convolve", lambda x_BLC, positions_BL: convolve(x_BLC, None))
+    patch(layer, "_convolve", lambda x_BNLC, conv_NCW, positions_BL: convolve(x_BNLC, conv_NCW, None))
 
 
 @pytest.mark.long
@@ -139,10 +143,21 @@ def test_what_is_not_reset_shows(plant: Any, monkeypatch: pytest.MonkeyPatch) ->
     assert changed_by_another_document(model) == [True, True]
 
 
-@pytest.mark.parametrize("check", [check_context, partial(check_tensor, degree=2)])
-def test_axes_that_split_sequences_or_layers_are_refused(check: Callable[[Model], None]) -> None:
-    with pytest.raises(UserError, match=r"Qwen3Next .*set 1$"):
-        check(built("qwen3_next"))
+@pytest.mark.parametrize(
+    ("check", "what"),
+    [
+        (partial(check_tensor, degree=4, seq_len=8), "2 key heads of layers.0.attention: set 2"),
+        (partial(check_context, degree=4), "4 does not divide the 2 key heads of layers.0.attention.*: set 2"),
+        (partial(check_context, degree=2, tensor=2), "2 x tensor_parallel_degree 2 does not divide the 2 .*: set 1"),
+        (check_parts, "layers.0.attention.conv, a parameter outside of .* debug.reproducible_context_degree .*: set 1"),
+    ],
+)
+def test_degrees_that_do_not_fit_are_refused(check: Callable[[Model], None], what: str) -> None:
+    model = built("qwen3_next", n_heads=4, n_kv_heads=4, vocab_size=104)
+    with pytest.raises(UserError, match=f"{what}$"):
+        check(model)
+    check_context(model, degree=2)
+    check_tensor(model, degree=2, seq_len=8)
 
 
 @pytest.mark.long
@@ -162,4 +177,28 @@ def test_a_token_after_the_cache_costs_one_token() -> None:
     assert counts[2] > counts[0]  # more chunks
     past = delta_nets(model)[0].past
     assert past is not None
-    assert {name: it.shape[1:] for name, it in past.items()} == {"state": (4, 12, 10), "inputs": (3, 88)}
+    assert {name: it.shape[1:] for name, it in past.items()} == {"state": (4, 12, 10), "inputs": (2, 3, 44)}
+
+
+NEXT = (
+    "--model={name='qwen3_next', args={dim=64, n_layers=2, n_heads=2, n_kv_heads=2, head_dim=32, hidden_dim=32, "
+    "full_every=2, n_linear_key_heads=4, n_linear_value_heads=8, linear_key_dim=8, linear_value_dim=16, n_experts=4, "
+    "n_active_experts=2, shared_hidden_dim=32, vocab_size=512}}"
+)
+
+
+@pytest.mark.long
+def test_a_plan_counts_the_exchange_of_tokens_for_heads() -> None:
+    """Queries, keys, values, betas and decays before the convolutions, and outputs behind the rule, in bfloat16; in
+    backward their gradients."""
+    tokens, dims = 16 * 64 // 8, (2 * 4 * 8 + 8 * 16 + 2 * 8) + 8 * 16
+    found = planned(NEXT, "--parallelism.context_parallel_degree=2", world_size=8)
+    assert found.traffic["all_to_all", "context"] == 2 * tokens * dims * torch.bfloat16.itemsize
+
+
+def test_a_plan_refuses_degrees_that_do_not_fit_the_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = tmp_path / "small.toml"
+    config.write_text("[model]\nname = 'qwen3_next'\nargs = {vocab_size = 512}\n")
+    words = ["plan", str(config), "--world-size=8", "--gpu=H100", "--parallelism.tensor_parallel_degree=4"]
+    assert run(words) == 2
+    assert "parallelism.tensor_parallel_degree: 4 does not divide the 2 " in capsys.readouterr().err

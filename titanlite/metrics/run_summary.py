@@ -21,6 +21,7 @@ from titanlite.mesh import axis_sizes, data_parallel_rank
 from titanlite.metrics.clock import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder
+from titanlite.models.layers import LayerOfHeads
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim.groups import format_groups, parameter_groups
@@ -62,9 +63,12 @@ def report_start(
     logger.info(f"model    {config.model.title} {config.model.flavor or ''}".rstrip() + f", {parameters:,} parameters")
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     if isinstance(model, Decoder):
-        name = attention_backend(model, model.kernels, config, torch.device(mesh.device_type))
+        device = torch.device(mesh.device_type)
+        name = attention_backend(model, model.kernels, config, device)
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
-        logger.info(f"kernels  attention by {name}{chosen}")
+        compute = torch_dtype(training.mixed_precision_param)
+        others = {it.kernel_name(device, compute) for it in model.modules() if isinstance(it, LayerOfHeads)}
+        logger.info("; ".join([f"kernels  attention by {name}{chosen}", *sorted(filter(None, others))]))
     logger.info(f"applied  {', '.join(applied(config, blocks=len(whole.layers)))}")
     logger.info(
         f"mesh     {axes} on {mesh.device_type}; "

@@ -32,7 +32,7 @@ from titanlite.models.layers import (
     rope_at,
     rope_cos_sin,
 )
-from titanlite.ops.attention import seen_causally
+from titanlite.ops.attention import of_whole_sequences, seen_causally
 
 MAX_LAYERS = 10_000
 
@@ -46,8 +46,8 @@ class LayerAttention:
     rope: int | None = 0
     """Number of its rotary table in `DecoderArgs.ropes`. None: no positions (NoPE, arXiv:2305.19466)."""
     has_state: bool = False
-    """The layer keeps a state of fixed size, and attends to nothing. In the place of a mask, it gets the positions of
-    tokens in their documents; None without documents."""
+    """The layer keeps a state of fixed size, and attends to nothing. In the place of a mask, it gets the documents,
+    with the positions of all tokens of whole sequences; None without documents."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -219,21 +219,23 @@ class Decoder(Model):
             )
         return self.head(x_BLD, loss)
 
-    def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:
-        """Return the mask of each layer, which those with the same window share, or positions for its state. None:
+    def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | Documents | None]:
+        """Return the mask of each layer, which those with the same window share, or documents for its state. None:
         causal without a mask."""
         whole = x_BLD.shape[1] if documents is None else documents.ids_BS.shape[1]
         limits = [it.window if it.window is not None and it.window < whole else None for it in self.attentions]
-        positions_BL = None if documents is None else documents.positions_BL
         masks: dict[int | None, AttentionMask | None] = dict.fromkeys(limits)
         for limit in masks:
             if documents is not None or limit is not None:
                 masks[limit] = self.kernels.attention_mask(
                     documents, x_BLD, self.args.head_size, self.key_source, window=limit
                 )
-        return [
-            positions_BL if it.has_state else masks[limit] for it, limit in zip(self.attentions, limits, strict=True)
-        ]
+        whole_documents = None
+        if documents is not None and any(it.has_state for it in self.attentions):
+            part = None if self.key_source is None else self.key_source.part
+            whole_documents = of_whole_sequences(documents, part)
+        each = zip(self.attentions, limits, strict=True)
+        return [whole_documents if it.has_state else masks[limit] for it, limit in each]
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         std = 0.02

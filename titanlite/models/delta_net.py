@@ -1,13 +1,18 @@
 """Gated DeltaNet (arXiv:2412.06464): a layer that keeps a state of fixed size in the place of keys and values.
 
-Shape suffixes: as in `layers`; C channels of the convolution, X value heads, K dims of a key, V of a value.
+Shape suffixes: as in `layers`; N key heads, each with G of all X value heads; C channels of the convolution of a key
+head, W tokens that it sees; K dims of a key, V of a value.
 """
+
+from collections.abc import Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.layers import Linear, RMSNorm, linear_of_each
+from titanlite.models.layers import Documents, LayerOfHeads, Linear, RMSNorm, linear_of_each
+from titanlite.ops.attention import SequenceSource, repeat_heads
 from titanlite.ops.delta_rule import gated_delta_rule
 
 NORM_EPS = 1e-6
@@ -21,7 +26,7 @@ class GatedNorm(RMSNorm):
         return (super().forward(x) * F.silu(gate.float())).type_as(x)
 
 
-class GatedDeltaNet(nn.Module):
+class GatedDeltaNet(LayerOfHeads):
     """Short convolutions of queries, keys and values, the gated delta rule in float32, and a norm with a gate.
 
     Args:
@@ -30,10 +35,14 @@ class GatedDeltaNet(nn.Module):
         conv_size: tokens that a convolution sees, 2 or more.
 
     The rows of `qkvz` are, for each key head, its query, its key, its values and their gates; those of `ba`, its betas
-    and its decays, of one for each value head.
+    and its decays, of one for each value head. The channels of `conv` are those of all queries, all keys and all
+    values.
     """
 
     vectors = ("conv",)
+    of_heads = ("a_log", "dt_bias")
+    computes_whole_sequences = True
+    key_source: SequenceSource | None = None  # pyright: ignore[reportIncompatibleVariableOverride]
     past: dict[str, Tensor] | None = None
     """State, and last inputs of the convolutions, after the tokens so far. None: nothing is kept."""
 
@@ -50,6 +59,7 @@ class GatedDeltaNet(nn.Module):
     ) -> None:
         super().__init__()
         self.n_key_heads, self.key_dim, self.value_dim = n_key_heads, key_dim, value_dim
+        self.group = n_value_heads // n_key_heads
         keys, values = n_key_heads * key_dim, n_value_heads * value_dim
         self.qkvz = Linear(dim, 2 * keys + 2 * values)
         self.ba = Linear(dim, 2 * n_value_heads)
@@ -59,45 +69,75 @@ class GatedDeltaNet(nn.Module):
         self.norm = GatedNorm(value_dim, eps=norm_eps)
         self.out = Linear(values, dim)
 
-    def forward(self, x_BLD: Tensor, _cos: Tensor, _sin: Tensor, positions_BL: Tensor | None = None) -> Tensor:
+    def heads(self) -> dict[str, int]:
+        return {"key": self.n_key_heads}
+
+    def kernel_name(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return what computes the layer."""
+        is_fused = self.kernels.has_fused_delta_rule(device, dtype, self.key_dim)
+        return f"gated delta rule by {'flash-linear-attention' if is_fused else 'PyTorch'}"
+
+    def forward(self, x_BLD: Tensor, _cos: Tensor, _sin: Tensor, documents: Documents | None = None) -> Tensor:
         """Return the outputs [B, L, D].
 
         Args:
-            positions_BL: of the tokens in their documents. None: each sequence is one.
+            documents: of whole sequences, with the position of each of their tokens. None: each sequence is one.
         """
         B, L, _ = x_BLD.shape
         qkvz, ba = linear_of_each(x_BLD, self.qkvz, self.ba)
-        group = len(self.a_log) // self.n_key_heads
-        sizes = self.key_dim, self.key_dim, group * self.value_dim, group * self.value_dim
-        *qkv, gate = qkvz.view(B, L, self.n_key_heads, -1).split(sizes, dim=-1)
-        b_BLX, a_BLX = (it.flatten(2) for it in ba.view(B, L, self.n_key_heads, -1).chunk(2, dim=-1))
-        mixed_BLC = F.silu(self._convolve(torch.cat([it.flatten(2) for it in qkv], dim=-1), positions_BL))
-        q, k, v = mixed_BLC.split([it[0, 0].numel() for it in qkv], dim=-1)
-        q, k = (it.unflatten(-1, (-1, self.key_dim)).float() for it in (q, k))
-        q, k = (it * torch.rsqrt(it.square().sum(-1, keepdim=True) + NORM_EPS) for it in (q, k))
-        q_BXLK, k_BXLK = (it.transpose(1, 2).repeat_interleave(group, dim=1) for it in (q, k))
-        v_BXLV = v.unflatten(-1, (-1, self.value_dim)).transpose(1, 2).float()
-        decay_BLX = -self.a_log.float().exp() * F.softplus(a_BLX.float() + self.dt_bias.float())
-        inputs = q_BXLK, k_BXLK, v_BXLV, decay_BLX.transpose(1, 2), b_BLX.float().sigmoid().transpose(1, 2)
-        past = self.past or {}
-        out_BXLV, state = gated_delta_rule(*inputs, positions_BL=positions_BL, state_BNKV=past.get("state"))
-        if self.past is not None:
-            self.past["state"] = state
-        out_BLXV = self.norm(out_BXLV.transpose(1, 2).type_as(x_BLD), gate.reshape(B, L, -1, self.value_dim))
+        values = self.group * self.value_dim
+        qkv, gate = qkvz.view(B, L, -1, 2 * self.key_dim + 2 * values).split([2 * self.key_dim + values, values], -1)
+        inputs = [it.transpose(1, 2) for it in (qkv, ba.view(B, L, -1, 2 * self.group))]
+        sizes = (self.n_key_heads * it for it in (self.key_dim, self.key_dim, values))
+        channels = self.conv.squeeze(1).split([*sizes])
+        conv_NCW = torch.cat([it.unflatten(0, (self.n_key_heads, -1)) for it in channels], dim=1)
+        parameters = [it.view(-1, self.group) for it in (self.a_log, self.dt_bias)]
+        parameters.append(conv_NCW if self.own_heads is None else self.own_heads(conv_NCW))
+        if self.key_source is None:
+            out_BXLV = self._mix(inputs, parameters, documents)
+        else:
+            out_BXLV = self.key_source.by_heads(partial(self._mix, documents=documents), inputs, parameters)
+        out_BLXV = self.norm(out_BXLV.transpose(1, 2), gate.reshape(B, L, -1, self.value_dim))
         return self.out(out_BLXV.flatten(2))
 
-    def _convolve(self, x_BLC: Tensor, positions_BL: Tensor | None) -> Tensor:
+    def _mix(self, inputs: Sequence[Tensor], parameters: Sequence[Tensor], documents: Documents | None) -> Tensor:
+        """Compute whole sequences of some key heads, each with a group of G value heads -> [B, X, L, V].
+
+        Args:
+            inputs: queries, keys and values [B, N, L, C], and betas and decays [B, N, L, 2G].
+            parameters: a_log [N, G], dt_bias [N, G], and conv [N, C, W].
+        """
+        (qkv_BNLC, ba), (a_log_NG, dt_bias_NG, conv_NCW) = inputs, parameters
+        positions_BL = None if documents is None else documents.positions_BL
+        mixed_BNLC = F.silu(self._convolve(qkv_BNLC, conv_NCW, positions_BL))
+        q, k, v = mixed_BNLC.split([self.key_dim, self.key_dim, self.group * self.value_dim], dim=-1)
+        q, k = (it.float() for it in (q, k))
+        q, k = (it * torch.rsqrt(it.square().sum(-1, keepdim=True) + NORM_EPS) for it in (q, k))
+        v_BXLV = v.unflatten(-1, (self.group, -1)).transpose(2, 3).flatten(1, 2).float()
+        b_BNGL, a_BNGL = ba.float().transpose(2, 3).chunk(2, dim=2)
+        decay_BNGL = -a_log_NG.float().exp().unsqueeze(-1) * F.softplus(a_BNGL + dt_bias_NG.float().unsqueeze(-1))
+        rest = v_BXLV, decay_BNGL.flatten(1, 2), b_BNGL.sigmoid().flatten(1, 2)
+        if self.past is None:
+            out_BXLV = self.kernels.gated_delta_rule(q, k, *rest, dtype=qkv_BNLC.dtype, documents=documents)
+        else:
+            q, k = (repeat_heads(it, v_BXLV.shape[1]) for it in (q, k))
+            past = {"positions_BL": positions_BL, "state_BNKV": self.past.get("state")}
+            out_BXLV, self.past["state"] = gated_delta_rule(q, k, *rest, **past)
+        return out_BXLV.type_as(qkv_BNLC)
+
+    def _convolve(self, x_BNLC: Tensor, conv_NCW: Tensor, positions_BL: Tensor | None) -> Tensor:
         """Convolve each channel of tokens with those before it, within documents."""
-        B, L, C = x_BLC.shape
-        size, past = self.conv.shape[-1], self.past or {}
-        before = past["inputs"] if "inputs" in past else x_BLC.new_zeros(B, size - 1, C)
-        padded = torch.cat([before, x_BLC], dim=1)
+        B, N, L, C = x_BNLC.shape
+        size, past = conv_NCW.shape[-1], self.past or {}
+        before = past["inputs"] if "inputs" in past else x_BNLC.new_zeros(B, N, size - 1, C)
+        padded = torch.cat([before, x_BNLC], dim=2)
         if self.past is not None:
-            self.past["inputs"] = padded[:, L:]
-        out_BLC = x_BLC.float() * self.conv[:, 0, -1].float()
+            self.past["inputs"] = padded[:, :, L:]
+        taps_N1C = conv_NCW.float().unsqueeze(1).unbind(-1)
+        out_BNLC = x_BNLC.float() * taps_N1C[-1]
         for back in range(1, size):
-            earlier_BLC = padded[:, size - 1 - back : size - 1 - back + L]
+            earlier_BNLC = padded[:, :, size - 1 - back : size - 1 - back + L]
             if positions_BL is not None:
-                earlier_BLC = earlier_BLC.masked_fill((positions_BL < back).unsqueeze(-1), 0)
-            out_BLC = out_BLC + earlier_BLC * self.conv[:, 0, -1 - back].float()
-        return out_BLC.type_as(x_BLC)
+                earlier_BNLC = earlier_BNLC.masked_fill((positions_BL < back)[:, None, :, None], 0)
+            out_BNLC = out_BNLC + earlier_BNLC * taps_N1C[-1 - back]
+        return out_BNLC.type_as(x_BNLC)

@@ -25,6 +25,7 @@ __all__ = [
     "FeedForward",
     "Head",
     "KeySource",
+    "LayerOfHeads",
     "Linear",
     "Loss",
     "RMSNorm",
@@ -148,7 +149,30 @@ class RMSNorm(nn.RMSNorm):
         return (x.float() * torch.rsqrt(size + self.eps) * weight.float()).to(x.dtype)
 
 
-class Attention(nn.Module):
+class LayerOfHeads(nn.Module):
+    """Layer that mixes tokens, in heads between which several processes can split it."""
+
+    kernels: Kernels = DEFAULT_KERNELS
+    key_source: KeySource | None = None
+    of_heads: tuple[str, ...] = ()
+    """Names of its parameters with an equal part of dim 0 for each head, in the order of heads. Tensor parallelism
+    splits them."""
+    own_heads: Callable[[Tensor], Tensor] | None = None
+    """Takes this process's heads out of a tensor [heads, ...] of a parameter that is not split, because its rows are in
+    another order. None: they are all. Tensor parallelism sets it."""
+    computes_whole_sequences: bool = False
+    """Whether it needs all earlier tokens, so that processes with parts of sequences exchange them for heads."""
+
+    def heads(self) -> dict[str, int]:
+        """Return the numbers of heads by kind."""
+        raise NotImplementedError
+
+    def kernel_name(self, device: torch.device, dtype: torch.dtype) -> str:
+        """Return what computes the layer beside the kernels of attention, for the first lines of a run."""
+        return ""
+
+
+class Attention(LayerOfHeads):
     """Causal grouped-query attention (arXiv:2305.13245) with rotary positions; with a mask, to what it leaves only.
 
     Args:
@@ -164,8 +188,7 @@ class Attention(nn.Module):
             the query and behind them those of the gate. Only with norms of each head, or with none.
     """
 
-    kernels: Kernels = DEFAULT_KERNELS
-    key_source: KeySource | None = None
+    of_heads = ("sinks",)
     sinks: Tensor | None
 
     def __init__(
@@ -201,7 +224,6 @@ class Attention(nn.Module):
         self.k_norm = nn.Identity() if qk_norm_eps is None else RMSNorm(of_k * head_dim, eps=qk_norm_eps)
 
     def heads(self) -> dict[str, int]:
-        """Return the numbers of heads by kind. Several processes can split the layer between heads only."""
         return {"query": self.wo.in_features // self.head_dim, "key/value": self.wk.out_features // self.head_dim}
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:

@@ -5,17 +5,16 @@ Shape suffixes: as in `layers`; C the latent dim, R the dims of a head that have
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from titanlite.models.layers import AttentionMask, KeySource, Linear, RMSNorm, linear_of_each, rotate
+from titanlite.models.layers import AttentionMask, LayerOfHeads, Linear, RMSNorm, linear_of_each, rotate
 from titanlite.ops.attention import Scores
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 
 LATENT_EPS = 1e-6
 """Epsilon of the norms of latent vectors, whatever that of other norms is."""
 
 
-class LatentAttention(nn.Module):
+class LatentAttention(LayerOfHeads):
     """Causal attention whose queries, keys and values come from normalized latent vectors, as in DeepSeek-V3.
 
     A key is that of its head, without positions, and behind it a part with positions that all heads share. The pairs
@@ -29,9 +28,6 @@ class LatentAttention(nn.Module):
         v_dim: dims of a value, at most nope_dim + rope_dim.
         scale: factor of the scores. None: 1 / sqrt(nope_dim + rope_dim).
     """
-
-    kernels: Kernels = DEFAULT_KERNELS
-    key_source: KeySource | None = None
 
     def __init__(
         self,
@@ -62,7 +58,6 @@ class LatentAttention(nn.Module):
         self.wo = Linear(n_heads * v_dim, dim)
 
     def heads(self) -> dict[str, int]:
-        """Return the numbers of heads by kind. Several processes can split the layer between heads only."""
         return {"attention": self.wo.in_features // self.v_dim}
 
     def forward(self, x_BLD: Tensor, cos_LR: Tensor, sin_LR: Tensor, mask: AttentionMask | None = None) -> Tensor:

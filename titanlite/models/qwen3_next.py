@@ -174,7 +174,14 @@ class Qwen3Next(DecoderOfExperts):
 
     @property
     def tensor_plan(self) -> TensorPlan:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return {}
+        if not any(it.has_state for it in self.attentions):
+            return super().tensor_plan
+        return {
+            **super().tensor_plan,
+            "layers.*.attention.qkvz": "columns",
+            "layers.*.attention.ba": "columns",
+            "layers.*.attention.out": "rows",
+        }
 
     def build_attention(self, layer: int) -> nn.Module:
         args = self.args

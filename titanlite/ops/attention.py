@@ -4,6 +4,7 @@ Shape suffixes: see `layers`.
 """
 
 import math
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import torch
@@ -60,6 +61,26 @@ class KeySource(Protocol):
         ...
 
 
+class SequenceSource(KeySource, Protocol):
+    """The same for layers that compute whole sequences, in heads."""
+
+    def by_heads(
+        self,
+        compute: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> Tensor:
+        """Return what `compute` returns for all N heads and these L tokens: [B, heads, L, dims].
+
+        Args:
+            compute: (inputs, parameters) -> [B, heads, S, dims], called with whole sequences of some of the heads. The
+                heads of its result can be a multiple.
+            inputs: [B, N, L, ...] each.
+            parameters: [N, ...] each.
+        """
+        ...
+
+
 def set_key_source(model: nn.Module, source: KeySource | None) -> None:
     """Give a source to every module of a model that attends or makes masks: those with an attribute `key_source`."""
     for module in model.modules():
@@ -87,6 +108,16 @@ def document_arguments(batch: Batch) -> dict[str, Documents]:
     if "boundaries" not in batch:
         return {}
     return {"documents": Documents(batch["positions"], batch["documents"], batch["boundaries"])}
+
+
+def of_whole_sequences(documents: Documents, part: SequencePart | None) -> Documents:
+    """Return documents with the positions of all tokens of the sequences, in the place of those of a part."""
+    if part is None:
+        return documents
+    ids_BS = documents.ids_BS
+    is_first_BS = ids_BS.diff(prepend=ids_BS[:, :1] - 1) != 0
+    places_S = torch.arange(ids_BS.shape[1], device=ids_BS.device)
+    return documents._replace(positions_BL=places_S - (places_S * is_first_BS).cummax(dim=1).values)
 
 
 class Boundaries(NamedTuple):

@@ -8,8 +8,10 @@ A head has a state S [K, V] for its keys and values, and for each token
 
 Tokens are computed in chunks, by matmuls within a chunk and one state for each chunk (arXiv:2406.06484, section 3).
 
-Shape suffixes: see `models/layers.py`; K dims of a key, V of a value, G chunks of C tokens.
+Shape suffixes: see `models/layers.py`; X value heads, K dims of a key, V of a value, G chunks of C tokens.
 """
+
+from importlib.util import find_spec
 
 import torch
 import torch.nn.functional as F
@@ -70,3 +72,40 @@ def gated_delta_rule(
     states_BNGKV, values_BNGCV = (torch.stack(it, dim=1).unflatten(0, batch) for it in (states, values))
     out = (q * since_start.unsqueeze(-1)) @ states_BNGKV + (q @ k.mT * between) @ values_BNGCV
     return out.flatten(2, 3)[:, :, :L], state.unflatten(0, batch)
+
+
+def has_fused_kernels(device: torch.device, dtype: torch.dtype, key_dim: int) -> bool:
+    """Return True if flash-linear-attention is installed and computes the rule on a device.
+
+    It picks the fastest kernels at each start, which may add in another order, so that deterministic runs do not use
+    it.
+    """
+    can = dtype in (torch.bfloat16, torch.float16) and key_dim <= 256 and device.type == "cuda"
+    return can and not torch.are_deterministic_algorithms_enabled() and find_spec("fla") is not None
+
+
+def fused_gated_delta_rule(
+    q_BNLK: Tensor,
+    k_BNLK: Tensor,
+    v_BXLV: Tensor,
+    decay_BXL: Tensor,
+    beta_BXL: Tensor,
+    *,
+    dtype: torch.dtype,
+    boundaries: Tensor | None = None,
+) -> Tensor:
+    """Compute the rule by the Triton kernels of flash-linear-attention -> [B, X, L, V]. Their states are float32.
+
+    Args:
+        dtype: of the operands of their matmuls.
+        boundaries: start of each document among the B * L tokens, then B * L: int32. The host waits for their number
+            of chunks, once for all layers that get the same tensor. None: each sequence is a document.
+    """
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+
+    q, k, v = (it.to(dtype) for it in (q_BNLK, k_BNLK, v_BXLV))
+    inputs = [it.transpose(1, 2) for it in (q, k, v, decay_BXL, beta_BXL)]
+    if boundaries is not None:
+        inputs = [it.flatten(0, 1).unsqueeze(0) for it in inputs]
+    out, _ = chunk_gated_delta_rule(*inputs, cu_seqlens=boundaries)
+    return out.reshape(len(q), -1, *out.shape[2:]).transpose(1, 2)

@@ -159,6 +159,38 @@ class Kernels:
         with self.one_attention(q_BNLH.device):
             return attend(q_BNLH, k_BKLH, v_BKLH, mask, scores)
 
+    def gated_delta_rule(
+        self,
+        q_BNLK: Tensor,
+        k_BNLK: Tensor,
+        v_BXLV: Tensor,
+        decay_BXL: Tensor,
+        beta_BXL: Tensor,
+        *,
+        dtype: torch.dtype,
+        documents: Documents | None = None,
+    ) -> Tensor:
+        """Gated delta rule of whole sequences -> [B, X, L, V]; see `ops/delta_rule.py`. Each key head has as many of
+        the value heads X. The tensors are float32.
+
+        Args:
+            dtype: compute dtype of the layer.
+            documents: with the positions of all tokens. None: each sequence is one.
+        """
+        from titanlite.ops.delta_rule import fused_gated_delta_rule, gated_delta_rule  # most models have none
+
+        inputs = q_BNLK, k_BNLK, v_BXLV, decay_BXL, beta_BXL
+        if self.has_fused_delta_rule(v_BXLV.device, dtype, k_BNLK.shape[-1]):
+            return fused_gated_delta_rule(*inputs, dtype=dtype, boundaries=documents and documents.boundaries)
+        q, k = (repeat_heads(it, v_BXLV.shape[1]) for it in inputs[:2])
+        return gated_delta_rule(q, k, *inputs[2:], positions_BL=documents and documents.positions_BL)[0]
+
+    def has_fused_delta_rule(self, device: torch.device, dtype: torch.dtype, key_dim: int) -> bool:
+        """Return True if the kernels of flash-linear-attention compute it. The compiler cannot trace them."""
+        from titanlite.ops.delta_rule import has_fused_kernels
+
+        return not self.compiles and has_fused_kernels(device, dtype, key_dim)
+
     def one_attention(self, device: torch.device) -> AbstractContextManager[Any]:
         """Let PyTorch take the backend of `training.attention_backend` only, within the context.
 

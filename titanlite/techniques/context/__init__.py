@@ -59,7 +59,8 @@ class ContextParallel(Technique):
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
         from titanlite.techniques.context.sequences import check_context
 
-        check_context(model)
+        degrees = config.parallelism
+        check_context(model, degree=degrees.context_parallel_degree, tensor=degrees.tensor_parallel_degree)
 
 
 TECHNIQUE = ContextParallel()

@@ -1,10 +1,13 @@
 """Context parallelism: several ranks compute one sequence (arXiv:2407.21783, section 3.3.2).
 
 Each rank has two chunks of every sequence, see `SequencePart`. Keys and values of each layer are all-gathered, and
-their gradients reduce-scattered. All else works on single tokens, so that it needs no change: the model computes as if
-the sequences were short. Positions and documents come with the batch. Losses are summed over all ranks as ever.
+their gradients reduce-scattered. Layers that need whole sequences exchange tokens for heads. All else works on single
+tokens, so that it needs no change: the model computes as if the sequences were short. Positions and documents come with
+the batch. Losses are summed over all ranks as ever.
 """
 
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +20,7 @@ from titanlite.batch import Batch
 from titanlite.mesh import context_group, context_rank
 from titanlite.models.base import Model
 from titanlite.models.documents import takes_documents
+from titanlite.models.layers import LayerOfHeads
 from titanlite.ops.attention import (
     AttentionMask,
     Boundaries,
@@ -28,7 +32,7 @@ from titanlite.ops.attention import (
 )
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch.process_groups import all_gather, reduce_scatter
+from titanlite.runtime.private_torch.process_groups import all_gather, exchange_rows, reduce_scatter
 from titanlite.techniques.expert.exchange import exchange
 
 WHOLE = "documents", "boundaries"
@@ -37,7 +41,7 @@ WHOLE = "documents", "boundaries"
 
 @dataclass(frozen=True)
 class ContextSplit:
-    """`KeySource` of sequences that the ranks of a process group split."""
+    """`SequenceSource` of sequences that the ranks of a process group split."""
 
     part: SequencePart
     group: dist.ProcessGroup
@@ -60,6 +64,19 @@ class ContextSplit:
         else:
             keys = _Gather.apply(both_BJLH, self.group.size(), self.group.group_name)
         return attend_to(kernels, q_BNLH, keys, mask, scores)
+
+    def by_heads(
+        self,
+        compute: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> Tensor:
+        """Compute whole sequences of this rank's part of the heads, between two all-to-alls (arXiv:2309.14509)."""
+        ranks = self.part.ranks, self.group.group_name
+        whole = _Swap.apply(torch.cat([*inputs], dim=-1), True, *ranks)
+        own = [it.chunk(self.part.ranks)[self.part.rank] for it in parameters]
+        out = compute(whole.split([it.shape[-1] for it in inputs], dim=-1), own)
+        return _Swap.apply(out, False, *ranks)
 
     def _with_neighbours(self, both_BJLH: Tensor, mask: ChunkMask | ChunkBoundaries) -> list[Tensor]:
         """Return the keys and values that each chunk sees: the last ones of the chunk before, and its own.
@@ -101,6 +118,27 @@ def attend_to(
         own = it.mask if isinstance(it, ChunkMask) else (it._replace(begin=0, end=it.end - it.begin),)
         outs.append(kernels.attend(q_BNCH, k, v, own, scores=scores))
     return torch.cat(outs, dim=2)
+
+
+class _Swap(torch.autograd.Function):
+    """Give all heads of these tokens [B, N, L, H] for whole sequences of a part of the heads [B, N / R, S, H], or back.
+    Backward does the reverse."""
+
+    @staticmethod
+    def forward(ctx: Any, x_BNLH: Tensor, to_sequences: bool, size: int, name: str) -> Tensor:
+        ctx.options = not to_sequences, size, name
+        return _swap(x_BNLH, to_sequences, size, name)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return _swap(gradients[0], *ctx.options), None, None, None
+
+
+def _swap(x_BNLH: Tensor, to_sequences: bool, size: int, name: str) -> Tensor:
+    rows = [1] * size
+    if to_sequences:
+        return in_order(exchange_rows(x_BNLH.unflatten(1, (size, -1)).transpose(0, 1), rows, rows, name))
+    return exchange_rows(by_rank(x_BNLH, size), rows, rows, name).transpose(0, 1).flatten(1, 2)
 
 
 class _Gather(torch.autograd.Function):
@@ -167,8 +205,12 @@ def split_batch(batch: Batch, part: SequencePart) -> Batch:
     return batch | own
 
 
-def check_context(model: Model) -> None:
-    """Check that several processes can split the sequences of a model.
+def check_context(model: Model, *, degree: int = 2, tensor: int = 1) -> None:
+    """Check that several processes can split the sequences of a model on the meta device.
+
+    Args:
+        degree: number of them.
+        tensor: processes that split its layers.
 
     Raises:
         UserError: they cannot.
@@ -185,3 +227,13 @@ def check_context(model: Model) -> None:
                 f"block {number} of {name} has no `key_source`, through which attention gets the keys of other "
                 "processes: use titanlite.models.layers.Attention or see docs/add_a_model.md, or set 1"
             )
+    for where, layer in model.named_modules():
+        if not isinstance(layer, LayerOfHeads) or not layer.computes_whole_sequences:
+            continue
+        for kind, number in layer.heads().items():
+            if number % (degree * tensor):
+                of_tensor = f" x tensor_parallel_degree {tensor}" if tensor > 1 else ""
+                raise UserError(
+                    f"{degree}{of_tensor} does not divide the {number} {kind} heads of {where}, which processes get in "
+                    f"exchange for tokens: set {math.gcd(number // math.gcd(number, tensor), degree)}"
+                )

@@ -20,8 +20,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from titanlite.mesh import tensor_mesh
 from titanlite.models.base import ExpertLayer, Model, TensorRole, head_of
-from titanlite.models.layers import Attention, Linear, RMSNorm
-from titanlite.models.mla import LatentAttention
+from titanlite.models.layers import LayerOfHeads, Linear, RMSNorm
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.fsdp import gather_local_parts
 from titanlite.runtime.private_torch.process_groups import all_gather, all_reduce, reduce_scatter
@@ -65,6 +64,10 @@ class TensorRanks:
     def join(self, x_BLD: Tensor) -> Tensor:
         """Return the tokens of all ranks, for what computes the same on each. The gradient is the same, too."""
         return _Communicate.apply(x_BLD, "gather", "own", self)
+
+    def own_rows(self, x: Tensor) -> Tensor:
+        """Return this rank's part of dim 0."""
+        return x.chunk(self.ranks)[self.rank]
 
     def communicate(self, x: Tensor, what: str) -> Tensor:
         """Keep a tensor, or add it over ranks (total). Of tokens [B, L, D], gather those of all ranks, sum this rank's
@@ -134,6 +137,8 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
         total = ranks.sum_own if has_part else ranks.total
         if isinstance(module, ExpertLayer) and role == "experts":
             module.share_of_unsplit = 1 / ranks.ranks
+        elif isinstance(module, LayerOfHeads) and role == "split":
+            module.own_heads = ranks.own_rows
         if role == "rows" and _is_in(name, roles, "experts"):
             continue  # the output of the experts is summed
         if role == "rows" and isinstance(module, _AddsBias):
@@ -239,12 +244,11 @@ def split_dims(module: nn.Module, role: TensorRole | None) -> dict[str, int]:
     if isinstance(module, ExpertLayer) and role == "experts":
         dims = zip(module.stacks, module.hidden_dims, strict=True)
         return {stack: dim for stack, dim in dims if dim is not None}
-    if isinstance(module, Attention) and role == "split":
-        return {} if module.sinks is None else {"sinks": 0}
-    if role not in SPLIT_DIM:
-        return {}
-    dim, parameters = SPLIT_DIM[role], module.named_parameters(recurse=False)
-    return {name: dim for name, parameter in parameters if dim < parameter.ndim}
+    parameters = module.named_parameters(recurse=False)
+    if isinstance(module, LayerOfHeads) and role == "split":
+        return {name: 0 for name, _ in parameters if name in module.of_heads}
+    dim = SPLIT_DIM.get(role)
+    return {} if dim is None else {name: dim for name, parameter in parameters if dim < parameter.ndim}
 
 
 def column_shards(model: Model, sharded: int) -> Iterator[str]:
@@ -327,7 +331,7 @@ def _sizes(model: Model) -> Iterator[tuple[str, int]]:
     """Yield what is split, and into how many pieces at most."""
     for name, role in roles_of(model).items():
         module = model.get_submodule(name)
-        if role == "split" and isinstance(module, Attention | LatentAttention):
+        if role == "split" and isinstance(module, LayerOfHeads):
             yield from ((f"{kind} heads of {name}", number) for kind, number in module.heads().items())
         elif role == "vocabulary":
             yield VOCABULARY, next(module.parameters()).shape[0]

@@ -228,12 +228,12 @@ class KeyValueCache:
         blocks = zip(model.layers, model.attentions, strict=False) if isinstance(model, Decoder) else ()
         windows = {module: it.window for block, it in blocks for module in block.modules()}
         for module in model.modules():
-            if hasattr(module, "key_source"):
-                self._layers.append(LayerCache(windows.get(module)))
-                module.key_source = self._layers[-1]  # pyright: ignore[reportArgumentType]
-            elif hasattr(module, "past"):
+            if hasattr(module, "past"):
                 self._states.append({})
                 module.past = self._states[-1]  # pyright: ignore[reportArgumentType]
+            elif hasattr(module, "key_source"):
+                self._layers.append(LayerCache(windows.get(module)))
+                module.key_source = self._layers[-1]  # pyright: ignore[reportArgumentType]
         self.length = 0
         """Tokens of which keys and values are kept."""
 

@@ -15,6 +15,7 @@ from titanlite.schema import Config
 from titanlite.tools.arguments import Count
 from titanlite.tools.plan.estimate import Layout, plan, with_vocab_size
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
+from titanlite.tools.plan.layouts import check_techniques
 from titanlite.tools.plan.output import plan_lines, plan_record, search_lines, search_record
 from titanlite.tools.plan.search import search as find_layouts
 from titanlite.tools.plan.suggestions import suggest as find_suggestions
@@ -64,6 +65,7 @@ def plan_config(
         _search(loaded, layout, as_json=json_)
         return
     torch.set_num_threads(1)
+    check_techniques(loaded, world_size)
     planned = plan(loaded, layout, whole=True)
     found = find_suggestions(loaded, layout, planned) if suggest else []
     if json_:

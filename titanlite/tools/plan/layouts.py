@@ -95,13 +95,25 @@ def can_have(config: Config, options: Options, world_size: int, replicate: int =
     if any(key.startswith("parallelism.") for key, _ in find_conflicts(changed, world_size, ())):
         return False
     try:
-        spec = model_of(changed)
-        model = spec.build()
-        for technique in used(changed):
-            technique.check_model(changed, spec, model, world_size)
+        check_techniques(changed, world_size)
     except UserError:
         return False
     return True
+
+
+def check_techniques(config: Config, world_size: int) -> None:
+    """Check that the techniques of a config fit its model.
+
+    Raises:
+        UserError: one does not. The message begins with its option.
+    """
+    spec = model_of(config)
+    model = spec.build()
+    for technique in used(config):
+        try:
+            technique.check_model(config, spec, model, world_size)
+        except UserError as error:
+            raise UserError(f"{technique.option}: {error}") from error
 
 
 def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, full: int, frozen: str | None) -> Trace:
