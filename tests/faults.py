@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tests.planted import HalfGradient
 from titanlite.batch import IGNORE, Batch
+from titanlite.models.multi_token import look_ahead
 from titanlite.runtime.private_torch.tensors import is_in_backward, local_tensor
 
 
@@ -130,8 +131,9 @@ def used_twice(right: Any) -> Any:
     return forward
 
 
-MOE, TENSOR, CONTEXT, EXPERT = (
+MOE, FURTHER, TENSOR, CONTEXT, EXPERT = (
     "Qwen3-MoE",
+    "DeepSeek-V3, two predicted tokens",
     *(f"titanlite.techniques.{it}." for it in ("tensor.layers", "context.sequences", "expert.exchange")),
 )
 FAULTS = {
@@ -194,6 +196,9 @@ FAULTS = {
     ),
     "the last token of a chunk has no label": Fault(
         ("Llama 3", "c2"), f"{CONTEXT}split_batch", batches(without_ends)
+    ),
+    "the token after the next is looked for in a process's own chunks": Fault(
+        (FURTHER, "c2"), f"{CONTEXT}split_batch", batches(look_ahead)
     ),
     "initial values follow the place in a process's own part": Fault(
         ("Llama 3", "s2"), "titanlite.parallelize.materialize.GlobalIndices",

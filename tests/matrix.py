@@ -107,7 +107,7 @@ RESUMED, AVERAGE = "--checkpoint.enable=true", "--average.decay=0.75"
 OFFLOAD = "--training.enable_cpu_offload"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA, INT8 = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01", "--lora.quantize_base=int8"
-SLOWLY = "--optimizer.lr=1e-3"
+SLOWLY, FURTHER = "--optimizer.lr=1e-3", "--training.multi_token_weight=0.3"
 FROZEN = "--freeze.parameters=['tok*','layers.0.attention.*']"
 FROZEN_EXPERTS = "--freeze.parameters=['layers.0.feed_forward.w?','layers.1.feed_forward.router']"
 TEACHER = "--teacher.path={folder}/outputs/teacher --distill.ratio=0.5"
@@ -159,8 +159,8 @@ MODELS = {
     "Qwen3-MoE, 6 experts": Row(SPARSE.replace("dim=32", "dim=42,n_experts=6,n_active_experts=2"), DATA),
     "DeepSeek-V3": Row(DEEPSEEK, FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2"),
     "DeepSeek-V3, two predicted tokens": Row(
-        f"{DEEPSEEK} {OP} --training.multi_token_weight=0.3", "r2 s2,s2 e2", slow="s2,s2 e2",
-        refused=dict.fromkeys(("c2", "t2", "p2"), "training.multi_token_weight"),
+        f"{DEEPSEEK} {OP} {FURTHER}", "r2 s2,c2,c4,s2 c2,s2 e2,s2 c2 e2", slow="s2,c2,s2 e2",
+        refused=dict.fromkeys(("t2", "p2"), FURTHER[2:-4]),
     ),
     "GLM-4.5": Row(
         f"--model.name=glm4_moe --model.args={{{SIZES},head_dim=12,{GROUPS},n_active_experts=3,dense_hidden_dim=96,"
@@ -314,7 +314,7 @@ TECHNIQUES = {
     ),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
     **rows("s2,r2 s2", {
-        f"two predicted tokens{it}": f"{SMOL} --training.multi_token_weight=0.3 {words}"
+        f"two predicted tokens{it}": f"{SMOL} {FURTHER} {words}"
         for it, words in {
             "": "", ", tied head": "--model.args.tied_head=true", ", reduced once": REDUCED_ONCE,
             ", updates in backward": IN_BACKWARD, ", CPU offload": f"{FULL} {OFFLOAD}", ", compiled": COMPILE,
@@ -577,7 +577,7 @@ class Matrix:
                 near = pytest.approx(both[1], rel=1e-3, abs=1e-6) if key == "layers" else both[1]
                 others += [file] * (both[0] != near)
         return Difference(
-            relative([it["loss"] for it in ours], [it["loss"] for it in its]),
+            relative(*([it[key] for it in records for key in LOSSES if key in it] for records in (ours, its))),
             relative([it["loss"] for it in ends], [it["loss"] for it in its_ends]),
             relative([it["grad_norm"] for it in ours], [it["grad_norm"] for it in its]),
             max(abs(values[it] - value).max() / (abs(value).max() + 1e-9) for it, value in wanted.items()),
@@ -613,6 +613,7 @@ def refusal(tiny: TinyRun, name: str, layout: str) -> set[str]:
     return set()
 
 
+LOSSES = "loss", "multi_token_loss"
 STEPS, FEW = 20, 4
 """Of every cell, and of those that the default tests and CI run."""
 

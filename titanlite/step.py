@@ -212,14 +212,18 @@ def accumulate(
     valid_tokens = count_valid_tokens(batches, group)
     losses, metrics = [], dict[str, list[Tensor]]()
     for index, batch in enumerate(batches):
-        loss_of = partial(loss_function, labels_BL=batch["labels"], **targets(batch, observer))
+        arguments, inputs = targets(batch, observer), document_arguments(batch)
+        loss_of = partial(loss_function, labels_BL=batch["labels"], **arguments)
+        if "next_tokens" in batch:  # other targets are of the next token
+            after = partial(loss_function, labels_BL=batch["next_labels"], **dict.fromkeys(arguments))
+            inputs["further"] = batch["next_tokens"], after
         observer.phase(Phase.FORWARD)
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
             set_reduces = model.set_requires_gradient_sync if reduce_once else model.set_requires_all_reduce
             set_reduces(index == len(batches) - 1)
-        loss = checked_loss(model(batch["tokens"], loss=loss_of, **document_arguments(batch)))
-        del loss_of  # with the targets
+        loss = checked_loss(model(batch["tokens"], loss=loss_of, **inputs))
+        del loss_of, arguments  # with the targets
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():
             metrics.setdefault(name, []).append(value.detach() / valid_tokens)

@@ -196,24 +196,39 @@ class Decoder(Model):
         """Weights of a block's feed-forward layer that a token is multiplied with."""
         return 3 * self.args.dim * self.args.hidden_dim
 
-    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
+    def forward(
+        self,
+        tokens: Tensor,
+        loss: Loss | None = None,
+        *,
+        documents: Documents | None = None,
+        further: tuple[Tensor, Loss] | None = None,
+    ) -> Any:
+        """See `Model.forward`.
+
+        Args:
+            further: next tokens [B, L], and the loss of those after them. Default: these are not predicted.
+        """
         seq_len = tokens.shape[1]
         ropes = [
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
-        x_BLD = self.tok_embeddings(tokens)
-        next_BLD = x_BLD.roll(-1, dims=1) if self.further_weight else None  # the last token has none, and no label
+        if further:
+            x_BLD, next_BLD = self.tok_embeddings(torch.cat([tokens, further[0]], dim=1)).chunk(2, dim=1)
+        else:
+            x_BLD, next_BLD = self.tok_embeddings(tokens), None
         masks = self._masks(x_BLD, documents)
         inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
             if (layer := int(name)) < len(inputs):
                 x_BLD = block(x_BLD, *inputs[layer])
-        if self.further_weight and loss is not None and torch.is_grad_enabled():
+        if further and loss:
             from titanlite.models.multi_token import with_further_token
 
             loss = with_further_token(
                 loss,
+                further[1],
                 lambda it: self.head.further_norm(self.layers[-1](it, next_BLD, *inputs[-1])),
                 self.further_weight,
             )

@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.batch import IGNORE, Batch
 from titanlite.models.layers import Linear, Loss, RMSNorm
 
 
@@ -42,18 +44,29 @@ class FurtherToken(nn.Module):
         return self.block(self.join(both), *inputs)
 
 
-def with_further_token(loss: Loss, predict: Callable[[Tensor], Tensor], weight: float) -> Loss:
+def look_ahead(batch: Batch) -> Batch:
+    """Return a batch of whole sequences with `next_tokens` and `next_labels`. What has no next label has none after it.
+
+    The last token of a sequence has the first one as the next, of which no other token sees anything.
+    """
+    labels_BL = batch["labels"]
+    after_BL = F.pad(labels_BL[:, 1:], (0, 1), value=IGNORE).masked_fill(labels_BL == IGNORE, IGNORE)
+    return batch | {"next_tokens": batch["tokens"].roll(-1, dims=1), "next_labels": after_BL}
+
+
+def with_further_token(loss: Loss, after: Loss, predict: Callable[[Tensor], Tensor], weight: float) -> Loss:
     """Add the loss of the token after the next to a loss.
 
     Args:
-        loss: `titanlite.loss.token_loss` with the arguments of a batch.
+        loss: of the next token, with the arguments of a batch.
+        after: of the token after it.
         predict: returns the normalized hidden states of a `FurtherToken` for the final ones.
         weight: of what is added.
     """
 
     def both(hidden_BLD: Tensor, weight_VD: Tensor) -> Any:
         own = loss(hidden_BLD, weight_VD)
-        further = loss(predict(hidden_BLD), weight_VD, ahead=True)  # pyright: ignore[reportCallIssue]
+        further = after(predict(hidden_BLD), weight_VD)
         metrics = {**own.metrics, "multi_token_loss": further.cross_entropy}
         return own._replace(total=own.total + weight * further.total, metrics=metrics)
 

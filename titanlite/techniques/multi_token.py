@@ -3,7 +3,7 @@
 The decoder has the module, see `models/multi_token.py`. Its loss is added where gradients are computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import ConfigError, Problem
@@ -12,6 +12,9 @@ from titanlite.techniques import used
 from titanlite.techniques.technique import Conflict, Technique, reads
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.batch import Batch
     from titanlite.models.base import Model
 
 
@@ -26,7 +29,6 @@ class MultiTokenPrediction(Technique):
         axes = config.parallelism
         refused = {
             "training.loss": config.training.loss is not None,
-            "parallelism.context_parallel_degree": axes.context_parallel_degree > 1,
             "parallelism.tensor_parallel_degree": axes.tensor_parallel_degree > 1,
             "optimizer.parametrization": config.optimizer.parametrization != "standard",
             **{it.option: True for it in used(config) if it.loss_arguments},
@@ -42,6 +44,11 @@ class MultiTokenPrediction(Technique):
             problem = f"needs a decoder of titanlite's own, and {type(model).__name__} is none: set it to 0"
             raise ConfigError([Problem(self.option, problem)])
         model.predict_further(config.training.multi_token_weight)
+
+    def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
+        from titanlite.models.multi_token import look_ahead
+
+        return look_ahead
 
     def summary(self, config: Config) -> str:
         return f"prediction of two tokens (weight {config.training.multi_token_weight:g})"
