@@ -200,6 +200,14 @@ FAULTS = {
     "the token after the next is looked for in a process's own chunks": Fault(
         (FURTHER, "c2"), f"{CONTEXT}split_batch", batches(look_ahead)
     ),
+    "gradients of the token after the next are counted by each process of a layer": Fault(
+        (FURTHER, "t2"), f"{TENSOR}_result", lambda right: lambda change: right(
+            change.__self__.gather if change.__name__ == "join" else change
+        ),
+    ),
+    "the norm leaves out what joins the next token": Fault(
+        (FURTHER, "t2"), "titanlite.train.count_parameter_replicas", counted(10**9, "join.weight")
+    ),
     "initial values follow the place in a process's own part": Fault(
         ("Llama 3", "s2"), "titanlite.parallelize.materialize.GlobalIndices",
         lambda right: lambda parameter: right(local_tensor(parameter)),

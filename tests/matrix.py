@@ -73,6 +73,10 @@ DEEPSEEK = (
     "rope_scaling_factor=8.0,q_rank=24,kv_rank=16,nope_dim=12,rope_dim=8,v_dim=10,"
     f"{GROUPS},n_active_experts=2,n_dense_layers=1,dense_hidden_dim=64}}"
 )
+GLM = (
+    f"--model.name=glm4_moe --model.args={{{SIZES},head_dim=12,{GROUPS},n_active_experts=3,dense_hidden_dim=96,"
+    "routed_scaling_factor=2.5,qk_norm=true}"
+)
 QWEN_NEXT = (
     f"--model.name=qwen3_next --model.args={{{SIZES},head_dim=16,full_every=2,n_linear_key_heads=2,"
     "n_linear_value_heads=4,linear_key_dim=8,linear_value_dim=10,n_experts=4,n_active_experts=2,shared_hidden_dim=16}"
@@ -159,13 +163,11 @@ MODELS = {
     "Qwen3-MoE, 6 experts": Row(SPARSE.replace("dim=32", "dim=42,n_experts=6,n_active_experts=2"), DATA),
     "DeepSeek-V3": Row(DEEPSEEK, FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2"),
     "DeepSeek-V3, two predicted tokens": Row(
-        f"{DEEPSEEK} {OP} {FURTHER}", "r2 s2,c2,c4,s2 c2,s2 e2,s2 c2 e2", slow="s2,c2,s2 e2",
-        refused=dict.fromkeys(("t2", "p2"), FURTHER[2:-4]),
+        f"{DEEPSEEK} {OP} {FURTHER}", FAMILY_OF_EXPERTS.replace(",p2,s2 p2", "").removesuffix(",s2 e2 p2"),
+        slow="s2,c2,t2,s2 e2", refused={"p2": FURTHER[2:-4]},
     ),
-    "GLM-4.5": Row(
-        f"--model.name=glm4_moe --model.args={{{SIZES},head_dim=12,{GROUPS},n_active_experts=3,dense_hidden_dim=96,"
-        "routed_scaling_factor=2.5,qk_norm=true}", FAMILY_OF_EXPERTS, slow="c2,t2,s2 e2",
-    ),
+    "GLM-4.5": Row(GLM, FAMILY_OF_EXPERTS, slow="c2,t2,s2 e2"),
+    "GLM-4.5, two predicted tokens": Row(f"{GLM} {FURTHER}", "c2,t2,s2 t2,s2 e2,s2 t2 e2"),
     "Gemma 3": Row(
         f"--model.name=gemma3 --model.args={{{SIZES},head_dim=14,query_pre_attn_scalar=10,full_every=2,"
         f"tied_head=false,{SCALED}}}", FAMILY, quick="s2,c2,t2",
@@ -313,11 +315,13 @@ TECHNIQUES = {
         f"{SPARSE} --model.args.balance_rate=0.05 {RESUMED}", EXPERT, slow="s2 e2"
     ),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
-    **rows("s2,r2 s2", {
-        f"two predicted tokens{it}": f"{SMOL} {FURTHER} {words}"
+    "two predicted tokens": Row(FURTHER, ON_SPLIT, slow="c2,t2"),
+    **rows("s2,r2 s2,c2,t2", {
+        f"two predicted tokens, {it}": f"{SMOL} {FURTHER} {words}"
         for it, words in {
-            "": "", ", tied head": "--model.args.tied_head=true", ", reduced once": REDUCED_ONCE,
-            ", updates in backward": IN_BACKWARD, ", CPU offload": f"{FULL} {OFFLOAD}", ", compiled": COMPILE,
+            "tied head": "--model.args.tied_head=true", "reduced once": REDUCED_ONCE, "compiled": COMPILE,
+            "updates in backward": IN_BACKWARD, "CPU offload": f"{FULL} {OFFLOAD}",
+            "health of layers": "--metrics.layers.freq=2",
         }.items()
     }),
     **rows("s2", {

@@ -51,7 +51,6 @@ REFUSED: dict[str, dict[int, list[str]]] = {
                 f"{OPTIM}parametrization=mup {OPTIM}base_width=32", OWN_MODEL,
             )
         ],
-        2: [f"{TRAIN}multi_token_weight=0.3 {MESH}tensor_parallel_degree=2"],
     },
     "training.mixed_precision_param": {
         1: [f"{TRAIN}mixed_precision_param=float16 {it}" for it in (IN_BACKWARD, FLOAT8)],

@@ -21,6 +21,8 @@ class FurtherToken(nn.Module):
     """
 
     in_every_pass = False
+    whole_inputs = 2
+    """First arguments that are of all tokens, as the result is, where each process has some of them between blocks."""
 
     def __init__(self, block: nn.Module, dim: int, norm_eps: float) -> None:
         super().__init__()

@@ -24,12 +24,10 @@ class MultiTokenPrediction(Technique):
     def is_used(self, config: Config) -> bool:
         return config.training.multi_token_weight > 0
 
-    @reads("training", "parallelism", "optimizer")
+    @reads("training", "optimizer")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        axes = config.parallelism
         refused = {
             "training.loss": config.training.loss is not None,
-            "parallelism.tensor_parallel_degree": axes.tensor_parallel_degree > 1,
             "optimizer.parametrization": config.optimizer.parametrization != "standard",
             **{it.option: True for it in used(config) if it.loss_arguments},
         }

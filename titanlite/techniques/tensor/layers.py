@@ -117,9 +117,12 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
     if axis is None or ranks is None:
         return
     roles = roles_of(model)
-    if split_blocks(model):
-        take_own_tokens(model.layers[0], ranks)
-        head_of(model).register_forward_pre_hook(_first_argument(ranks.join))
+    if blocks := split_blocks(model):
+        take_own_tokens(blocks[0], ranks)
+        head_of(model).register_forward_pre_hook(_first_arguments(ranks.join))
+        for block in (it for it in blocks if whole_inputs(it)):
+            block.register_forward_pre_hook(_first_arguments(ranks.own, whole_inputs(block)))
+            block.register_forward_hook(_result(ranks.join))
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
         role, has_part = roles.get(name), _has_part_of_tokens(name, roles)
@@ -130,7 +133,7 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
                 new[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             module.register_parameter(attribute, new[parameter])
         if role in ("split", "experts", "vocabulary") and not isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(_first_argument(ranks.gather if has_part else ranks.enter))
+            module.register_forward_pre_hook(_first_arguments(ranks.gather if has_part else ranks.enter))
         total = ranks.sum_own if has_part else ranks.total
         if isinstance(module, ExpertLayer) and role == "experts":
             module.share_of_unsplit = 1 / ranks.ranks
@@ -157,7 +160,12 @@ class _AddsBias(Protocol):
 
 def take_own_tokens(block: nn.Module, ranks: TensorRanks) -> None:
     """Let a block that gets all tokens compute this rank's part of them."""
-    block.register_forward_pre_hook(_first_argument(ranks.own))
+    block.register_forward_pre_hook(_first_arguments(ranks.own))
+
+
+def whole_inputs(block: nn.Module) -> int:
+    """Return how many inputs of a block are of all tokens, as its output is then; 0 for most."""
+    return getattr(block, "whole_inputs", 0)
 
 
 def _part_of(parameter: Tensor, axis: DeviceMesh, dim: int | None) -> DTensor:
@@ -169,8 +177,8 @@ def _part_of(parameter: Tensor, axis: DeviceMesh, dim: int | None) -> DTensor:
     )
 
 
-def _first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    return lambda _module, args: (change(args[0]), *args[1:])
+def _first_arguments(change: Callable[[Tensor], Tensor], count: int = 1) -> Callable[..., Any]:
+    return lambda _module, args: (*map(change, args[:count]), *args[count:])
 
 
 def _result(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
@@ -268,8 +276,8 @@ def split_blocks(model: Model) -> list[nn.Module]:
 
 def count_output_replicas(model: Model, mesh: DeviceMesh) -> dict[nn.Module, int]:
     """Return how many ranks compute the same output, for each module where there are several."""
-    axis = tensor_mesh(mesh)
-    return dict.fromkeys({*model.modules()} - {*split_blocks(model)}, axis.size()) if axis else {}
+    axis, parts = tensor_mesh(mesh), {it for it in split_blocks(model) if not whole_inputs(it)}
+    return dict.fromkeys({*model.modules()} - parts, axis.size()) if axis else {}
 
 
 def _has_part_of_tokens(name: str, roles: dict[str, TensorRole]) -> bool:
