@@ -278,6 +278,7 @@ TECHNIQUES = {
     "several optimizers": Row(SEVERAL, "s2,r2 s2", tolerance=ROUNDED),
     "bfloat16 reduced": Row(REDUCED, "r2,r2 s2", tolerance=ROUNDED),
     **rows("r2,s2,t2", {"completep": COMPLETEP, "completep, Muon": f"{COMPLETEP} {MUON}"}, slow="s2,t2"),
+    "completep, two predicted tokens": Row(f"{COMPLETEP} {FURTHER}", "s2,c2,t2"),
     "frozen router and experts": Row(f"{SPARSE} {FROZEN_EXPERTS}", "s2,s2 e2"),
     "gpt-oss, all frozen but sinks": Row(
         f"{MODELS['gpt-oss'].words} --freeze.parameters=['tok*','head*','*.w?.*','*norm*','*feed_forward*']",

@@ -212,7 +212,8 @@ def accumulate(
     valid_tokens = count_valid_tokens(batches, group)
     losses, metrics = [], dict[str, list[Tensor]]()
     for index, batch in enumerate(batches):
-        arguments, inputs = targets(batch, observer), document_arguments(batch)
+        arguments = targets(batch, observer)
+        inputs: dict[str, Any] = document_arguments(batch)
         loss_of = partial(loss_function, labels_BL=batch["labels"], **arguments)
         if "next_tokens" in batch:  # other targets are of the next token
             after = partial(loss_function, labels_BL=batch["next_labels"], **dict.fromkeys(arguments))

@@ -46,10 +46,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "training.multi_token_weight": {
         1: [
             f"{TRAIN}multi_token_weight=0.3 {it}"
-            for it in (
-                f"{TRAIN}loss=tests.layouts:smoothed_loss", TEACHER,
-                f"{OPTIM}parametrization=mup {OPTIM}base_width=32", OWN_MODEL,
-            )
+            for it in (f"{TRAIN}loss=tests.layouts:smoothed_loss", TEACHER, OWN_MODEL)
         ],
     },
     "training.mixed_precision_param": {

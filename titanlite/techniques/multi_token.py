@@ -24,11 +24,10 @@ class MultiTokenPrediction(Technique):
     def is_used(self, config: Config) -> bool:
         return config.training.multi_token_weight > 0
 
-    @reads("training", "optimizer")
+    @reads("training")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         refused = {
             "training.loss": config.training.loss is not None,
-            "optimizer.parametrization": config.optimizer.parametrization != "standard",
             **{it.option: True for it in used(config) if it.loss_arguments},
         }
         for other in [name for name, is_set in refused.items() if is_set]:
