@@ -303,7 +303,9 @@ TECHNIQUES = {
         f"{QWEN_NEXT} {LORA} {OP} {SLOWLY}", "s2,s2 e2", slow="s2", tolerance=ROUGH
     ),
     "a loss of one's own": Row("--training.loss=tests.layouts:smoothed_loss", UNSPLIT, refused={"t2": OF_TENSOR}),
+    "a loss of one's own, two predicted tokens": Row(f"--training.loss=tests.layouts:smoothed_loss {FURTHER}", "s2,c2"),
     "a teacher": Row(TEACHER, "s2,c2,s2 c2", refused={"t2": OF_TENSOR, "p2": "teacher.path"}),
+    "a teacher, two predicted tokens": Row(f"{TEACHER} {FURTHER}", "s2,c2,s2 c2", slow="c2"),
     "health of layers": Row(
         "--metrics.layers.freq=2", "s2,r2 s2,c2,s2 c2,t2,s2 e2", slow="r2 s2", refused={"p2": "metrics.layers.freq"}
     ),

@@ -68,7 +68,7 @@ class LossFunction(Protocol):
             hidden_BLD: final hidden states; the logits are hidden @ weight^T.
             labels_BL: the next tokens, int64; IGNORE does not count.
 
-        The `Targets` of a run are given as further arguments.
+        The `Targets` of a run are given as further arguments; None with the labels after the next, which they lack.
         """
         ...
 

@@ -6,25 +6,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 from tests import models
+from tests.distillation import Given
 from tests.families import built, oracle, renamed
 from tests.weights import one_process, random_model, save_model, small_toml
-from titanlite.batch import IGNORE
-from titanlite.loss import token_loss
+from titanlite.batch import IGNORE, Batch
+from titanlite.loss import Targets, token_loss
 from titanlite.models.decoder import Decoder
 from titanlite.models.initial import Constant
 from titanlite.models.layers import RMSNorm
 from titanlite.models.multi_token import look_ahead
+from titanlite.observer import StepObserver
 from titanlite.ops.attention import SequencePart
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import draw_weights
+from titanlite.schema import Distill
+from titanlite.step import Gradients, accumulate
 from titanlite.techniques.context.sequences import split_batch
+from titanlite.techniques.distill.divergence import distilled_loss
 from titanlite.tools.convert.generation import Generator, Sampler
 from titanlite.tools.convert.source import load_model, open_source
 
@@ -134,6 +140,28 @@ def test_documents_are_predicted_as_if_alone(family: str) -> None:
     alone = [measured(model, part[None, :, 1], part[None, :, 0]) for part in parts]
     total = sum(float(it.metrics["multi_token_loss"]) for it in alone)
     assert float(packed.metrics["multi_token_loss"]) == pytest.approx(total, rel=1e-5)
+
+
+class Taught(Targets):
+    def __call__(self, batch: Batch, observer: StepObserver) -> dict[str, Any]:
+        drawn = (torch.randn(size, generator=torch.Generator().manual_seed(3)) for size in ((2, 40, 16), (101, 16)))
+        return {"teacher": Given(*drawn)}
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_teacher_teaches_the_next_token_alone() -> None:
+    batch = look_ahead({"tokens": TOKENS[:, :-1], "labels": TOKENS[:, 1:]})
+    options: dict[str, Any] = {"gradients": Gradients(), "reduce_once": False, "observer": StepObserver()}
+    options["group"] = dist.group.WORLD
+    taught, found = partial(distilled_loss, distill=Distill(ratio=0.6)), []
+    for loss, targets in ((token_loss, Targets()), (taught, Taught())):
+        model = predicting()
+        _, totals, metrics = accumulate(model, [batch], loss_function=loss, targets=targets, **options)
+        found.append((metrics["multi_token_loss"], model.layers[-1].get_submodule("join").weight.grad, totals))
+    (alone, gradient, total), (further, its_gradient, its_total) = found
+    assert torch.equal(further, alone)
+    assert torch.equal(its_gradient, gradient)
+    assert abs(its_total - total) > 0.1
 
 
 def test_chunks_of_sequences_know_the_tokens_behind_them() -> None:

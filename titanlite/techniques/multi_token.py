@@ -3,13 +3,12 @@
 The decoder has the module, see `models/multi_token.py`. Its loss is added where gradients are computed.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Config
-from titanlite.techniques import used
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Technique, reads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -23,15 +22,6 @@ class MultiTokenPrediction(Technique):
 
     def is_used(self, config: Config) -> bool:
         return config.training.multi_token_weight > 0
-
-    @reads("training")
-    def conflicts(self, config: Config) -> Iterator[Conflict]:
-        refused = {
-            "training.loss": config.training.loss is not None,
-            **{it.option: True for it in used(config) if it.loss_arguments},
-        }
-        for other in [name for name, is_set in refused.items() if is_set]:
-            yield self.option, f"cannot be combined with {other} yet: set it to 0, or leave that out"
 
     @reads("training.multi_token_weight")
     def choose_trained(self, model: "Model", config: Config) -> None:
