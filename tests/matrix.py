@@ -389,6 +389,7 @@ REPRODUCIBLE = {
         for it, words in {
             "recomputed": FULL, "Muon": "--optimizer.name=Muon", "LoRA": "--lora.rank=4", "CPU offload": OFFLOAD,
             "compiled": COMPILE, "bfloat16 weights": NARROWEST, "a teacher": TEACHER, "pairs": f"{MOE} {PAIRS}",
+            "two predicted tokens": FURTHER,
         }.items()
     }, tolerance=0),
     **rows("s2 e2,s4 e4", {
