@@ -163,11 +163,10 @@ MODELS = {
     "Qwen3-MoE, 6 experts": Row(SPARSE.replace("dim=32", "dim=42,n_experts=6,n_active_experts=2"), DATA),
     "DeepSeek-V3": Row(DEEPSEEK, FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2"),
     "DeepSeek-V3, two predicted tokens": Row(
-        f"{DEEPSEEK} {OP} {FURTHER}", FAMILY_OF_EXPERTS.replace(",p2,s2 p2", "").removesuffix(",s2 e2 p2"),
-        slow="s2,c2,t2,s2 e2", refused={"p2": FURTHER[2:-4]},
+        f"{DEEPSEEK} {OP} {FURTHER}", f"{FAMILY_OF_EXPERTS},c2 p2,t2 p2", slow="s2,c2,t2,s2 e2,p2",
     ),
     "GLM-4.5": Row(GLM, FAMILY_OF_EXPERTS, slow="c2,t2,s2 e2"),
-    "GLM-4.5, two predicted tokens": Row(f"{GLM} {FURTHER}", "c2,t2,s2 t2,s2 e2,s2 t2 e2"),
+    "GLM-4.5, two predicted tokens": Row(f"{GLM} {FURTHER}", "c2,t2,s2 t2,s2 e2,s2 t2 e2,p2"),
     "Gemma 3": Row(
         f"--model.name=gemma3 --model.args={{{SIZES},head_dim=14,query_pre_attn_scalar=10,full_every=2,"
         f"tied_head=false,{SCALED}}}", FAMILY, quick="s2,c2,t2",
@@ -278,7 +277,7 @@ TECHNIQUES = {
     "several optimizers": Row(SEVERAL, "s2,r2 s2", tolerance=ROUNDED),
     "bfloat16 reduced": Row(REDUCED, "r2,r2 s2", tolerance=ROUNDED),
     **rows("r2,s2,t2", {"completep": COMPLETEP, "completep, Muon": f"{COMPLETEP} {MUON}"}, slow="s2,t2"),
-    "completep, two predicted tokens": Row(f"{COMPLETEP} {FURTHER}", "s2,c2,t2"),
+    "completep, two predicted tokens": Row(f"{COMPLETEP} {FURTHER}", "s2,c2,t2,p2"),
     "frozen router and experts": Row(f"{SPARSE} {FROZEN_EXPERTS}", "s2,s2 e2"),
     "gpt-oss, all frozen but sinks": Row(
         f"{MODELS['gpt-oss'].words} --freeze.parameters=['tok*','head*','*.w?.*','*norm*','*feed_forward*']",
@@ -303,7 +302,9 @@ TECHNIQUES = {
         f"{QWEN_NEXT} {LORA} {OP} {SLOWLY}", "s2,s2 e2", slow="s2", tolerance=ROUGH
     ),
     "a loss of one's own": Row("--training.loss=tests.layouts:smoothed_loss", UNSPLIT, refused={"t2": OF_TENSOR}),
-    "a loss of one's own, two predicted tokens": Row(f"--training.loss=tests.layouts:smoothed_loss {FURTHER}", "s2,c2"),
+    "a loss of one's own, two predicted tokens": Row(
+        f"--training.loss=tests.layouts:smoothed_loss {FURTHER}", "s2,c2,p2"
+    ),
     "a teacher": Row(TEACHER, "s2,c2,s2 c2", refused={"t2": OF_TENSOR, "p2": "teacher.path"}),
     "a teacher, two predicted tokens": Row(f"{TEACHER} {FURTHER}", "s2,c2,s2 c2", slow="c2"),
     "health of layers": Row(
@@ -318,7 +319,7 @@ TECHNIQUES = {
         f"{SPARSE} --model.args.balance_rate=0.05 {RESUMED}", EXPERT, slow="s2 e2"
     ),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
-    "two predicted tokens": Row(FURTHER, ON_SPLIT, slow="c2,t2"),
+    "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
     **rows("s2,r2 s2,c2,t2", {
         f"two predicted tokens, {it}": f"{SMOL} {FURTHER} {words}"
         for it, words in {
@@ -340,6 +341,7 @@ STAGES = {
     **rows("p4,s2 p2", {
         f"schedule {it}, 8 blocks recomputed": f"{SCHEDULE}{it} --model.args.n_layers=8 {FULL}" for it in SCHEDULES
     }),
+    **rows("p2,t2 p2", {f"schedule {it}, two predicted tokens": f"{SCHEDULE}{it} {FURTHER}" for it in SCHEDULES}),
     **rows("p2", {f"schedule {it}, compiled": f"{SCHEDULE}{it} {COMPILE}" for it in SCHEDULES[1:4]}),
     "schedule ZBVZeroBubble, recomputed": Row(f"{SCHEDULE}ZBVZeroBubble {FULL}", "p2,s2 p2", slow="s2 p2"),
     "schedule Interleaved1F1B, recomputed": Row(f"{SCHEDULE}Interleaved1F1B {FULL}", "p2,t2 p2", slow="t2 p2"),

@@ -28,7 +28,7 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schema import Distill
-from titanlite.step import Gradients, accumulate
+from titanlite.step import Gradients, accumulate, model_arguments
 from titanlite.techniques.context.sequences import split_batch
 from titanlite.techniques.distill.divergence import distilled_loss
 from titanlite.tools.convert.generation import Generator, Sampler
@@ -54,9 +54,8 @@ def predicting(family: str = "deepseek_v3") -> Decoder:
 
 def measured(model: Decoder, labels: Tensor, tokens: Tensor = TOKENS[:, :-1], **options: Any) -> Any:
     """Return the loss of a model for a batch of whole sequences, as a step does."""
-    batch = look_ahead({"tokens": tokens, "labels": labels})
-    own, after = (partial(token_loss, labels_BL=batch[it]) for it in ("labels", "next_labels"))
-    return model(tokens, loss=own, further=(batch["next_tokens"], after), **options)
+    tokens, arguments = model_arguments(look_ahead({"tokens": tokens, "labels": labels}), token_loss, {})
+    return model(tokens, **arguments, **options)
 
 
 def theirs_of(model: Decoder, other: Any) -> MtpLayer:
@@ -156,12 +155,17 @@ def test_a_teacher_teaches_the_next_token_alone() -> None:
     taught, found = partial(distilled_loss, distill=Distill(ratio=0.6)), []
     for loss, targets in ((token_loss, Targets()), (taught, Taught())):
         model = predicting()
-        _, totals, metrics = accumulate(model, [batch], loss_function=loss, targets=targets, **options)
+        options |= {"loss_function": loss, "targets": targets}
+        _, totals, metrics = accumulate(model, [batch], **options)
         found.append((metrics["multi_token_loss"], model.layers[-1].get_submodule("join").weight.grad, totals))
     (alone, gradient, total), (further, its_gradient, its_total) = found
     assert torch.equal(further, alone)
     assert torch.equal(its_gradient, gradient)
     assert abs(its_total - total) > 0.1
+
+
+def test_a_loss_that_returns_something_else_is_left_to_the_step() -> None:
+    assert predicting()(TOKENS, loss=lambda *_: 3.0, further=lambda *_: 3.0) == 3.0
 
 
 def test_chunks_of_sequences_know_the_tokens_behind_them() -> None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any, ClassVar
 
 import pytest
@@ -26,6 +25,7 @@ from titanlite.parallelize.materialize import materialize
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
+from titanlite.step import model_arguments
 from titanlite.techniques import choose_trained, every_technique
 
 # Twice the base width, three times the base depth
@@ -126,19 +126,19 @@ def reference(config: Config, plain: Model, m: float, depth: float) -> torch.opt
 
 def logits_while_training(model: Model, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     tokens = torch.randint(0, 259, (4, 33), generator=torch.Generator().manual_seed(3))
-    batch = look_ahead({"tokens": tokens[:, :-1], "labels": tokens[:, 1:]})
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    batch = look_ahead(batch) if len(model.layers) == 7 else batch
     found = []
 
-    def mean(labels: Tensor, hidden: Tensor, _: Tensor) -> TokenLoss:
+    def mean(hidden: Tensor, _: Tensor, *, labels_BL: Tensor) -> TokenLoss:
         logits = model.get_submodule("head.output")(hidden)
         found.append(logits.detach())
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+        loss = F.cross_entropy(logits.flatten(0, 1), labels_BL.flatten())
         return TokenLoss(loss, loss.detach())
 
-    own, after = (partial(mean, batch[it]) for it in ("labels", "next_labels"))
-    further = {"further": (batch["next_tokens"], after)} if len(model.layers) == 7 else {}
+    inputs, arguments = model_arguments(batch, mean, {})
     for _ in range(5):
-        model(batch["tokens"], loss=own, **further).total.backward()
+        model(inputs, **arguments).total.backward()
         optimizer.step()
         for parameter in model.parameters():
             parameter.grad = None

@@ -202,36 +202,34 @@ class Decoder(Model):
         loss: Loss | None = None,
         *,
         documents: Documents | None = None,
-        further: tuple[Tensor, Loss] | None = None,
+        further: Loss | None = None,
     ) -> Any:
         """See `Model.forward`.
 
         Args:
-            further: next tokens [B, L], and the loss of those after them. Default: these are not predicted.
+            further: loss of the tokens after the next. Then `tokens` are [2B, L]: behind them all are the next ones.
         """
         seq_len = tokens.shape[1]
         ropes = [
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
+        x_BLD = self.tok_embeddings(tokens)
+        next_BLD = None
         if further:
-            x_BLD, next_BLD = self.tok_embeddings(torch.cat([tokens, further[0]], dim=1)).chunk(2, dim=1)
-        else:
-            x_BLD, next_BLD = self.tok_embeddings(tokens), None
+            x_BLD, next_BLD = x_BLD.chunk(2)
         masks = self._masks(x_BLD, documents)
         inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
             if (layer := int(name)) < len(inputs):
                 x_BLD = block(x_BLD, *inputs[layer])
-        if further and loss:
-            from titanlite.models.multi_token import with_further_token
+        if further and loss and next_BLD is not None:
+            from titanlite.models.multi_token import LossOfTwo
 
-            loss = with_further_token(
-                loss,
-                further[1],
-                lambda it: self.head.further_norm(self.layers[-1](it, next_BLD, *inputs[-1])),
-                self.further_weight,
-            )
+            def predict(hidden_BLD: Tensor, next_BLD: Tensor) -> Tensor:
+                return self.head.further_norm(self.layers[-1](hidden_BLD, next_BLD, *inputs[-1]))
+
+            loss = LossOfTwo(loss, further, predict, next_BLD, weight=self.further_weight)
         return self.head(x_BLD, loss)
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | None]:

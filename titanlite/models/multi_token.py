@@ -4,6 +4,7 @@ Shape suffixes: as in `layers`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +23,7 @@ class FurtherToken(nn.Module):
 
     in_every_pass = False
     whole_inputs = 2
-    """First arguments that are of all tokens, as the result is, where each process has some of them between blocks."""
+    """First arguments that are of all tokens where processes split those between blocks, since the head gives them."""
 
     def __init__(self, block: nn.Module, dim: int, norm_eps: float) -> None:
         super().__init__()
@@ -56,20 +57,23 @@ def look_ahead(batch: Batch) -> Batch:
     return batch | {"next_tokens": batch["tokens"].roll(-1, dims=1), "next_labels": after_BL}
 
 
-def with_further_token(loss: Loss, after: Loss, predict: Callable[[Tensor], Tensor], weight: float) -> Loss:
-    """Add the loss of the token after the next to a loss.
+@dataclass(frozen=True)
+class LossOfTwo:
+    """Loss of the next token, and of the one after it."""
 
-    Args:
-        loss: of the next token, with the arguments of a batch.
-        after: of the token after it.
-        predict: returns the normalized hidden states of a `FurtherToken` for the final ones.
-        weight: of what is added.
-    """
+    own: Loss
+    after: Loss
+    predict: Callable[[Tensor, Tensor], Tensor]
+    """Returns the normalized hidden states of a `FurtherToken` for the final ones and the embeddings of next tokens."""
+    next_BLD: Tensor
+    """These embeddings. Stages of a pipeline pass them on to the last one, which has the `FurtherToken`."""
+    weight: float
+    """Of the loss of the token after the next."""
 
-    def both(hidden_BLD: Tensor, weight_VD: Tensor) -> Any:
-        own = loss(hidden_BLD, weight_VD)
-        further = after(predict(hidden_BLD), weight_VD)
+    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor) -> Any:
+        own = self.own(hidden_BLD, weight_VD)
+        if not isinstance(own, tuple):  # of a loss of the user's own; the step says what is wrong
+            return own
+        further = self.after(self.predict(hidden_BLD, self.next_BLD), weight_VD)
         metrics = {**own.metrics, "multi_token_loss": further.cross_entropy}
-        return own._replace(total=own.total + weight * further.total, metrics=metrics)
-
-    return both
+        return own._replace(total=own.total + self.weight * further.total, metrics=metrics)

@@ -119,10 +119,12 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
     roles = roles_of(model)
     if blocks := split_blocks(model):
         take_own_tokens(blocks[0], ranks)
-        head_of(model).register_forward_pre_hook(_first_arguments(ranks.join))
-        for block in (it for it in blocks if whole_inputs(it)):
-            block.register_forward_pre_hook(_first_arguments(ranks.own, whole_inputs(block)))
-            block.register_forward_hook(_result(ranks.join))
+        for block in blocks:
+            if count := getattr(block, "whole_inputs", 0):
+                block.register_forward_pre_hook(_first_arguments(ranks.own, count))
+        head = head_of(model)
+        for module in filter(None, (head, getattr(head, "further_norm", None))):
+            module.register_forward_pre_hook(_first_arguments(ranks.join))
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
         role, has_part = roles.get(name), _has_part_of_tokens(name, roles)
@@ -161,11 +163,6 @@ class _AddsBias(Protocol):
 def take_own_tokens(block: nn.Module, ranks: TensorRanks) -> None:
     """Let a block that gets all tokens compute this rank's part of them."""
     block.register_forward_pre_hook(_first_arguments(ranks.own))
-
-
-def whole_inputs(block: nn.Module) -> int:
-    """Return how many inputs of a block are of all tokens, as its output is then; 0 for most."""
-    return getattr(block, "whole_inputs", 0)
 
 
 def _part_of(parameter: Tensor, axis: DeviceMesh, dim: int | None) -> DTensor:
@@ -276,8 +273,8 @@ def split_blocks(model: Model) -> list[nn.Module]:
 
 def count_output_replicas(model: Model, mesh: DeviceMesh) -> dict[nn.Module, int]:
     """Return how many ranks compute the same output, for each module where there are several."""
-    axis, parts = tensor_mesh(mesh), {it for it in split_blocks(model) if not whole_inputs(it)}
-    return dict.fromkeys({*model.modules()} - parts, axis.size()) if axis else {}
+    axis = tensor_mesh(mesh)
+    return dict.fromkeys({*model.modules()} - {*split_blocks(model)}, axis.size()) if axis else {}
 
 
 def _has_part_of_tokens(name: str, roles: dict[str, TensorRole]) -> bool:
