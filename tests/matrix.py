@@ -341,7 +341,7 @@ STAGES = {
     **rows("p4,s2 p2", {
         f"schedule {it}, 8 blocks recomputed": f"{SCHEDULE}{it} --model.args.n_layers=8 {FULL}" for it in SCHEDULES
     }),
-    **rows("p2,t2 p2", {f"schedule {it}, two predicted tokens": f"{SCHEDULE}{it} {FURTHER}" for it in SCHEDULES}),
+    **rows("p2", {f"schedule {it}, two predicted tokens": f"{SCHEDULE}{it} {FURTHER}" for it in SCHEDULES}),
     **rows("p2", {f"schedule {it}, compiled": f"{SCHEDULE}{it} {COMPILE}" for it in SCHEDULES[1:4]}),
     "schedule ZBVZeroBubble, recomputed": Row(f"{SCHEDULE}ZBVZeroBubble {FULL}", "p2,s2 p2", slow="s2 p2"),
     "schedule Interleaved1F1B, recomputed": Row(f"{SCHEDULE}Interleaved1F1B {FULL}", "p2,t2 p2", slow="t2 p2"),

@@ -250,7 +250,7 @@ def model_arguments(
     if "next_tokens" not in batch:
         return batch["tokens"], arguments
     after = partial(loss_function, labels_BL=batch["next_labels"], **dict.fromkeys(targets))
-    return torch.cat([batch["tokens"], batch["next_tokens"]]), arguments | {"further": after}
+    return torch.stack([batch["tokens"], batch["next_tokens"]], dim=-1), arguments | {"further": after}
 
 
 def checked_loss(returned: Any) -> TokenLoss:

@@ -165,7 +165,8 @@ def test_a_teacher_teaches_the_next_token_alone() -> None:
 
 
 def test_a_loss_that_returns_something_else_is_left_to_the_step() -> None:
-    assert predicting()(TOKENS, loss=lambda *_: 3.0, further=lambda *_: 3.0) == 3.0
+    tokens = torch.stack([TOKENS, TOKENS], dim=-1)
+    assert predicting()(tokens, loss=lambda *_: 3.0, further=lambda *_: 3.0) == 3.0
 
 
 def test_chunks_of_sequences_know_the_tokens_behind_them() -> None:

@@ -207,7 +207,7 @@ class Decoder(Model):
         """See `Model.forward`.
 
         Args:
-            further: loss of the tokens after the next. Then `tokens` are [2B, L]: behind them all are the next ones.
+            further: loss of the tokens after the next. Then `tokens` are [B, L, 2]: with each is its next one.
         """
         seq_len = tokens.shape[1]
         ropes = [
@@ -216,8 +216,8 @@ class Decoder(Model):
         ]
         x_BLD = self.tok_embeddings(tokens)
         next_BLD = None
-        if further:
-            x_BLD, next_BLD = x_BLD.chunk(2)
+        if further:  # compiled blocks get one layout of memory
+            x_BLD, next_BLD = (it.contiguous() for it in x_BLD.unbind(2))
         masks = self._masks(x_BLD, documents)
         inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers

@@ -139,9 +139,9 @@ class PipelinePasses:
         return dict(zip(names, values, strict=True))
 
     @cache  # noqa: B019 (as long as the run)
-    def _schedule(self, micro_batches: int, size: int, length: int) -> Any:
-        """Return the schedule for micro-batches of a shape."""
-        hidden = self._empty_hidden(size, length, device=torch.device("meta")).requires_grad_()
+    def _schedule(self, micro_batches: int, *shape: int) -> Any:
+        """Return the schedule for micro-batches whose tokens have a shape."""
+        hidden = self._empty_hidden(*shape, device=torch.device("meta")).requires_grad_()
         place, loss = torch.empty(1, device="meta"), torch.empty((), device="meta", requires_grad=True)
         stages = []
         for module in self.stages:
@@ -156,10 +156,10 @@ class PipelinePasses:
         made_of: Any = stages[0] if issubclass(self.schedule, PipelineScheduleSingle) else stages
         return self.schedule(made_of, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
-    def _empty_hidden(self, size: int, length: int, device: torch.device) -> Tensor:
-        """Return hidden states as they are sent, without values."""
+    def _empty_hidden(self, size: int, length: int, *pair: int, device: torch.device) -> Tensor:
+        """Return hidden states as they are sent, without values; with embeddings of next tokens if tokens are pairs."""
         part = length // (self.ranks.ranks if self.ranks else 1)
-        return torch.empty(size, part, self.dim, dtype=self.dtype, device=device)
+        return torch.empty(size, part, *pair, self.dim, dtype=self.dtype, device=device)
 
     def forward(self, stage: Stage, hidden_BLD: Tensor) -> Tensor:
         """Return the hidden states of the next micro-batch behind a stage; of the last one, its loss for backward."""

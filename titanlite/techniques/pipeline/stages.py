@@ -50,7 +50,7 @@ class Passed(nn.Identity):
         next_BLD = getattr(loss, "next_BLD", None)  # of a `LossOfTwo`
         if next_BLD is None:
             return hidden_BLD
-        return torch.cat([hidden_BLD, self.own(next_BLD) if self.own else next_BLD])
+        return torch.stack([hidden_BLD, self.own(next_BLD) if self.own else next_BLD], dim=2)
 
 
 def embedding_of(model: nn.Module) -> str:
