@@ -37,7 +37,7 @@ from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
 from titanlite.loss import Targets, build_loss
-from titanlite.mesh import data_parallel_rank, loss_group, ranks_of_stage
+from titanlite.mesh import data_parallel_rank, loss_group, ranks_of_stage, world_group
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.ops import pick_kernels
@@ -53,7 +53,14 @@ from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
 from titanlite.step import train_step
-from titanlite.techniques import build_gradients, passes_of_step, places, state_memory
+from titanlite.techniques import (
+    build_gradients,
+    passes_of_step,
+    places,
+    split_batch,
+    split_vocabulary,
+    state_memory,
+)
 from titanlite.tools.plan.estimate import planned_targets
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
@@ -226,17 +233,18 @@ def train(
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=reader)
     targets = planned_targets(config, vocab_size=args.vocab_size)
     draw_frozen(targets, config, mesh=mesh, kernels=kernels)
-    loss_function, add_up = build_loss(training, kernels, targets), passes_of_step(config, model, mesh)
+    loss_function = build_loss(training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
+    add_up, split = passes_of_step(config, model, mesh), split_batch(config, mesh)
     replicas = count_parameter_replicas(model, ranks_of_stage(mesh))
     size = 0
     for step in range(1, steps + 1):
         with record.span(f"step {step},"):
-            batches = list(islice(source, accumulation))
+            batches = [split(batch) for batch in islice(source, accumulation)]
             size = sum(tensor.nbytes for batch in batches for tensor in batch.values())
             seed_step(seed, step, rank)
             train_step(
-                model, batches, optimizer=optimizer, group=loss_group(mesh), decide=guard.decide,
-                max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
+                model, batches, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
+                decide=guard.decide, max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
                 targets=targets, reduce_once=reduces_gradients_once(config, mesh), add_up=add_up, replicas=replicas,
             )  # fmt: skip
             del batches

@@ -101,6 +101,9 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("adapters on 8 bits, recompute full", 2,
      [*SHAPE, "--training.global_batch_size=8", "--lora.rank=8", "--lora.quantize_base=int8", RECOMPUTE + "full"]),
     ("teacher", 2, [*SHAPE, "--training.global_batch_size=8", *TEACHER]),
+    ("two predicted tokens, context 2", 2,
+     [*SHAPE, "--training.global_batch_size=8", RECOMPUTE + "selective", "--training.multi_token_weight=0.3",
+      "--parallelism.context_parallel_degree=2"]),
 ]  # fmt: skip
 
 PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"

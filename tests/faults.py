@@ -7,6 +7,7 @@ other processes in recomputation, and buffers that a resume does not bring back.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from pkgutil import resolve_name
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tests.planted import HalfGradient
 from titanlite.batch import IGNORE, Batch
+from titanlite.models.multi_token import LossOfTwo, look_ahead
 from titanlite.runtime.private_torch.tensors import is_in_backward, local_tensor
 
 
@@ -121,10 +123,29 @@ def new_buffers(right: Any) -> Any:
     return load
 
 
+def summed_again(right: Any) -> Any:
+    joins = []
+
+    def change_first(change: Any, count: int = 1) -> Any:
+        joins.extend([change] * (change.__name__ == "join"))
+        is_of_further = len(joins) == 2 and change is joins[-1]  # the first one is of the head
+        return right(change.__self__.gather if is_of_further else change, count)
+
+    return change_first
+
+
+def detached(right: Any) -> Any:
+    def forward(self: Any, hidden: Tensor, loss: Any = None) -> Tensor:
+        of_two = isinstance(loss, LossOfTwo)
+        return right(self, hidden, replace(loss, next_BLD=loss.next_BLD.detach()) if of_two else loss)
+
+    return forward
+
+
 def used_twice(right: Any) -> Any:
     def forward(self: Any, stage: Any, hidden: Any) -> Any:
         if self.begun[stage.number] == 1:
-            self.batches = [self.batches[0], self.batches[0], *self.batches[2:]]
+            self.inputs = [self.inputs[0], self.inputs[0], *self.inputs[2:]]
         return right(self, stage, hidden)
 
     return forward
@@ -146,9 +167,10 @@ def one_document(documents: Any, part: Any) -> Any:
     return documents._replace(positions_BL=torch.arange(ids_BS.shape[1]).expand_as(ids_BS))
 
 
-NEXT, MOE, TENSOR, CONTEXT, EXPERT = (
-    "Qwen3-Next",
+MOE, NEXT, FURTHER, TENSOR, CONTEXT, EXPERT = (
     "Qwen3-MoE",
+    "Qwen3-Next",
+    "DeepSeek-V3, two predicted tokens",
     *(f"titanlite.techniques.{it}." for it in ("tensor.layers", "context.sequences", "expert.exchange")),
 )
 FAULTS = {
@@ -223,6 +245,18 @@ FAULTS = {
     ),
     "the last token of a chunk has no label": Fault(
         ("Llama 3", "c2"), f"{CONTEXT}split_batch", batches(without_ends)
+    ),
+    "the token after the next is looked for in a process's own chunks": Fault(
+        (FURTHER, "c2"), f"{CONTEXT}split_batch", batches(look_ahead)
+    ),
+    "gradients of the token after the next are counted by each process of a layer": Fault(
+        (FURTHER, "t2"), f"{TENSOR}_first_arguments", summed_again
+    ),
+    "the norm leaves out what joins the next token": Fault(
+        (FURTHER, "t2"), "titanlite.train.count_parameter_replicas", counted(10**9, "join.weight")
+    ),
+    "stages pass on next tokens without their gradients": Fault(
+        (FURTHER, "p2"), "titanlite.techniques.pipeline.stages.Passed.forward", detached
     ),
     "initial values follow the place in a process's own part": Fault(
         ("Llama 3", "s2"), "titanlite.parallelize.materialize.GlobalIndices",

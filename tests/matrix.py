@@ -73,6 +73,10 @@ DEEPSEEK = (
     "rope_scaling_factor=8.0,q_rank=24,kv_rank=16,nope_dim=12,rope_dim=8,v_dim=10,"
     f"{GROUPS},n_active_experts=2,n_dense_layers=1,dense_hidden_dim=64}}"
 )
+GLM = (
+    f"--model.name=glm4_moe --model.args={{{SIZES},head_dim=12,{GROUPS},n_active_experts=3,dense_hidden_dim=96,"
+    "routed_scaling_factor=2.5,qk_norm=true}"
+)
 QWEN_NEXT = (
     f"--model.name=qwen3_next --model.args={{{SIZES},head_dim=16,full_every=2,n_linear_key_heads=2,"
     "n_linear_value_heads=4,linear_key_dim=8,linear_value_dim=10,n_experts=4,n_active_experts=2,shared_hidden_dim=16}"
@@ -107,7 +111,7 @@ RESUMED, AVERAGE = "--checkpoint.enable=true", "--average.decay=0.75"
 OFFLOAD = "--training.enable_cpu_offload"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA, INT8 = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01", "--lora.quantize_base=int8"
-SLOWLY = "--optimizer.lr=1e-3"
+SLOWLY, FURTHER = "--optimizer.lr=1e-3", "--training.multi_token_weight=0.3"
 FROZEN = "--freeze.parameters=['tok*','layers.0.attention.*']"
 FROZEN_EXPERTS = "--freeze.parameters=['layers.0.feed_forward.w?','layers.1.feed_forward.router']"
 TEACHER = "--teacher.path={folder}/outputs/teacher --distill.ratio=0.5"
@@ -159,13 +163,10 @@ MODELS = {
     "Qwen3-MoE, 6 experts": Row(SPARSE.replace("dim=32", "dim=42,n_experts=6,n_active_experts=2"), DATA),
     "DeepSeek-V3": Row(DEEPSEEK, FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2"),
     "DeepSeek-V3, two predicted tokens": Row(
-        f"{DEEPSEEK} {OP} --training.multi_token_weight=0.3", "r2 s2,s2 e2", slow="s2,s2 e2",
-        refused=dict.fromkeys(("c2", "t2", "p2"), "training.multi_token_weight"),
+        f"{DEEPSEEK} {OP} {FURTHER}", f"{FAMILY_OF_EXPERTS},c2 p2,t2 p2", slow="s2,c2,t2,s2 e2,p2",
     ),
-    "GLM-4.5": Row(
-        f"--model.name=glm4_moe --model.args={{{SIZES},head_dim=12,{GROUPS},n_active_experts=3,dense_hidden_dim=96,"
-        "routed_scaling_factor=2.5,qk_norm=true}", FAMILY_OF_EXPERTS, slow="c2,t2,s2 e2",
-    ),
+    "GLM-4.5": Row(GLM, FAMILY_OF_EXPERTS, slow="c2,t2,s2 e2"),
+    "GLM-4.5, two predicted tokens": Row(f"{GLM} {FURTHER}", "c2,t2,s2 t2,s2 e2,s2 t2 e2,p2"),
     "Gemma 3": Row(
         f"--model.name=gemma3 --model.args={{{SIZES},head_dim=14,query_pre_attn_scalar=10,full_every=2,"
         f"tied_head=false,{SCALED}}}", FAMILY, quick="s2,c2,t2",
@@ -280,6 +281,7 @@ TECHNIQUES = {
     "several optimizers": Row(SEVERAL, "s2,r2 s2", tolerance=ROUNDED),
     "bfloat16 reduced": Row(REDUCED, "r2,r2 s2", tolerance=ROUNDED),
     **rows("r2,s2,t2", {"completep": COMPLETEP, "completep, Muon": f"{COMPLETEP} {MUON}"}, slow="s2,t2"),
+    "completep, two predicted tokens": Row(f"{COMPLETEP} {FURTHER}", "s2,c2,t2,p2"),
     "frozen router and experts": Row(f"{SPARSE} {FROZEN_EXPERTS}", "s2,s2 e2"),
     "gpt-oss, all frozen but sinks": Row(
         f"{MODELS['gpt-oss'].words} --freeze.parameters=['tok*','head*','*.w?.*','*norm*','*feed_forward*']",
@@ -304,7 +306,11 @@ TECHNIQUES = {
         f"{QWEN_NEXT} {LORA} {OP} {SLOWLY}", "s2,s2 e2", slow="s2", tolerance=ROUGH
     ),
     "a loss of one's own": Row("--training.loss=tests.layouts:smoothed_loss", UNSPLIT, refused={"t2": OF_TENSOR}),
+    "a loss of one's own, two predicted tokens": Row(
+        f"--training.loss=tests.layouts:smoothed_loss {FURTHER}", "s2,c2,p2"
+    ),
     "a teacher": Row(TEACHER, "s2,c2,s2 c2", refused={"t2": OF_TENSOR, "p2": "teacher.path"}),
+    "a teacher, two predicted tokens": Row(f"{TEACHER} {FURTHER}", "s2,c2,s2 c2", slow="c2"),
     "health of layers": Row(
         "--metrics.layers.freq=2", "s2,r2 s2,c2,s2 c2,t2,s2 e2", slow="r2 s2", refused={"p2": "metrics.layers.freq"}
     ),
@@ -317,11 +323,13 @@ TECHNIQUES = {
         f"{SPARSE} --model.args.balance_rate=0.05 {RESUMED}", EXPERT, slow="s2 e2"
     ),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
-    **rows("s2,r2 s2", {
-        f"two predicted tokens{it}": f"{SMOL} --training.multi_token_weight=0.3 {words}"
+    "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
+    **rows("s2,r2 s2,c2,t2", {
+        f"two predicted tokens, {it}": f"{SMOL} {FURTHER} {words}"
         for it, words in {
-            "": "", ", tied head": "--model.args.tied_head=true", ", reduced once": REDUCED_ONCE,
-            ", updates in backward": IN_BACKWARD, ", CPU offload": f"{FULL} {OFFLOAD}", ", compiled": COMPILE,
+            "tied head": "--model.args.tied_head=true", "reduced once": REDUCED_ONCE, "compiled": COMPILE,
+            "updates in backward": IN_BACKWARD, "CPU offload": f"{FULL} {OFFLOAD}",
+            "health of layers": "--metrics.layers.freq=2",
         }.items()
     }),
     **rows("s2", {
@@ -337,6 +345,7 @@ STAGES = {
     **rows("p4,s2 p2", {
         f"schedule {it}, 8 blocks recomputed": f"{SCHEDULE}{it} --model.args.n_layers=8 {FULL}" for it in SCHEDULES
     }),
+    **rows("p2", {f"schedule {it}, two predicted tokens": f"{SCHEDULE}{it} {FURTHER}" for it in SCHEDULES}),
     **rows("p2", {f"schedule {it}, compiled": f"{SCHEDULE}{it} {COMPILE}" for it in SCHEDULES[1:4]}),
     "schedule ZBVZeroBubble, recomputed": Row(f"{SCHEDULE}ZBVZeroBubble {FULL}", "p2,s2 p2", slow="s2 p2"),
     "schedule Interleaved1F1B, recomputed": Row(f"{SCHEDULE}Interleaved1F1B {FULL}", "p2,t2 p2", slow="t2 p2"),
@@ -388,6 +397,7 @@ REPRODUCIBLE = {
         for it, words in {
             "recomputed": FULL, "Muon": "--optimizer.name=Muon", "LoRA": "--lora.rank=4", "CPU offload": OFFLOAD,
             "compiled": COMPILE, "bfloat16 weights": NARROWEST, "a teacher": TEACHER, "pairs": f"{MOE} {PAIRS}",
+            "two predicted tokens": FURTHER,
         }.items()
     }, tolerance=0),
     **rows("s2 e2,s4 e4", {
@@ -583,7 +593,7 @@ class Matrix:
                 near = pytest.approx(both[1], rel=1e-3, abs=1e-6) if key == "layers" else both[1]
                 others += [file] * (both[0] != near)
         return Difference(
-            relative([it["loss"] for it in ours], [it["loss"] for it in its]),
+            relative(*([it[key] for it in records for key in LOSSES if key in it] for records in (ours, its))),
             relative([it["loss"] for it in ends], [it["loss"] for it in its_ends]),
             relative([it["grad_norm"] for it in ours], [it["grad_norm"] for it in its]),
             max(abs(values[it] - value).max() / (abs(value).max() + 1e-9) for it, value in wanted.items()),
@@ -619,6 +629,7 @@ def refusal(tiny: TinyRun, name: str, layout: str) -> set[str]:
     return set()
 
 
+LOSSES = "loss", "multi_token_loss"
 STEPS, FEW = 20, 4
 """Of every cell, and of those that the default tests and CI run."""
 

@@ -23,6 +23,11 @@ Only with a document mask (`data.document_mask = true`):
 Where several ranks split sequences (`parallelism.context_parallel_degree`), a batch has these as well, `documents` and
 `boundaries` for all tokens of a sequence, the others for this rank's.
 
+Only with multi-token prediction (`training.multi_token_weight`), made before sequences are split:
+
+- `next_tokens` [B, L] int64: for each token the next one of its sequence.
+- `next_labels` [B, L] int64: the label after the next, or IGNORE.
+
 Only with a cache of a teacher (`teacher.cache`), of the K tokens that the teacher finds most probable next:
 
 - `teacher_ids` [B, L, K] int32: token ids.

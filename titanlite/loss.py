@@ -13,7 +13,6 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.batch import IGNORE, Batch
@@ -69,7 +68,7 @@ class LossFunction(Protocol):
             hidden_BLD: final hidden states; the logits are hidden @ weight^T.
             labels_BL: the next tokens, int64; IGNORE does not count.
 
-        The `Targets` of a run are given as further arguments.
+        The `Targets` of a run are given as further arguments; None with the labels after the next, which they lack.
         """
         ...
 
@@ -117,7 +116,6 @@ def token_loss(
     kernels: Kernels = DEFAULT_KERNELS,
     term: LossTerm | None = None,
     vocabulary: SplitVocabulary | None = None,
-    ahead: bool = False,
 ) -> TokenLoss:
     """Cross entropy of the logits hidden @ weight^T.
 
@@ -125,11 +123,7 @@ def token_loss(
         z_loss: weight of log(Z)^2, where Z is the sum in the denominator of softmax (arXiv:2204.02311).
         term: second term of the loss.
         vocabulary: the weight has this process's tokens of it only. None: it has all.
-        ahead: the logits are of the token after the next. What has no next token has none after it.
     """
-    if ahead:
-        after_BL = F.pad(labels_BL[:, 1:], (0, 1), value=IGNORE)
-        labels_BL = after_BL.masked_fill(labels_BL == IGNORE, IGNORE)
     hidden_TD, labels_T = hidden_BLD.flatten(0, 1), labels_BL.flatten()
     if vocabulary:
         hidden_TD = vocabulary.enter(hidden_TD)

@@ -212,14 +212,14 @@ def accumulate(
     valid_tokens = count_valid_tokens(batches, group)
     losses, metrics = [], dict[str, list[Tensor]]()
     for index, batch in enumerate(batches):
-        loss_of = partial(loss_function, labels_BL=batch["labels"], **targets(batch, observer))
+        tokens, arguments = model_arguments(batch, loss_function, targets(batch, observer))
         observer.phase(Phase.FORWARD)
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
             set_reduces = model.set_requires_gradient_sync if reduce_once else model.set_requires_all_reduce
             set_reduces(index == len(batches) - 1)
-        loss = checked_loss(model(batch["tokens"], loss=loss_of, **document_arguments(batch)))
-        del loss_of  # with the targets
+        loss = checked_loss(model(tokens, **arguments))
+        del arguments  # with the targets
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():
             metrics.setdefault(name, []).append(value.detach() / valid_tokens)
@@ -235,6 +235,22 @@ def accumulate(
         gradients.collect(index, is_last=index == len(batches) - 1)
     micro_losses, totals = torch.stack(losses, dim=1)
     return micro_losses, totals, {name: torch.stack(values) for name, values in metrics.items()}
+
+
+def model_arguments(
+    batch: Batch, loss_function: LossFunction, targets: Mapping[str, Any]
+) -> tuple[Tensor, dict[str, Any]]:
+    """Return the tokens of a micro-batch, and the further arguments of the model's forward.
+
+    Args:
+        targets: further arguments of the loss function. They are of the next token, and None for the one after it.
+    """
+    loss = partial(loss_function, labels_BL=batch["labels"], **targets)
+    arguments = {"loss": loss, **document_arguments(batch)}
+    if "next_tokens" not in batch:
+        return batch["tokens"], arguments
+    after = partial(loss_function, labels_BL=batch["next_labels"], **dict.fromkeys(targets))
+    return torch.stack([batch["tokens"], batch["next_tokens"]], dim=-1), arguments | {"further": after}
 
 
 def checked_loss(returned: Any) -> TokenLoss:

@@ -24,6 +24,7 @@ from titanlite.tools.plan.hardware import find_hardware
         pytest.param("adapters", marks=pytest.mark.nightly),
         pytest.param("adapters on 8 bits, recompute full", marks=pytest.mark.nightly),
         pytest.param("teacher", marks=pytest.mark.nightly),
+        pytest.param("two predicted tokens, context 2", marks=pytest.mark.nightly),
     ],
 )
 def test_predicted_peak_is_the_measured_one(name: str) -> None:

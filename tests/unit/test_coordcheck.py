@@ -43,7 +43,7 @@ def test_the_standard_parametrization_grows_and_mup_is_flat(tiny: TinyRun, capsy
     with pytest.raises(RunError) as error:
         check()
     assert mentions(str(error.value), "last block", "logits")
-    check(*MUP, out=tiny.folder / "check.html")
+    check(*MUP, "--training.multi_token_weight=0.3", out=tiny.folder / "check.html")
     output = capsys.readouterr().out.splitlines()
     rows = [line.removeprefix("logits, change").split() for line in output if line.startswith("logits, change  ")]
     assert [row[:2] for row in rows] == [["32", "1"], ["64", "1"], ["128", "1"]] * 2

@@ -6,22 +6,31 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 from tests import models
+from tests.distillation import Given
 from tests.families import built, oracle, renamed
 from tests.weights import one_process, random_model, save_model, small_toml
-from titanlite.batch import IGNORE
-from titanlite.loss import token_loss
+from titanlite.batch import IGNORE, Batch
+from titanlite.loss import Targets, token_loss
 from titanlite.models.decoder import Decoder
 from titanlite.models.initial import Constant
 from titanlite.models.layers import RMSNorm
+from titanlite.models.multi_token import look_ahead
+from titanlite.observer import StepObserver
+from titanlite.ops.attention import SequencePart
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import draw_weights
+from titanlite.schema import Distill
+from titanlite.step import Gradients, accumulate, model_arguments
+from titanlite.techniques.context.sequences import split_batch
+from titanlite.techniques.distill.divergence import distilled_loss
 from titanlite.tools.convert.generation import Generator, Sampler
 from titanlite.tools.convert.source import load_model, open_source
 
@@ -41,6 +50,12 @@ def predicting(family: str = "deepseek_v3") -> Decoder:
             parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
     set_kernels(model, CpuKernels())
     return model
+
+
+def measured(model: Decoder, labels: Tensor, tokens: Tensor = TOKENS[:, :-1], **options: Any) -> Any:
+    """Return the loss of a model for a batch of whole sequences, as a step does."""
+    tokens, arguments = model_arguments(look_ahead({"tokens": tokens, "labels": labels}), token_loss, {})
+    return model(tokens, **arguments, **options)
 
 
 def theirs_of(model: Decoder, other: Any) -> MtpLayer:
@@ -63,7 +78,7 @@ def test_the_module_is_that_of_transformers() -> None:
     tokens = TOKENS[:, :-1]
     seen: list[Any] = []
     model.head.further_norm.register_forward_hook(lambda _module, _args, out: seen.append(out))
-    model(tokens, loss=partial(token_loss, labels_BL=TOKENS[:, 1:]))
+    measured(model, TOKENS[:, 1:])
     with torch.no_grad():
         hidden_BLD = other.model(tokens).last_hidden_state
         positions = other.model.rotary_emb(hidden_BLD, torch.arange(40)[None])
@@ -97,7 +112,7 @@ def test_loss_and_gradients_are_those_of_plain_formulas() -> None:
     labels = TOKENS[:, 1:].clone()
     labels[0, 11] = labels[1, 20:25] = IGNORE
     model = predicting()
-    found = model(TOKENS[:, :-1], loss=partial(token_loss, labels_BL=labels))
+    found = measured(model, labels)
     found.total.backward()
     gradients = {name: it.grad for name, it in model.named_parameters()}
     model.zero_grad()
@@ -119,11 +134,52 @@ def test_documents_are_predicted_as_if_alone(family: str) -> None:
     rows = [[19, 21], [40]]
     tokens, labels = TOKENS[:, :-1], TOKENS[:, 1:].clone()
     labels[0, 18] = labels[:, -1] = IGNORE
-    packed = model(tokens, loss=partial(token_loss, labels_BL=labels), documents=models.documents(rows))
+    packed = measured(model, labels, documents=models.documents(rows))
     parts = [part for row, it in zip(rows, torch.stack([tokens, labels], 2), strict=True) for part in it.split(row)]
-    alone = [model(part[None, :, 0], loss=partial(token_loss, labels_BL=part[None, :, 1])) for part in parts]
+    alone = [measured(model, part[None, :, 1], part[None, :, 0]) for part in parts]
     total = sum(float(it.metrics["multi_token_loss"]) for it in alone)
     assert float(packed.metrics["multi_token_loss"]) == pytest.approx(total, rel=1e-5)
+
+
+class Taught(Targets):
+    def __call__(self, batch: Batch, observer: StepObserver) -> dict[str, Any]:
+        drawn = (torch.randn(size, generator=torch.Generator().manual_seed(3)) for size in ((2, 40, 16), (101, 16)))
+        return {"teacher": Given(*drawn)}
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_teacher_teaches_the_next_token_alone() -> None:
+    batch = look_ahead({"tokens": TOKENS[:, :-1], "labels": TOKENS[:, 1:]})
+    options: dict[str, Any] = {"gradients": Gradients(), "reduce_once": False, "observer": StepObserver()}
+    options["group"] = dist.group.WORLD
+    taught, found = partial(distilled_loss, distill=Distill(ratio=0.6)), []
+    for loss, targets in ((token_loss, Targets()), (taught, Taught())):
+        model = predicting()
+        options |= {"loss_function": loss, "targets": targets}
+        _, totals, metrics = accumulate(model, [batch], **options)
+        found.append((metrics["multi_token_loss"], model.layers[-1].get_submodule("join").weight.grad, totals))
+    (alone, gradient, total), (further, its_gradient, its_total) = found
+    assert torch.equal(further, alone)
+    assert torch.equal(its_gradient, gradient)
+    assert abs(its_total - total) > 0.1
+
+
+def test_a_loss_that_returns_something_else_is_left_to_the_step() -> None:
+    tokens = torch.stack([TOKENS, TOKENS], dim=-1)
+    assert predicting()(tokens, loss=lambda *_: 3.0, further=lambda *_: 3.0) == 3.0
+
+
+def test_chunks_of_sequences_know_the_tokens_behind_them() -> None:
+    """Two documents of 4 tokens, of which the second begins with a token that is not learned."""
+    labels = torch.tensor([[11, 12, 13, IGNORE, IGNORE, 16, 17, IGNORE]])
+    batch = look_ahead({"tokens": torch.arange(10, 18)[None], "labels": labels})
+    assert batch["next_labels"].tolist() == [[12, 13, IGNORE, IGNORE, IGNORE, 17, IGNORE, IGNORE]]
+    parts = [split_batch(batch, SequencePart(rank, 2)) for rank in range(2)]
+    assert [it["tokens"].tolist() for it in parts] == [[[10, 11, 16, 17]], [[12, 13, 14, 15]]]
+    assert [it["next_tokens"].tolist() for it in parts] == [[[11, 12, 17, 10]], [[13, 14, 15, 16]]]
+    assert [it["next_labels"].tolist() for it in parts] == [
+        [[12, 13, IGNORE, IGNORE]], [[IGNORE, IGNORE, IGNORE, 17]]
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("family", ["gemma3", "olmo3"])

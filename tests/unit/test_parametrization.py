@@ -13,8 +13,10 @@ from tests.helpers import TinyRun, mentions
 from tests.whole_runs import assert_equal, trained
 from titanlite.checkpoint.load import resume_settings
 from titanlite.checks.preflight import preflight
+from titanlite.loss import TokenLoss
 from titanlite.models.base import Model, ModelArgs, Roles, build_on_meta
 from titanlite.models.initial import Constant, InitialValues, Normal, Scaled
+from titanlite.models.multi_token import look_ahead
 from titanlite.models.registry import resolve_model
 from titanlite.optim import build_optimizer
 from titanlite.optim.groups import parameter_groups
@@ -23,6 +25,7 @@ from titanlite.parallelize.materialize import materialize
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
+from titanlite.step import model_arguments
 from titanlite.techniques import choose_trained, every_technique
 
 # Twice the base width, three times the base depth
@@ -94,24 +97,28 @@ def reference(config: Config, plain: Model, m: float, depth: float) -> torch.opt
     plain.get_submodule("head.output").register_forward_hook(multiplied(1 / m))
     groups: dict[str, list[nn.Parameter]] = {}
     for name, parameter in plain.named_parameters():
-        kind = name.split(".")[-2]
+        kind, is_further = name.split(".")[-2], name.startswith("layers.6.")  # which is one block at any depth
         if kind in ("wo", "w2"):
-            plain.get_submodule(name.removesuffix(".weight")).register_forward_hook(multiplied(1 / depth))
+            times = multiplied(1 if is_further else 1 / depth)
+            plain.get_submodule(name.removesuffix(".weight")).register_forward_hook(times)
             parameter.data *= (depth / m) ** 0.5  # that of 1/depth of the layers, of width / m
-        elif kind in ("wq", "wk", "wv", "w1", "w3"):
+        elif kind in ("wq", "wk", "wv", "w1", "w3", "join"):
             parameter.data *= m**-0.5
         role = "norms" if "norm" in kind else "outside" if kind in ("tok_embeddings", "output") else "hidden"
-        role = "final norm" if name == "head.norm.weight" else role
-        groups.setdefault(role, []).append(parameter)
+        role = "final norm" if name.startswith("head.") and "norm" in kind else role
+        groups.setdefault(f"further {role}" if is_further else role, []).append(parameter)
+    further = [groups.get(f"further {role}", []) for role in ("hidden", "norms")]
+    groups["final norm"] += further[1]
     adamw = [
         {"params": groups["outside"], "lr": lr, "weight_decay": decay, "eps": eps / m},
         {"params": groups["final norm"], "lr": lr, "weight_decay": 0.0, "eps": eps / m},
         {"params": groups["norms"], "lr": lr, "weight_decay": 0.0, "eps": eps / m / depth},
         {"params": groups["hidden"], "lr": lr / m, "weight_decay": decay * m, "eps": eps / m / depth},
+        {"params": further[0], "lr": lr / m, "weight_decay": decay * m, "eps": eps / m},
     ]
     if config.optimizer.name == "AdamW":
         return torch.optim.AdamW(adamw, betas=(0.9, 0.95))
-    muon = Muon(groups["hidden"], lr=lr / m**0.5, weight_decay=decay * m**0.5, ns_dtype="float32")
+    muon = Muon(groups["hidden"] + further[0], lr=lr / m**0.5, weight_decay=decay * m**0.5, ns_dtype="float32")
     rest = torch.optim.AdamW(adamw[:3], betas=(0.9, 0.95))
     muon.register_step_post_hook(lambda *_: rest.step())
     return muon
@@ -119,11 +126,19 @@ def reference(config: Config, plain: Model, m: float, depth: float) -> torch.opt
 
 def logits_while_training(model: Model, optimizer: torch.optim.Optimizer) -> list[Tensor]:
     tokens = torch.randint(0, 259, (4, 33), generator=torch.Generator().manual_seed(3))
+    batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+    batch = look_ahead(batch) if len(model.layers) == 7 else batch
     found = []
-    for _ in range(5):
-        logits = model(tokens[:, :-1])
+
+    def mean(hidden: Tensor, _: Tensor, *, labels_BL: Tensor) -> TokenLoss:
+        logits = model.get_submodule("head.output")(hidden)
         found.append(logits.detach())
-        F.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten()).backward()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels_BL.flatten())
+        return TokenLoss(loss, loss.detach())
+
+    inputs, arguments = model_arguments(batch, mean, {})
+    for _ in range(5):
+        model(inputs, **arguments).total.backward()
         optimizer.step()
         for parameter in model.parameters():
             parameter.grad = None
@@ -132,14 +147,15 @@ def logits_while_training(model: Model, optimizer: torch.optim.Optimizer) -> lis
 
 @pytest.mark.long
 @pytest.mark.parametrize("optimizer", ["AdamW", "Muon"])
-@pytest.mark.parametrize("rule", ["mup", "completep"])
-def test_training_equals_the_papers_with_multipliers(tiny: TinyRun, rule: str, optimizer: str) -> None:
+@pytest.mark.parametrize(("rule", "weight"), [("mup", 0), ("completep", 0), ("completep", 0.3)])
+def test_training_equals_the_papers_with_multipliers(tiny: TinyRun, rule: str, weight: float, optimizer: str) -> None:
     """An eps as large as gradients, and a large weight decay, so that their factors count."""
     options = ["--optimizer.eps=1e-3", "--optimizer.weight_decay=3.0", f"--optimizer.name={optimizer}"]
     options += ["--optimizer.args.ns_dtype=float32"] if optimizer == "Muon" else []
-    config = tiny.config(*SHAPE, *options, *RULES[rule])
-    model, plain = drawn(config), drawn(tiny.config(*SHAPE))
-    standard = logits_while_training(drawn(tiny.config(*SHAPE)), reference(config, drawn(tiny.config(*SHAPE)), 1, 1))
+    shape = [*SHAPE, f"--training.multi_token_weight={weight}"]
+    config = tiny.config(*shape, *options, *RULES[rule])
+    model, plain = drawn(config), drawn(tiny.config(*shape))
+    standard = logits_while_training(drawn(tiny.config(*shape)), reference(config, drawn(tiny.config(*shape)), 1, 1))
     expected = logits_while_training(plain, reference(config, plain, *TIMES[rule]))
     found = logits_while_training(model, build_optimizer(model, config.optimizer, seed=0))
     for ours, theirs in zip(found, expected, strict=True):

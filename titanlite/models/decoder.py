@@ -196,27 +196,40 @@ class Decoder(Model):
         """Weights of a block's feed-forward layer that a token is multiplied with."""
         return 3 * self.args.dim * self.args.hidden_dim
 
-    def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
+    def forward(
+        self,
+        tokens: Tensor,
+        loss: Loss | None = None,
+        *,
+        documents: Documents | None = None,
+        further: Loss | None = None,
+    ) -> Any:
+        """See `Model.forward`.
+
+        Args:
+            further: loss of the tokens after the next. Then `tokens` are [B, L, 2]: with each is its next one.
+        """
         seq_len = tokens.shape[1]
         ropes = [
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
         x_BLD = self.tok_embeddings(tokens)
-        next_BLD = x_BLD.roll(-1, dims=1) if self.further_weight else None  # the last token has none, and no label
+        next_BLD = None
+        if further:  # compiled blocks get one layout of memory
+            x_BLD, next_BLD = (it.contiguous() for it in x_BLD.unbind(2))
         masks = self._masks(x_BLD, documents)
         inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
             if (layer := int(name)) < len(inputs):
                 x_BLD = block(x_BLD, *inputs[layer])
-        if self.further_weight and loss is not None and torch.is_grad_enabled():
-            from titanlite.models.multi_token import with_further_token
+        if further and loss and next_BLD is not None:
+            from titanlite.models.multi_token import LossOfTwo
 
-            loss = with_further_token(
-                loss,
-                lambda it: self.head.further_norm(self.layers[-1](it, next_BLD, *inputs[-1])),
-                self.further_weight,
-            )
+            def predict(hidden_BLD: Tensor, next_BLD: Tensor) -> Tensor:
+                return self.head.further_norm(self.layers[-1](hidden_BLD, next_BLD, *inputs[-1]))
+
+            loss = LossOfTwo(loss, further, predict, next_BLD, weight=self.further_weight)
         return self.head(x_BLD, loss)
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | Documents | None]:

@@ -4,11 +4,14 @@ Shape suffixes: as in `layers`.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
+from titanlite.batch import IGNORE, Batch
 from titanlite.models.layers import Linear, Loss, RMSNorm
 
 
@@ -19,6 +22,8 @@ class FurtherToken(nn.Module):
     """
 
     in_every_pass = False
+    whole_inputs = 2
+    """First arguments that are of all tokens where processes split those between blocks, since the head gives them."""
 
     def __init__(self, block: nn.Module, dim: int, norm_eps: float) -> None:
         super().__init__()
@@ -42,19 +47,33 @@ class FurtherToken(nn.Module):
         return self.block(self.join(both), *inputs)
 
 
-def with_further_token(loss: Loss, predict: Callable[[Tensor], Tensor], weight: float) -> Loss:
-    """Add the loss of the token after the next to a loss.
+def look_ahead(batch: Batch) -> Batch:
+    """Return a batch of whole sequences with `next_tokens` and `next_labels`. What has no next label has none after it.
 
-    Args:
-        loss: `titanlite.loss.token_loss` with the arguments of a batch.
-        predict: returns the normalized hidden states of a `FurtherToken` for the final ones.
-        weight: of what is added.
+    The last token of a sequence has the first one as the next, of which no other token sees anything.
     """
+    labels_BL = batch["labels"]
+    after_BL = F.pad(labels_BL[:, 1:], (0, 1), value=IGNORE).masked_fill(labels_BL == IGNORE, IGNORE)
+    return batch | {"next_tokens": batch["tokens"].roll(-1, dims=1), "next_labels": after_BL}
 
-    def both(hidden_BLD: Tensor, weight_VD: Tensor) -> Any:
-        own = loss(hidden_BLD, weight_VD)
-        further = loss(predict(hidden_BLD), weight_VD, ahead=True)  # pyright: ignore[reportCallIssue]
+
+@dataclass(frozen=True)
+class LossOfTwo:
+    """Loss of the next token, and of the one after it."""
+
+    own: Loss
+    after: Loss
+    predict: Callable[[Tensor, Tensor], Tensor]
+    """Returns the normalized hidden states of a `FurtherToken` for the final ones and the embeddings of next tokens."""
+    next_BLD: Tensor
+    """These embeddings. Stages of a pipeline pass them on to the last one, which has the `FurtherToken`."""
+    weight: float
+    """Of the loss of the token after the next."""
+
+    def __call__(self, hidden_BLD: Tensor, weight_VD: Tensor) -> Any:
+        own = self.own(hidden_BLD, weight_VD)
+        if not hasattr(own, "_replace"):  # of a loss of the user's own; the step says what is wrong
+            return own
+        further = self.after(self.predict(hidden_BLD, self.next_BLD), weight_VD)
         metrics = {**own.metrics, "multi_token_loss": further.cross_entropy}
-        return own._replace(total=own.total + weight * further.total, metrics=metrics)
-
-    return both
+        return own._replace(total=own.total + self.weight * further.total, metrics=metrics)

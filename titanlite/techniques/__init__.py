@@ -121,8 +121,9 @@ def weight_average(config: Config, model: "Model", memory: "StateMemory") -> "We
 
 
 def split_batch(config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
-    """Return what gives this rank its part of each sequence of a batch."""
-    return _first(technique.split_batch(config, mesh) for technique in used(config)) or (lambda batch: batch)
+    """Return what adds to a batch, and then gives this rank its part of each sequence."""
+    each = [split for technique in used(config) if (split := technique.split_batch(config, mesh))]
+    return lambda batch: reduce(lambda found, split: split(found), each, batch)
 
 
 def split_loss(loss: "LossFunction", config: Config, mesh: "DeviceMesh") -> "LossFunction":

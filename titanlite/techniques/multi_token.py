@@ -3,15 +3,17 @@
 The decoder has the module, see `models/multi_token.py`. Its loss is added where gradients are computed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Config
-from titanlite.techniques import used
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Technique, reads
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+    from titanlite.batch import Batch
     from titanlite.models.base import Model
 
 
@@ -21,19 +23,6 @@ class MultiTokenPrediction(Technique):
     def is_used(self, config: Config) -> bool:
         return config.training.multi_token_weight > 0
 
-    @reads("training", "parallelism", "optimizer")
-    def conflicts(self, config: Config) -> Iterator[Conflict]:
-        axes = config.parallelism
-        refused = {
-            "training.loss": config.training.loss is not None,
-            "parallelism.context_parallel_degree": axes.context_parallel_degree > 1,
-            "parallelism.tensor_parallel_degree": axes.tensor_parallel_degree > 1,
-            "optimizer.parametrization": config.optimizer.parametrization != "standard",
-            **{it.option: True for it in used(config) if it.loss_arguments},
-        }
-        for other in [name for name, is_set in refused.items() if is_set]:
-            yield self.option, f"cannot be combined with {other} yet: set it to 0, or leave that out"
-
     @reads("training.multi_token_weight")
     def choose_trained(self, model: "Model", config: Config) -> None:
         from titanlite.models.decoder import Decoder
@@ -42,6 +31,11 @@ class MultiTokenPrediction(Technique):
             problem = f"needs a decoder of titanlite's own, and {type(model).__name__} is none: set it to 0"
             raise ConfigError([Problem(self.option, problem)])
         model.predict_further(config.training.multi_token_weight)
+
+    def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
+        from titanlite.models.multi_token import look_ahead
+
+        return look_ahead
 
     def summary(self, config: Config) -> str:
         return f"prediction of two tokens (weight {config.training.multi_token_weight:g})"

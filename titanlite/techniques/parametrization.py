@@ -86,6 +86,7 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
     """
     from titanlite.models.base import Scaling, head_of, initial_values, unique_parameters, vector_names
     from titanlite.models.registry import ModelSpec
+    from titanlite.ops.kernels import in_every_pass
     from titanlite.optim.parametrization import adamw_factors
 
     kind, head = type(model), {*head_of(model).parameters()}
@@ -99,13 +100,15 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
     if optimizer.base_depth is not None and "residual" not in roles.values():
         problem = f"{kind.__name__}.roles names no residual parameters, which completep needs (docs/add_a_model.md)"
         raise ConfigError([Problem("optimizer.parametrization", problem)])
-    layers = len(model.layers)
+    layers, further = sum(map(in_every_pass, model.layers)), getattr(model, "further_weight", 0.0)
     width, depth = optimizer.base_width or 0, optimizer.base_depth or layers
     try:
         args = model.args.resized(width=width, depth=depth)
     except ValueError as error:
         raise ConfigError([Problem("optimizer.base_width", f"{width} does not fit the model: {error}")]) from error
     base = ModelSpec(kind, args).build()
+    if further:
+        base.predict_further(further)  # pyright: ignore[reportCallIssue]
     names_in_base = {name: _LAYER.sub(lambda number: str(int(number[0]) * depth // layers), name) for name in roles}
     of_base = dict(unique_parameters(base))
     alike = {_LAYER.sub("", name): name for name in of_base}  # where a block of the base is of another kind
@@ -126,7 +129,7 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
             is_matrix=name not in vectors,
             in_layers=name.startswith("layers."),
             width=growth,
-            depth=layers / depth,
+            depth=1.0 if name.startswith(f"layers.{layers}.") else layers / depth,  # a `FurtherToken` is one block
             initial=values,
         )
         factor = adamw_factors(scaling).std

@@ -158,8 +158,8 @@ class Technique:
         return ()
 
     def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch] | None":
-        """Return what gives this rank its part of each sequence of a batch; None if the technique leaves them whole.
-        Only asked if it is used."""
+        """Return what adds tensors to a batch, or gives this rank its part of each sequence; None if the technique does
+        neither. Only asked if it is used."""
         return None
 
     def split_loss(self, loss: "LossFunction", config: Config, mesh: "DeviceMesh") -> "LossFunction":

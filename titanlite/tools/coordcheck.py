@@ -20,6 +20,7 @@ from titanlite.batch import Batch
 from titanlite.config.load import load
 from titanlite.models.registry import resolve_model
 from titanlite.ops.attention import document_arguments
+from titanlite.ops.kernels import in_every_pass
 from titanlite.optim import set_learning_rate
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.schema import Config
@@ -141,7 +142,7 @@ def measure(config: Config, *, steps: int) -> dict[str, list[float]]:
 @torch.no_grad()
 def _outputs(run: Run, batch: Batch) -> dict[str, Tensor]:
     """Return what embedding, middle and last block, and head make of a batch."""
-    blocks, found = [*run.model.layers], dict[str, Tensor]()
+    blocks, found = [*filter(in_every_pass, run.model.layers)], dict[str, Tensor]()
     hooks = [blocks[0].register_forward_pre_hook(lambda _, inputs: found.update(embedding=inputs[0].clone()))]
     for name, block in {"middle block": blocks[(len(blocks) - 1) // 2], "last block": blocks[-1]}.items():
         keep = partial(lambda name, _module, _inputs, output: found.update({name: output.clone()}), name)

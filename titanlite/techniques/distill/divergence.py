@@ -7,7 +7,7 @@ Shape suffixes: see `models.layers`; C the tokens of a chunk, K the tokens that 
 """
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -34,7 +34,7 @@ def distilled_loss(
     hidden_BLD: Tensor,
     weight_VD: Tensor,
     *,
-    teacher: TeacherOutput,
+    teacher: TeacherOutput | None,
     distill: Distill,
     kernels: Kernels = DEFAULT_KERNELS,
     **options: Any,
@@ -42,10 +42,10 @@ def distilled_loss(
     """Return (1 - ratio) * loss + ratio * T^2 * divergence, whose formulas are in `ops.divergence`.
 
     Args:
-        teacher: its output for the same tokens. The metric distill_loss is T^2 * divergence.
+        teacher: its output for the same tokens. The metric distill_loss is T^2 * divergence. None: the loss alone.
         options: as `token_loss`.
     """
-    with teacher.divergence(distill, kernels) as term:
+    with teacher.divergence(distill, kernels) if teacher else nullcontext() as term:
         return token_loss(hidden_BLD, weight_VD, kernels=kernels, term=term, **options)
 
 

@@ -27,7 +27,7 @@ class PipelineParallel(Technique):
     def claims(self, config: Config) -> dict[Claim, str]:
         return {Claim.GRADIENTS: self.option}
 
-    @reads("parallelism", "compile.enable", "teacher", "metrics.layers", "offload", "training.multi_token_weight")
+    @reads("parallelism", "compile.enable", "teacher", "metrics.layers", "offload")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         if not self.is_used(config):
             return
@@ -41,7 +41,6 @@ class PipelineParallel(Technique):
             yield key, f"{later} and would lose those of weights that FSDP has freed: {hint}"
         others = {
             "teacher.path": config.teacher.path is not None or config.teacher.cache is not None,
-            "training.multi_token_weight": config.training.multi_token_weight > 0,
             "metrics.layers.freq": config.metrics.layers.freq > 0,
             "offload": "disk" in (config.offload.parameters, config.offload.optimizer),
             "parallelism.fsdp_min_unit_params": config.parallelism.fsdp_min_unit_params > 0,

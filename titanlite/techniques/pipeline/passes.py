@@ -24,10 +24,9 @@ from titanlite.loss import LossFunction, Targets, TokenLoss
 from titanlite.mesh import pipeline_mesh
 from titanlite.models.base import Model
 from titanlite.observer import Phase, StepObserver
-from titanlite.ops.attention import document_arguments
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.schema import Config
-from titanlite.step import Gradients, checked_loss, count_valid_tokens
+from titanlite.step import Gradients, checked_loss, count_valid_tokens, model_arguments
 from titanlite.techniques.pipeline.stages import Stage, rank_of_stage
 from titanlite.techniques.tensor.layers import split_blocks, tensor_ranks
 
@@ -71,7 +70,8 @@ class PipelinePasses:
         self.schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.rank_of = partial(rank_of_stage, parallelism=config.parallelism)
         self.last_rank = self.rank_of(len(self.sizes) - 1)
-        self.has_own_loss = config.training.loss is not None
+        self.has_metrics = config.training.loss is not None or config.training.multi_token_weight > 0
+        """Whether the loss has metrics that only the last stage knows."""
         self.is_alone = dist.get_backend(self.group) == "fake"
         """Whether the other ranks do not exist, as in a plan."""
         logger.info(f"stages   of {', '.join(map(str, self.sizes))} blocks")
@@ -95,14 +95,14 @@ class PipelinePasses:
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See `titanlite.step.accumulate`. Ranks without the last stage return zeros."""
         valid_tokens = count_valid_tokens(batches, group)
-        self.batches, self.observer = batches, observer
-        self.loss_of = [partial(loss_function, labels_BL=it["labels"], **targets(it, observer)) for it in batches]
+        self.observer = observer
+        self.inputs = [model_arguments(it, loss_function, targets(it, observer)) for it in batches]
         self.factor = gradients.scale(valid_tokens, ranks=group.size(), micro_batches=len(batches))
         self.losses: list[TokenLoss] = []
         self.begun = {stage.number: 0 for stage in self.stages}
         places = torch.empty(len(batches))  # of what is split: each stage knows which micro-batch is next
         first = (places,) if self.rank_of(0) == self.rank else ()
-        schedule = self._schedule(len(batches), *batches[0]["tokens"].shape)
+        schedule = self._schedule(len(batches), *self.inputs[0][0].shape)
         try:
             schedule.step(*first, target=places, return_outputs=False)
         except RuntimeError as error:  # the schedule wraps what a stage raises
@@ -117,7 +117,7 @@ class PipelinePasses:
     def _names_of_metrics(self) -> list[str]:
         """Return the names of the metrics of the loss, which the first step knows where the last stage is."""
         names = [[*self.losses[0].metrics] if self.losses else []]
-        if self.has_own_loss and not self.is_alone:
+        if self.has_metrics and not self.is_alone:
             dist.broadcast_object_list(names, group=self.group, group_src=self.last_rank, device=self.device)
         return names[0]
 
@@ -139,9 +139,9 @@ class PipelinePasses:
         return dict(zip(names, values, strict=True))
 
     @cache  # noqa: B019 (as long as the run)
-    def _schedule(self, micro_batches: int, size: int, length: int) -> Any:
-        """Return the schedule for micro-batches of a shape."""
-        hidden = self._empty_hidden(size, length, device=torch.device("meta")).requires_grad_()
+    def _schedule(self, micro_batches: int, *shape: int) -> Any:
+        """Return the schedule for micro-batches whose tokens have a shape."""
+        hidden = self._empty_hidden(*shape, device=torch.device("meta")).requires_grad_()
         place, loss = torch.empty(1, device="meta"), torch.empty((), device="meta", requires_grad=True)
         stages = []
         for module in self.stages:
@@ -156,19 +156,18 @@ class PipelinePasses:
         made_of: Any = stages[0] if issubclass(self.schedule, PipelineScheduleSingle) else stages
         return self.schedule(made_of, micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
-    def _empty_hidden(self, size: int, length: int, device: torch.device) -> Tensor:
-        """Return hidden states as they are sent, without values."""
+    def _empty_hidden(self, size: int, length: int, *pair: int, device: torch.device) -> Tensor:
+        """Return hidden states as they are sent, without values; with embeddings of next tokens if tokens are pairs."""
         part = length // (self.ranks.ranks if self.ranks else 1)
-        return torch.empty(size, part, self.dim, dtype=self.dtype, device=device)
+        return torch.empty(size, part, *pair, self.dim, dtype=self.dtype, device=device)
 
     def forward(self, stage: Stage, hidden_BLD: Tensor) -> Tensor:
         """Return the hidden states of the next micro-batch behind a stage; of the last one, its loss for backward."""
         number = self.begun[stage.number]
         self.begun[stage.number] += 1
-        batch = self.batches[number]
+        tokens, arguments = self.inputs[number]
         self.observer.phase(Phase.FORWARD)
-        inputs = self._whole_tokens(hidden_BLD) if stage.number else batch["tokens"]
-        out = stage(inputs, loss=self.loss_of[number], **document_arguments(batch))
+        out = stage(self._whole_tokens(hidden_BLD) if stage.number else tokens, **arguments)
         if stage.is_last:
             loss = checked_loss(out)
             self.losses.append(_each(loss, Tensor.detach))

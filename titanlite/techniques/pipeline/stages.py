@@ -5,7 +5,7 @@ passes hidden states [B, L, D] on in the place of logits, and takes them in the 
 """
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.mesh import pipeline_mesh
 from titanlite.models.base import Model, head_of, unique_parameters
+from titanlite.ops.kernels import in_every_pass
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Parallelism
 from titanlite.techniques.tensor.layers import split_blocks, take_own_tokens, tensor_ranks
@@ -42,8 +43,14 @@ class Received(nn.Identity):
 class Passed(nn.Identity):
     """Stands for the head where hidden states go to another stage."""
 
+    own: Callable[[Tensor], Tensor] | None = None
+    """Returns this rank's part of all tokens, where ranks have different ones between blocks."""
+
     def forward(self, hidden_BLD: Tensor, loss: Any = None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return hidden_BLD
+        next_BLD = getattr(loss, "next_BLD", None)  # of a `LossOfTwo`
+        if next_BLD is None:
+            return hidden_BLD
+        return torch.stack([hidden_BLD, self.own(next_BLD) if self.own else next_BLD], dim=2)
 
 
 def embedding_of(model: nn.Module) -> str:
@@ -85,6 +92,17 @@ def blocks_of_stages(blocks: int, parallelism: Parallelism) -> list[range]:
         loads[stage] += 1
     ends = [sum(counts[: stage + 1]) for stage in range(stages)]
     return [range(end - count, end) for end, count in zip(ends, counts, strict=True)]
+
+
+def stages_of(model: Model, parallelism: Parallelism) -> list[range]:
+    """Return the blocks of each stage. One that predicts the token after the next is a further one of the last stage.
+
+    Raises: as `blocks_of_stages`.
+    """
+    further = sum(not in_every_pass(block) for block in model.layers)
+    stages = blocks_of_stages(len(model.layers) - further, parallelism)
+    stages[-1] = range(stages[-1].start, stages[-1].stop + further)
+    return stages
 
 
 def _named_blocks(blocks: int, parts: Sequence[Sequence[str]]) -> list[range]:
@@ -151,12 +169,14 @@ def cut_to_stages(model: Model, mesh: DeviceMesh, parallelism: Parallelism) -> N
     """Leave out of a meta model what other ranks have, in place, and set its `stages`."""
     axis = pipeline_mesh(mesh)
     assert axis is not None, "the mesh has no pipeline axis"
-    blocks = blocks_of_stages(len(model.layers), parallelism)
+    blocks = stages_of(model, parallelism)
     own = [it for it in range(len(blocks)) if rank_of_stage(it, parallelism) == axis.get_local_rank()]
+    model.stages = stages = [Stage(model, blocks, number) for number in own]
     if ranks := tensor_ranks(mesh) if split_blocks(model) else None:
         for number in {*own} - {0}:  # the first block has the hook, since the embedding gives all tokens, too
             take_own_tokens(model.layers[blocks[number][0]], ranks)
-    model.stages = stages = [Stage(model, blocks, number) for number in own]
+        for it in (child for stage in stages for child in stage.children() if isinstance(child, Passed)):
+            it.own = ranks.own
     counters, metrics = model.counters(), [*model.end_step(torch.ones((), device="meta"))]
     for name, _ in [*model.named_children()]:
         parts = [stage.get_submodule(name) for stage in model.stages]
@@ -182,7 +202,7 @@ def check_stages(model: Model, parallelism: Parallelism) -> None:
     """
     name = type(model).__name__
     try:
-        stages = blocks_of_stages(len(model.layers), parallelism)
+        stages = stages_of(model, parallelism)
     except ValueError as error:
         raise UserError(str(error)) from None
     children = [child for child, module in model.named_children() if any(True for _ in module.parameters())]

@@ -120,9 +120,14 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
     if axis is None or ranks is None:
         return
     roles = roles_of(model)
-    if split_blocks(model):
-        take_own_tokens(model.layers[0], ranks)
-        head_of(model).register_forward_pre_hook(_first_argument(ranks.join))
+    if blocks := split_blocks(model):
+        take_own_tokens(blocks[0], ranks)
+        for block in blocks:
+            if count := getattr(block, "whole_inputs", 0):
+                block.register_forward_pre_hook(_first_arguments(ranks.own, count))
+        head = head_of(model)
+        for module in filter(None, (head, getattr(head, "further_norm", None))):
+            module.register_forward_pre_hook(_first_arguments(ranks.join))
     new: dict[nn.Parameter, nn.Parameter] = {}
     for name, module in model.named_modules():
         role, has_part = roles.get(name), _has_part_of_tokens(name, roles)
@@ -133,7 +138,7 @@ def split_layers(model: Model, mesh: DeviceMesh) -> None:
                 new[parameter] = nn.Parameter(part, requires_grad=parameter.requires_grad)
             module.register_parameter(attribute, new[parameter])
         if role in ("split", "experts", "vocabulary") and not isinstance(module, nn.Embedding):
-            module.register_forward_pre_hook(_first_argument(ranks.gather if has_part else ranks.enter))
+            module.register_forward_pre_hook(_first_arguments(ranks.gather if has_part else ranks.enter))
         total = ranks.sum_own if has_part else ranks.total
         if isinstance(module, ExpertLayer) and role == "experts":
             module.share_of_unsplit = 1 / ranks.ranks
@@ -162,7 +167,7 @@ class _AddsBias(Protocol):
 
 def take_own_tokens(block: nn.Module, ranks: TensorRanks) -> None:
     """Let a block that gets all tokens compute this rank's part of them."""
-    block.register_forward_pre_hook(_first_argument(ranks.own))
+    block.register_forward_pre_hook(_first_arguments(ranks.own))
 
 
 def _part_of(parameter: Tensor, axis: DeviceMesh, dim: int | None) -> DTensor:
@@ -174,8 +179,8 @@ def _part_of(parameter: Tensor, axis: DeviceMesh, dim: int | None) -> DTensor:
     )
 
 
-def _first_argument(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:
-    return lambda _module, args: (change(args[0]), *args[1:])
+def _first_arguments(change: Callable[[Tensor], Tensor], count: int = 1) -> Callable[..., Any]:
+    return lambda _module, args: (*map(change, args[:count]), *args[count:])
 
 
 def _result(change: Callable[[Tensor], Tensor]) -> Callable[..., Any]:

@@ -16,7 +16,7 @@ from titanlite.runtime.hardware import Hardware
 from titanlite.schedule import known_steps
 from titanlite.schema import Config, Degrees
 from titanlite.techniques import choose_trained, places, used
-from titanlite.techniques.pipeline.stages import blocks_of_stages, rank_of_stage
+from titanlite.techniques.pipeline.stages import rank_of_stage, stages_of
 from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
@@ -219,7 +219,7 @@ def plan_stages(config: Config, layout: Layout) -> Plan:
         )
         plans.append(estimate(found, config, layout))
         workloads.append(found.workload)
-    stages = blocks_of_stages(len(model.layers), parallelism)
+    stages = stages_of(model, parallelism)
     of_ranks = [
         sum(len(it) for number, it in enumerate(stages) if rank_of_stage(number, parallelism) == rank) for rank in ranks
     ]
