@@ -661,8 +661,10 @@ def main(*names: str) -> None:
     """Train every cell of some rows, or of those that the page lacks, and write their lines of the page.
 
     Raises:
-        SystemExit: a cell differs.
+        SystemExit: a cell differs, or there is no such row.
     """
+    if unknown := sorted({*names} - {*ROWS}):
+        raise SystemExit(f"no such rows: {', '.join(unknown)}")
     for name in names or [it for it in ROWS if it not in written()[1]]:
         cells = cells_of("all", name)
         with tempfile.TemporaryDirectory() as folder:
