@@ -65,7 +65,7 @@ def report_start(
     if isinstance(model, Decoder):
         device = torch.device(mesh.device_type)
         name = attention_backend(model, model.kernels, config, device)
-        chosen = " (PyTorch's choice)" if training.attention_backend == "auto" else ""
+        chosen = " (PyTorch's choice)" if training.attention_backend == "auto" and name != "tiles" else ""
         compute = torch_dtype(training.mixed_precision_param)
         others = {it.kernel_name(device, compute) for it in model.modules() if isinstance(it, LayerOfHeads)}
         logger.info("; ".join([f"kernels  attention by {name}{chosen}", *sorted(filter(None, others))]))

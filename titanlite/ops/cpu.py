@@ -67,6 +67,9 @@ class CpuKernels(Kernels):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         return super().rms_norm(x, weight, eps) if torch.compiler.is_compiling() else rms_norm(x, weight, eps)
 
+    def own_attention(self, seq_len: int, dtype: torch.dtype) -> str | None:
+        return "tiles" if has_tiles(seq_len, dtype) else None
+
     def attend(
         self,
         q_BNLH: Tensor,
@@ -76,7 +79,8 @@ class CpuKernels(Kernels):
         key_source: KeySource | None = None,
         scores: Scores = PLAIN_SCORES,
     ) -> Tensor:
-        if key_source is None and scores.are_plain and not isinstance(mask, tuple) and has_tiles(q_BNLH, k_BKLH):
+        own = self.own_attention(q_BNLH.shape[2], q_BNLH.dtype) and q_BNLH.shape[2] == k_BKLH.shape[2]
+        if own and key_source is None and scores.are_plain and not isinstance(mask, tuple):
             return attend_in_tiles(q_BNLH, k_BKLH, v_BKLH, mask, scores.scale)
         return super().attend(q_BNLH, k_BKLH, v_BKLH, mask, key_source, scores)
 

@@ -208,6 +208,10 @@ class Kernels:
         """
         return dtype in (torch.bfloat16, torch.float16) and self.attention != "efficient" and not masked
 
+    def own_attention(self, seq_len: int, dtype: torch.dtype) -> str | None:
+        """Return the name of what is used in the place of PyTorch's attention to whole sequences, if anything is."""
+        return None
+
     def attention_name(
         self,
         *,
@@ -221,7 +225,7 @@ class Kernels:
         has_sinks: bool = False,
         has_soft_cap: bool = False,
     ) -> str:
-        """Return the name of the backend of attention: flash, cudnn, efficient, flex or math.
+        """Return the name of the backend of attention: flash, cudnn, efficient, flex, math, or tiles on a CPU.
 
         Args:
             masked: whether attention stays within documents or windows.
@@ -231,6 +235,8 @@ class Kernels:
         Raises:
             UserError: the backend of `training.attention_backend` cannot.
         """
+        if not (has_sinks or has_soft_cap) and (own := self.own_attention(seq_len, dtype)):
+            return own
         is_packed = self.has_packed_attention(device, dtype, head_dim)
         if (masked or has_sinks) and is_packed and not has_soft_cap:
             return "flash"

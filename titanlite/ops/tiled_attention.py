@@ -19,11 +19,9 @@ LONGEST = 512
 """Tokens of a sequence from which on flash attention is about as fast."""
 
 
-def has_tiles(q_BNLH: Tensor, k_BKLH: Tensor) -> bool:
+def has_tiles(seq_len: int, dtype: torch.dtype) -> bool:
     """Return whether `attend_in_tiles` computes the attention of a sequence to itself, and fast."""
-    length = q_BNLH.shape[2]
-    is_wide = q_BNLH.dtype in (torch.float32, torch.bfloat16)
-    return is_wide and 0 < length <= LONGEST and length % TILE == 0 and k_BKLH.shape[2] == length
+    return dtype in (torch.float32, torch.bfloat16) and 0 < seq_len <= LONGEST and seq_len % TILE == 0
 
 
 def attend_in_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
