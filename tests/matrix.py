@@ -310,6 +310,13 @@ TECHNIQUES = {
         f"--training.loss=tests.layouts:smoothed_loss {FURTHER}", "s2,c2,p2"
     ),
     "a teacher": Row(TEACHER, "s2,c2,s2 c2", refused={"t2": OF_TENSOR, "p2": "teacher.path"}),
+    "OLMo 2 of transformers, LoRA": Row(
+        f"{OLMO2} {LORA} {SLOWLY} --lora.targets=['layers.*.self_attn.*_proj']", "s2,r2 s2", slow="s2", tolerance=ROUGH
+    ),
+    **rows("s2,r2 s2", {
+        "OLMo 2 of transformers, frozen parameters": f"{OLMO2} --freeze.parameters=['*embed*','layers.0.*']",
+        "OLMo 2 of transformers, a teacher": f"{OLMO2.replace('num_h', 'vocab_size=262,num_h', 1)} {TEACHER}",
+    }),
     "a teacher, two predicted tokens": Row(f"{TEACHER} {FURTHER}", "s2,c2,s2 c2", slow="c2"),
     "health of layers": Row(
         "--metrics.layers.freq=2", "s2,r2 s2,c2,s2 c2,t2,s2 e2", slow="r2 s2", refused={"p2": "metrics.layers.freq"}
