@@ -50,7 +50,8 @@ def gated_delta_rule(
         ids_B1GC = F.pad(positions_BL == 0, (0, more)).unflatten(1, (-1, C)).cumsum(-1).unsqueeze(1)
         seen = causal_CC & (ids_B1GC.unsqueeze(-1) == ids_B1GC.unsqueeze(-2))
         since_start = since_start * (ids_B1GC == 0)
-    # Decay from token j to token i is a sum of what lies between them: no token before j can change its bits.
+    # Decay from token j to token i is a sum of what lies between them: no token before j can change its bits,
+    # as it would by a difference of cumulative sums over the chunk.
     between = decay.unsqueeze(-1).masked_fill(~causal_CC.tril(-1), 0).cumsum(-2).exp() * seen
     k_beta = k * beta.unsqueeze(-1)
     corrections = torch.linalg.solve_triangular(

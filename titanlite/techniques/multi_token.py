@@ -1,6 +1,7 @@
 """Multi-token prediction (arXiv:2412.19437, section 2.2): one more module predicts the token after the next, too.
 
 The decoder has the module, see `models/multi_token.py`. Its loss is added where gradients are computed.
+Its weight is no argument of the model, because checkpoints of before would not resume with a new argument.
 """
 
 from collections.abc import Callable

@@ -9,7 +9,11 @@ from torch._functorch import config as functorch_config
 
 
 def without_autograd_cache() -> AbstractContextManager[None]:
-    """Compile without torch.compile's cache of traced code (AOTAutograd)."""
+    """Compile without torch.compile's cache of traced code (AOTAutograd). Inductor's own cache stays on.
+
+    Its key (torch 2.13) has the shape of a whole DTensor, but not that of a rank's part. So a run with 4-bit moments,
+    started after one with 8-bit moments, got the other's code and failed.
+    """
     return functorch_config.patch(enable_autograd_cache=False)
 
 
