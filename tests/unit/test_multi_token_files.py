@@ -1,7 +1,6 @@
 """Released files with the module that predicts the token after the next: read, left out, and written."""
 
 import json
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,11 @@ from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.loss import token_loss
 from titanlite.models.decoder import Decoder
+from titanlite.models.multi_token import look_ahead
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import allocate
+from titanlite.step import model_arguments
 from titanlite.tools import cli
 from titanlite.tools.convert.reader import load_tensors
 from titanlite.tools.convert.source import load_model, open_source
@@ -122,7 +123,8 @@ def apart(ours: Path, theirs: Path) -> float:
     model = predicting(ours)
     seen: list[Any] = []
     model.head.further_norm.register_forward_hook(lambda _module, _args, out: seen.append(out))
-    model(TOKENS[:, :-1], loss=partial(token_loss, labels_BL=TOKENS[:, 1:]))
+    tokens, arguments = model_arguments(look_ahead({"tokens": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}), token_loss, {})
+    model(tokens, **arguments)
     other: Any = transformers.AutoModelForCausalLM.from_pretrained(theirs, attn_implementation="eager").eval()
     # Names of the number of layers of releases: transformers leaves their tensors out, and finds the module by them.
     other._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{LAYERS}.*"]
