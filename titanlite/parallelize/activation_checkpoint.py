@@ -9,7 +9,6 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from titanlite.models.base import Model, added_parameters, exchanges_tokens, expert_layers, vector_names
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS, local_tensor
-from titanlite.runtime.recomputation import remembering
 from titanlite.schema import ActivationCheckpoint
 
 RecomputePolicy = Literal["none", "op", "full"]
@@ -38,21 +37,24 @@ def apply_activation_checkpoint(
     """
     draws_random = vars(type(model)).get("draws_random", True)  # of a base class, a subclass may have added dropout
     for block, policy in zip(model.layers, policies, strict=True):
-        # Only parts of blocks with an exchange are compiled. Whole ones do without such contexts.
-        once = remembering if exchanges_tokens(block) else None
-        if policy == "full":
-            _checkpoint(block, preserve_rng_state=draws_random, **({"context_fn": once} if once else {}))
-        elif policy == "op":
+        if policy == "none":
+            continue
+        contexts, exchanges = None, exchanges_tokens(block)
+        if policy == "op":
             adapters, vectors = added_parameters(block), vector_names(block)
             own = [local_tensor(it) for name, it in block.named_parameters() if name not in {*adapters, *vectors}]
             wide = sum(not _is_narrow(it.mT if it.ndim == 2 else it) for it in own)
-            save = partial(
+            contexts = partial(
                 _save_expensive_ops,
                 saves_first=is_compiled or wide % 2 == 0,
                 cheap={*(tuple(adapter.mT.shape) for adapter in adapters.values()), *_shapes_of_vectors(block)},
-                in_parts=is_compiled and exchanges_tokens(block),
+                in_parts=is_compiled and exchanges,
             )
-            _checkpoint(block, preserve_rng_state=draws_random, context_fn=partial(once, save) if once else save)
+        if exchanges:  # such blocks are compiled in parts, and not around these contexts
+            from titanlite.runtime.recomputation import remembering
+
+            contexts = partial(remembering, contexts)
+        _checkpoint(block, preserve_rng_state=draws_random, **({"context_fn": contexts} if contexts else {}))
 
 
 def _checkpoint(block: nn.Module, **options: Any) -> None:
