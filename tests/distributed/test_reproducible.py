@@ -36,7 +36,6 @@ PARTS = ["--debug.reproducible_context_degree=4"]
 
 
 SPARSE = ["--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, vocab_size=259}}"]
-MODELS = {"llama3": [], "qwen3": ["--model.name=qwen3", "--model.args.head_dim=10"], "qwen3_moe": SPARSE}
 PLAIN = {"tree_sum": sums.tree_sum, "accumulate": step.accumulate}
 
 
