@@ -13,7 +13,6 @@ from torch import Tensor
 from titanlite.models.base import Model
 from titanlite.models.registry import MODELS, ModelSpec
 
-FAMILIES = ("llama3", "qwen3", "qwen3_moe")
 N_HEADS, N_KV_HEADS = 4, 2
 ROPE = {"rope_type": "default", "rope_theta": 10000.0}
 

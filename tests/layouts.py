@@ -23,12 +23,6 @@ from titanlite.train import Run
 # (replicate, shard)
 LAYOUTS = [(1, 1), (4, 1), (1, 4), (2, 2)]
 
-LORA = ["--lora.rank=3", "--lora.alpha=6", "--training.max_norm=0", "--optimizer.lr=0.01"]
-FLOAT8 = {
-    name: [f"--quantize.linear.float8.{it}" for it in ("enable", "emulate", "skip_small=false", *more)]
-    for name, more in {"float8": [], "float8 gathered": ["enable_fsdp_float8_all_gather"]}.items()
-}
-
 
 def trace_blocks(model: Model, **_: object) -> None:
     """Compile with a backend that is ready in a second; graphs are the same for any backend."""
@@ -102,12 +96,11 @@ def job(name: str, *layout: int) -> str:
     return "-".join([*name.replace(",", "").split(), *map(str, layout)])
 
 
-def trained_on(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[int, ...], **options: Any) -> None:
+def trained_on(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[int, ...]) -> None:
     """Train with each technique on each layout; the runs are named `job(technique, *layout)`.
 
     Args:
         layouts: arguments of `degrees`.
-        options: of `run_in_turn`.
     """
     sizes = {layout: math.prod(layout[:4]) for layout in layouts}
     for world_size in sorted({*sizes.values()}):
@@ -117,7 +110,7 @@ def trained_on(tiny: TinyRun, techniques: dict[str, list[str]], *layouts: tuple[
             if sizes[layout] == world_size
             for name, words in techniques.items()
         ]
-        run_in_turn(trained, world_size, configs, **options)
+        run_in_turn(trained, world_size, configs)
 
 
 def on_one(function: Callable[..., Any], *configs: Config) -> list[Any]:

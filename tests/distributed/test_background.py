@@ -22,7 +22,7 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.data.tokens import TokenStore
-from titanlite.runtime.errors import ConfigError, RunError
+from titanlite.runtime.errors import RunError
 from titanlite.schema import Data
 from titanlite.tools.ingest import background, token_writer
 from titanlite.tools.ingest.background import GrowingStore, failure_of
@@ -178,19 +178,6 @@ def test_a_run_begins_with_the_first_tokens_and_trains_as_with_all(tiny: TinyRun
     train_on_this_rank(again, 0, 1)
     train_on_this_rank(tiny.config(*options, "--job.name=before", "--training.steps=6"), 0, 1)
     assert tiny.losses() == tiny.losses("before")
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        ([], "data.shuffle"),
-        (["--data.shuffle_window=8", "--data.packing=best_fit"], "data.packing"),
-        (["--data.shuffle=false", "--training.epochs=1"], "training.epochs"),
-    ],
-)
-def test_options_that_need_all_sequences_are_refused(tiny: TinyRun, options: list[str], key: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}: .*data.prepare"):
-        tiny.config("--data.prepare=background", *options)
 
 
 @pytest.mark.slow

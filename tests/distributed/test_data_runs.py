@@ -116,19 +116,6 @@ def test_shares_of_a_mixture_are_exact_and_a_changed_one_is_refused_or_continued
 
 
 @pytest.mark.slow
-def test_best_fit_packing_and_document_masks_train_alike_on_any_layout(tiny: TinyRun) -> None:
-    for number in range(40):
-        text_of(tiny.text / f"{number}.txt", 7 + 3 * number)
-    options = ["--data.packing=best_fit", "--data.document_mask"]
-    losses = []
-    for ranks in (1, 2):
-        run_in_turn(trained, ranks, [tiny.config(f"--job.name=on-{ranks}", *options, world_size=ranks)])
-        losses.append(tiny.losses(f"on-{ranks}"))
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
-    assert losses[0][-1] < losses[0][0]
-
-
-@pytest.mark.slow
 def test_schedules_in_tokens_together_on_other_processes(tiny: TinyRun) -> None:
     """The first start ends in the middle of all four; the second, on two processes, reads and computes the rest."""
     config = tiny.toml.read_text().replace(f'path = "{tiny.text}"', "") + MIXTURE.format(tiny.text)

@@ -1,45 +1,14 @@
-"""Shards on disk: each rank has its own files, results are those of memory, and states may be larger than memory."""
+"""States on disk may be larger than memory. That shards there train as in memory: tests/matrix.py."""
 
 import subprocess
 import sys
-from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.whole_runs import assert_equal, parameters_of, values_of
-from titanlite.optim import rounding
-from titanlite.schema import Config
+from tests.helpers import TinyRun, train_on_this_rank
+from tests.whole_runs import parameters_of
 
-DISK = ["--offload.optimizer=disk"]
-EVERYTHING = [*DISK, "--offload.parameters=disk", "--training.enable_cpu_offload"]
-
-
-def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    rounding.SMALL_SLICE = 512
-    return values_of(train_on_this_rank(config, rank, world_size))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
-def test_shards_on_disk_train_as_in_memory(tiny: TinyRun) -> None:
-    """Rows do not divide evenly: the last rank's parts are padded. Two ranks save; the run resumes in memory."""
-    turns = [
-        ["--job.name=memory"],
-        ["--job.name=moments", *DISK],
-        ["--job.name=everything", *EVERYTHING],
-        ["--job.name=turns", "--training.steps=3", *EVERYTHING],
-        ["--job.name=turns"],
-    ]
-    configs = [tiny.config(*options, world_size=2) for options in turns]
-    memory, moments, everything, _, resumed = run_in_turn(trained, 2, configs)
-    for expected, *others in zip(memory, moments, everything, resumed, strict=True):
-        for found in others:
-            assert_equal(found, expected)
-    assert tiny.losses("moments") == tiny.losses("everything") == tiny.losses("memory") == tiny.losses("turns")
-    assert [*(tiny.folder / "outputs" / "everything" / "offload").iterdir()] == []
-
-
+EVERYTHING = ["--offload.optimizer=disk", "--offload.parameters=disk", "--training.enable_cpu_offload"]
 LIMITED = """
 import json, re, resource, sys
 from pathlib import Path

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.layouts import degrees, trace_blocks, trained
+from tests.layouts import degrees, trace_blocks
 from titanlite.schema import Config
 
 
@@ -37,14 +37,3 @@ def test_compiled_blocks_share_one_graph_and_give_the_same_losses(tiny: TinyRun,
     assert (none, graphs) == (0, 1)
     assert names_of_compiled == names
     assert tiny.losses("compiled") == pytest.approx(tiny.losses("eager"), rel=1e-5)
-
-
-@pytest.mark.usefixtures("single_process_group")
-def test_float8_trains(tiny: TinyRun) -> None:
-    """Other recipes: tests/unit/test_float8.py. On several ranks: tests/distributed/test_float8.py."""
-    sizes = ["--model.args.dim=48", "--model.args.hidden_dim=64", "--training.steps=3", "--optimizer.lr=1e-3"]
-    float8 = [f"--quantize.linear.float8.{option}" for option in ("enable", "emulate", "skip_small=false")]
-    for name, options in (("plain", []), ("float8", float8)):
-        trained(0, 1, tiny.config(f"--job.name={name}", *sizes, *options, "--checkpoint.enable=false"))
-    assert tiny.losses("float8") != tiny.losses("plain")
-    assert tiny.losses("float8") == pytest.approx(tiny.losses("plain"), rel=0.03)

@@ -153,7 +153,7 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     out = tmp_path / "out"
     (tmp_path / "plain").mkdir()
     plain, _ = save_random(tmp_path / "plain", "llama3")
-    assert refusal(capsys, plain, "--out", out, "--merge").endswith("step-00000010 has no adapters")
+    assert mentions(refusal(capsys, plain, "--out", out, "--merge"), "step-00000010", "adapters")
     assert "add --merge" in refusal(capsys, checkpoint, "--out", out, "--check")
     toml = tmp_path / "run" / "small.toml"
     model = random_model(toml)

@@ -223,16 +223,20 @@ def test_a_cache_keeps_keys_for_a_soft_cap_and_a_gate() -> None:
         assert (model(tokens) - whole).abs().max() > 0.1
 
 
-def test_the_backend_of_attention_with_a_soft_cap() -> None:
+@pytest.mark.parametrize(
+    ("has", "names", "refused"),
+    [("has_soft_cap", ("math", "flex", "math"), "flash"), ("has_sinks", ("flash", "flash", "math"), "cudnn")],
+)
+def test_the_backend_of_attention(has: str, names: tuple[str, ...], refused: Any) -> None:
     shape: dict[str, Any] = {"n_heads": N, "n_kv_heads": K, "head_dim": H, "seq_len": L, "device": torch.device("cpu")}
-    for kernels, dtype, name in (
-        (CpuKernels(), torch.float32, "math"),
-        (GpuKernels(), torch.bfloat16, "flex"),
-        (GpuKernels(), torch.float32, "math"),
+    shape[has] = True
+    cpu, gpu = CpuKernels(), GpuKernels()
+    for kernels, dtype, name in zip(
+        (cpu, gpu, gpu), (torch.float32, torch.bfloat16, torch.float32), names, strict=True
     ):
-        assert kernels.attention_name(**shape, dtype=dtype, has_soft_cap=True) == name
-    with pytest.raises(UserError, match=r"training\.attention_backend: flash .*soft cap.*auto"):
-        GpuKernels(attention="flash").attention_name(**shape, dtype=torch.bfloat16, has_soft_cap=True)
+        assert kernels.attention_name(**shape, dtype=dtype) == name
+    with pytest.raises(UserError, match=rf"training\.attention_backend: {refused}\b.*\bauto\b"):
+        GpuKernels(attention=refused).attention_name(**shape, dtype=torch.bfloat16)
 
 
 def test_a_plan_of_a_gpu_traces_flash_attention_for_a_soft_cap() -> None:
@@ -302,18 +306,6 @@ def test_far_sinks() -> None:
     low, high = (CpuKernels().attend(q, k, v, None, scores=Scores(None, torch.full((N,), it))) for it in (-80.0, 80.0))
     torch.testing.assert_close(low, plain)
     assert not high.abs().max() > 1e-20
-
-
-def test_the_backend_of_attention_with_sinks() -> None:
-    shape: dict[str, Any] = {"n_heads": N, "n_kv_heads": K, "head_dim": H, "seq_len": L, "device": torch.device("cpu")}
-    for kernels, dtype, name in (
-        (CpuKernels(), torch.float32, "flash"),
-        (GpuKernels(), torch.bfloat16, "flash"),
-        (GpuKernels(), torch.float32, "math"),
-    ):
-        assert kernels.attention_name(**shape, dtype=dtype, has_sinks=True) == name
-    with pytest.raises(UserError, match=r"training\.attention_backend: cudnn .*sinks.*auto"):
-        GpuKernels(attention="cudnn").attention_name(**shape, dtype=torch.bfloat16, has_sinks=True)
 
 
 @pytest.mark.parametrize("policy", ["op", "full"])

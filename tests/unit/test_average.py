@@ -10,8 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import TinyRun, mentions, one_process, train_on_this_rank
-from titanlite.config.load import load
-from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.state_memory import StateMemory
 from titanlite.schema import Average
@@ -179,23 +177,6 @@ def test_averages_of_adapters_are_merged_and_exported(tiny: TinyRun, capfd: pyte
         assert found["loss"] == pytest.approx(record["average"]["loss"], abs=2e-6), path
     assert record["average"]["loss"] != record["loss"]
     assert cli.run(["generate", folder, "--average", "--prompt", "one", "--max-new-tokens=1"]) == 0
-
-
-@pytest.mark.parametrize(
-    ("options", "key"),
-    [
-        (["--average.decay=0.9", "--average.window=2"], "average.decay"),
-        (["--average.freq=2"], "average"),
-        (["--average.decay=1.0"], "average.decay"),
-        (["--average.freq=0", "--average.window=2"], "average.freq"),
-        (["--average.decay=0.9", "--training.enable_cpu_offload", "--offload.parameters=disk"], "average"),
-        (["--offload.average=disk"], "offload.average"),
-    ],
-)
-def test_mistakes_in_the_config(tiny: TinyRun, options: list[str], key: str) -> None:
-    with pytest.raises(ConfigError) as refused:
-        load(tiny.toml, options)
-    assert [problem.key for problem in refused.value.problems] == [key]
 
 
 @pytest.mark.long

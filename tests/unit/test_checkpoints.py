@@ -186,8 +186,7 @@ def test_other_modes_save_the_same(tiny: TinyRun, caplog: pytest.LogCaptureFixtu
         trained(tiny.config("--training.steps=3", *options))
         assert_equal(trained(tiny.config(*options)), whole_run)
     notes = [record.getMessage() for record in caplog.records if "async_mode" in record.getMessage()]
-    note = "checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used"
-    assert notes == [note, note]
+    assert [mentions(note, "checkpoint.async_mode", "async") for note in notes] == [True] * 2
 
 
 # When
@@ -275,7 +274,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_does_not_start_over(trained_onc
     for step in (2, 4):
         truncate(checkpoint(tiny, step, "all") / "__0_0.distcp")
     for _ in range(2):  # the second start refuses too
-        with pytest.raises(UserError, match=r"damaged.* step-00000002.* step-00000004"):
+        with pytest.raises(UserError, match=r"\bstep-00000002\b.*\bstep-00000004\b"):
             trained(tiny.config("--job.name=all"))
     assert {f"{MANIFEST}.{DAMAGED}", "__0_0.distcp"} <= {path.name for path in checkpoint(tiny, 4, "all").iterdir()}
 
@@ -346,7 +345,7 @@ def test_a_host_without_memory_is_not_damage(trained_once: TinyRun, monkeypatch:
 
     with monkeypatch.context() as patch:
         patch.setattr(torch, "load", no_memory)
-        with pytest.raises(RunError, match=r"__0_0\.distcp .*can't allocate"):
+        with pytest.raises(RunError, match=r"__0_0\.distcp\b.*DefaultCPUAllocator"):
             trained(tiny.config("--job.name=memory"))
     assert steps(tiny, "memory") == [2, 4]
 
@@ -373,14 +372,14 @@ def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
     allowed = '--checkpoint.allow_changes=["training.*", "debug.seed", "data.*"]'
     trained(tiny.config(*other, allowed, "--metrics.log_freq=1", "--optimizer.lr=1e-3"))
     assert [record["samples"] for record in tiny.records()] == [8, 12]
-    with pytest.raises(UserError, match=r"missing +model\.layers\.0\.feed_forward\.w1"):
+    with pytest.raises(UserError, match=r"\bmodel\.layers\.0\.feed_forward\.w1\b"):
         trained(tiny.config(*other, "--model.args.hidden_dim=64", '--checkpoint.allow_changes=["*"]'))
 
 
 def test_a_setting_that_an_older_version_did_not_know_is_off() -> None:
     then = {"model.args.dim": 32, "model.args.gone": 0}
     check_settings({"model.args.dim": 32, "model.args.new": None, "model.args.gate": False}, then, (), "it")
-    with pytest.raises(UserError, match=r"model\.args\.gate was None, is True"):
+    with pytest.raises(UserError, match=r"model\.args\.gate\b.*\bNone\b.*\bTrue\b"):
         check_settings({"model.args.dim": 32, "model.args.gate": True}, then, (), "it")
 
 
@@ -438,7 +437,7 @@ def test_a_branch_goes_on_where_another_run_was(tiny: TinyRun) -> None:
     assert [record["samples"] for record in found] == [record["samples"] for record in whole[2:]]
     assert [record["loss"] for record in found] == [record["loss"] for record in whole[2:]]
 
-    with pytest.raises(UserError, match=r"training\.global_batch_size was 8, is 4"):
+    with pytest.raises(UserError, match=r"training\.global_batch_size\b.*\b8\b.*\b4\b"):
         trained(tiny.config(*branch, "--job.name=other", "--training.global_batch_size=4"))
     decays = trained(
         tiny.config(*branch[:-1], "--job.name=decay", "--training.steps=4", "--lr_scheduler.decay_steps=2")
@@ -525,8 +524,8 @@ PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
         lambda touch, _: {METADATA: pickle.dumps(Payload(torch.load, "x"))}, "names torch.serialization.load"),
     "an old protocol": (
         lambda touch, _: {METADATA: b"cposix\nsystem\n(S'" + touch.encode() + b"'\ntR."}, "names posix.system"),
-    "not a pickle": (lambda *_: {METADATA: b"#!/bin/sh"}, "is not the metadata of a checkpoint"),
-    "no metadata": (lambda *_: {METADATA: pickle.dumps([1])}, "is not the metadata of a checkpoint"),
+    "not a pickle": (lambda *_: {METADATA: b"#!/bin/sh"}, "metadata"),
+    "no metadata": (lambda *_: {METADATA: pickle.dumps([1])}, "metadata"),
     "a call in a shard": (
         lambda touch, path: forged_shard(path, torch_save(Payload(os.system, touch))), "is not a tensor"),
     "a call in a shard of the old format": (

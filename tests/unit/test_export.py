@@ -145,7 +145,7 @@ def test_a_changed_byte_of_the_checkpoint_ends_the_export(tmp_path: Path, capsys
     row = state(model)["tok_embeddings.weight"][200].numpy().tobytes()
     flip(shard, shard.read_bytes().index(row) + 5)
     assert export(checkpoint, "--out", tmp_path / "hf") == 2
-    assert "tok_embeddings.weight): wrong checksum" in capsys.readouterr().err
+    assert mentions(capsys.readouterr().err, shard, "tok_embeddings.weight")
     assert not (tmp_path / "hf").exists()
 
 

@@ -272,9 +272,9 @@ def test_sequences_of_the_users_own(tmp_path: Path) -> None:
     other = CustomSequences(f"python://{file}:Other", seq_len=4, vocab_size=20)
     assert other.fingerprint != sequences.fingerprint
     for name, message in (
-        ("Short", r"should be 5 token ids \(seq_len \+ 1\), but it has shape \(4,\) and type int64"),
-        ("Negative", r"has token ids from -1 to -1, and the tokenizer has 20 tokens"),
-        ("Large", r"has token ids from 20 to 20, and the tokenizer has 20 tokens"),
+        ("Short", r"\b5\b.*\bseq_len\b.*\(4,\).*\bint64\b"),
+        ("Negative", r" -1\b.* -1\b.*\b20\b"),
+        ("Large", r"\b20\b.*\b20\b.*\b20\b"),
     ):
         with pytest.raises(UserError, match=message):
             CustomSequences(f"python://{file}:{name}", seq_len=4, vocab_size=20).read(0)

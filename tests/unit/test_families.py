@@ -236,22 +236,6 @@ def no_norms_of_keys(model: Decoder) -> None:
         block.attention.k_norm = nn.Identity()  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
 
 
-def shared_experts_scaled(model: Decoder) -> None:
-    for experts in experts_of(model):
-        assert experts.shared
-        experts.shared.w2.weight.data *= 2.5
-
-
-def groups_ignored(model: Decoder) -> None:
-    for experts in experts_of(model):
-        experts.options = replace(experts.options, n_active_groups=4)
-
-
-def no_bias_of_balance(model: Decoder) -> None:
-    for experts in experts_of(model):
-        experts.bias_E.zero_()
-
-
 def experts_of(model: Decoder) -> list[Experts]:
     assert isinstance(model, DecoderOfExperts)
     return model.experts()
@@ -308,9 +292,6 @@ PLANTED = {
         every_pair_rotates,
         no_biases_of_queries,
         no_norms_of_keys,
-        shared_experts_scaled,
-        groups_ignored,
-        no_bias_of_balance,
     ),
     "gemma3": (
         window_one_too_short,

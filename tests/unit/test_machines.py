@@ -49,7 +49,7 @@ def test_an_error_names_test_and_rank() -> None:
     lines: list[str] = []
     with pytest.raises(UserError, match=r"^links: .*rank 0\b.*RuntimeError.*120000ms"):
         run({"clocks": lambda: Result("0 s apart"), "links": fails}, lines.append)
-    assert lines == ["ok       clocks             0 s apart"]
+    assert [line.split()[:3] for line in lines] == [["ok", "clocks", "0"]]
 
 
 # Disk

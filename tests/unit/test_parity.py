@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.helpers import TinyRun, mentions
 from titanlite.config.load import load
 from titanlite.tools import cli
 from titanlite.tools.report.parity import ONE, Curve, compare, error_in, further_layouts, variants, with_equal_bits
@@ -91,15 +91,15 @@ def test_a_config_of_many_processes_can_be_compared(tiny: TinyRun, monkeypatch: 
 
 def test_mistakes_are_reported_before_anything_is_trained(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     cases = {
-        "--training.stepss=3": "error: training.stepss: unknown key, did you mean training.steps? (command line)",
-        "--steps=0": "error: titanlite parity: argument --steps: expected a number of at least 1, got '0'",
-        "--steps=x": "error: titanlite parity: argument --steps: expected a number of at least 1, got 'x'",
-        "--only=hsdp": "error: --only: no variant's name contains 'hsdp'; there are: 1 process, the same again",
-        "--processes=3": "error: --processes: 8 (training.global_batch_size) is not a multiple of 3",
+        "--training.stepss=3": ["training.stepss", "training.steps"],
+        "--steps=0": ["--steps", "'0'"],
+        "--steps=x": ["--steps", "'x'"],
+        "--only=hsdp": ["--only", "'hsdp'", "1 process", "the same again"],
+        "--processes=3": ["--processes", 8, "training.global_batch_size", 3],
     }
-    for argument, message in cases.items():
+    for argument, named in cases.items():
         assert cli.run(["parity", "--config", str(tiny.toml), argument]) == 2
-        assert capfd.readouterr().err.splitlines()[0].startswith(message)
+        assert mentions(capfd.readouterr().err.splitlines()[0], "error", *named)
     assert not (tiny.folder / "outputs").exists()
 
 

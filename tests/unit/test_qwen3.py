@@ -112,10 +112,10 @@ def test_a_skipped_step_moves_no_bias() -> None:
 
 def test_impossible_shapes_are_explained() -> None:
     for change, message in (
-        ({"head_dim": 7}, "head_dim must be even, got 7"),
-        ({"n_active_experts": 1}, r"n_active_experts = 1 never trains the router: .* Use 2 or more"),
-        ({"n_active_experts": 9}, r"n_active_experts must be between 1 and n_experts \(8\), got 9"),
-        ({"n_layers": 0}, "n_layers must be at least 1, got 0"),
+        ({"head_dim": 7}, r"head_dim\b.*\b7$"),
+        ({"n_active_experts": 1}, r"n_active_experts\b.*\b1\b.*\b2\b"),
+        ({"n_active_experts": 9}, r"n_active_experts\b.*n_experts \(8\).*\b9$"),
+        ({"n_layers": 0}, r"n_layers\b.*\b0$"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(MOE, **change)

@@ -2,23 +2,13 @@
 
 import pytest
 
-from tests.helpers import TinyRun
 from tests.plans import profiled, shapes, traced
-from titanlite.runtime.errors import ConfigError
 from titanlite.tools.plan.workload import traffic_of, workload_of
 
 LAST = "--parallelism.fsdp_reduce_gradients=last"
 ONE_BLOCK = "--model.args.n_layers=1"
 FOUR = ("--training.global_batch_size=16", "--training.local_batch_size=1", ONE_BLOCK)
 """Four micro-batches on four ranks."""
-
-
-def test_micro_batches_are_not_added_in_bfloat16(tiny: TinyRun) -> None:
-    bfloat16 = "--training.mixed_precision_param=bfloat16", "--training.mixed_precision_reduce=bfloat16"
-    with pytest.raises(ConfigError, match=r"fsdp_reduce_gradients: .*mixed_precision_reduce"):
-        tiny.config(LAST, *bfloat16)
-    tiny.config(*bfloat16)
-    tiny.config(LAST, bfloat16[0])
 
 
 @pytest.mark.long

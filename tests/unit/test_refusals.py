@@ -15,6 +15,8 @@ MESH, TRAIN, OPTIM = "--parallelism.", "--training.", "--optimizer."
 FLOAT8 = "--quantize.linear.float8.enable --quantize.linear.float8.emulate"
 IN_BACKWARD = f"{OPTIM}in_backward {TRAIN}max_norm=0"
 DISK = "--offload.optimizer=disk"
+BACKGROUND = "--data.prepare=background"
+BFLOAT16_SUMS = f"{TRAIN}mixed_precision_reduce=bfloat16"
 PARTS = "--debug.reproducible_context_degree=2"
 EXACT = f"--debug.reproducible_layouts {TRAIN}local_batch_size=1 {TRAIN}global_batch_size=8"
 TEACHER = "--teacher.path=. --distill.ratio=1"
@@ -40,6 +42,18 @@ REFUSED: dict[str, dict[int, list[str]]] = {
                 f"{FOUR_BLOCKS} {PIPELINE}",
             )
         ],
+    },
+    "average": {
+        1: ["--average.freq=2", f"--average.decay=0.9 {TRAIN}enable_cpu_offload --offload.parameters=disk"],
+    },
+    "average.decay": {1: ["--average.decay=0.9 --average.window=2", "--average.decay=1.0"]},
+    "average.freq": {1: ["--average.freq=0 --average.window=2"]},
+    "offload.average": {1: ["--offload.average=disk"]},
+    "data.shuffle": {1: [BACKGROUND]},
+    "data.packing": {1: [f"{BACKGROUND} --data.shuffle_window=8 --data.packing=best_fit"]},
+    "training.epochs": {1: [f"{BACKGROUND} --data.shuffle=false {TRAIN}epochs=1"]},
+    "parallelism.fsdp_reduce_gradients": {
+        1: [f"{MESH}fsdp_reduce_gradients=last {TRAIN}mixed_precision_param=bfloat16 {BFLOAT16_SUMS}"],
     },
     "job.name": {1: [f"--job.name={'x' * 5000}"]},
     "data.tokenizer": {1: ["--data.tokenizer=python-2k"]},
@@ -126,10 +140,11 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             f"{EXACT} {OPTIM}args.fused=true",
             f"{EXACT} {PARTS} --model.args.tied_head=true",
             f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8",
-            f"{EXACT} {TRAIN}mixed_precision_reduce=bfloat16",
+            f"{EXACT} {BFLOAT16_SUMS}",
         ],
         2: [
             f"{EXACT} {MOE} --model.args.hidden_dim=48 {MESH}expert_parallel_degree=2",
+            f"{EXACT} {MOE} {MESH}expert_parallel_degree=2 --compile.enable",
         ],
         4: [f"{EXACT} {TRAIN}local_batch_size=4"],
     },

@@ -84,8 +84,7 @@ def test_a_generation_has_a_store_of_its_own(
     assert not second.store.check(["address of a worker"])
     reason = "rank 1 on node7 failed at step 3, forward: ValueError: planted"
     assert os.environ["TITANLITE_LAST_END"] == reason
-    line = f"restart 1 of 3: {reason}; the run resumes from its newest checkpoint\n"
-    assert capsys.readouterr().err == line
+    assert capsys.readouterr().err.startswith(f"restart 1 of 3: {reason}; ")
 
 
 @pytest.mark.parametrize("code", [2, 3, 75, 128 + signal.SIGTERM])
@@ -234,8 +233,7 @@ def test_a_first_machine_that_starts_late_is_waited_for(tmp_path: Path, capsys: 
     made = connect(settings(port, join_timeout=100), folder=tmp_path, max_restarts=0)
     late.join()
     assert made.get_backend() == "titanlite"
-    line = f"waiting for 127.0.0.1:{port} (RDZV_ENDPOINT), which does not answer\n"
-    assert capsys.readouterr().err.count(line) == 1
+    assert capsys.readouterr().err.count(f"127.0.0.1:{port} (RDZV_ENDPOINT)") == 1
 
 
 @pytest.mark.long

@@ -90,7 +90,7 @@ def test_a_store_that_never_answers_is_named_at_once_and_given_up_in_time(
         caplog.clear()  # the import of the library may have taken long
         monkeypatch.setattr(ObjectStorage, "PATIENCE", 1.0)
         began = time.time()
-        with pytest.raises(RetriesExhausted, match=rf"^{url}/step-00000001/.owner-me: no answer.* 1 s$"):
+        with pytest.raises(RetriesExhausted, match=rf"^{url}/step-00000001/.owner-me: .* 1 s$"):
             storage.begin("step-00000001")
         assert time.time() - began < 15
         assert caplog.records[0].message.startswith(url)

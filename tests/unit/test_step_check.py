@@ -123,10 +123,8 @@ def test_a_check_opens_the_data(tiny: TinyRun, capfd: pytest.CaptureFixture[str]
     capfd.readouterr()
     assert cli.run(["check", str(tiny.toml)]) == 0
     count = sum(shard["tokens"] for shard in json.loads((tokens / "index.json").read_text())["shards"])
-    expected = (
-        f"tiny is right: one step was traced, {count:,} tokens opened. Memory of this machine is judged with --here"
-    )
-    assert capfd.readouterr().out.splitlines() == [expected]
+    [line] = capfd.readouterr().out.splitlines()
+    assert mentions(line, "tiny", f"{count:,} tokens", "--here")
     assert not (tiny.folder / "outputs").exists()
 
 

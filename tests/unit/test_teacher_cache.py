@@ -269,7 +269,7 @@ def test_rows_of_other_data_or_with_damage_are_refused(cached: Cached, tmp_path:
     damaged = cached.samples(f"--teacher.cache={moved}").sources[0]
     for name, values in damaged.read(17).added.items():
         np.testing.assert_array_equal(values, source.read(17).added[name])
-    with pytest.raises(UserError, match=r"^teacher\.cache: \S+/0000001\.topk .*checksum"):
+    with pytest.raises(UserError, match=r"^teacher\.cache: \S+/0000001\.topk\b"):
         damaged.read(16)
     file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(UserError, match=r"\d+ of \d+ files"):

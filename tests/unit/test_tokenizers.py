@@ -433,21 +433,16 @@ def test_training_refuses(tmp_path: Path) -> None:
         yield "text"
         raise UserError("a file is gone")
 
-    cases: list[tuple[Callable[[], Any], int, str, str]] = [
-        (list, 511, "new", "a vocabulary has at least 512 tokens: 256 bytes and 256 special tokens"),
-        (
-            lambda: ["abab"],
-            514,
-            "new",
-            "the text gives a vocabulary of 513 tokens, not 514: ask for less, or give",
-        ),
-        (list, 512, "there", f"{tmp_path}/there exists"),
-        (failing, 512, "new", "a file is gone"),
+    cases: list[tuple[Callable[[], Any], int, str, list[Any]]] = [
+        (list, 511, "new", [512, 256]),
+        (lambda: ["abab"], 514, "new", [513, 514]),
+        (list, 512, "there", [tmp_path / "there"]),
+        (failing, 512, "new", ["a file is gone"]),
     ]
-    for texts, vocab_size, out, message in cases:
+    for texts, vocab_size, out, named in cases:
         with pytest.raises(UserError) as caught:
             train_bpe(texts(), vocab_size=vocab_size, out=tmp_path / out)
-        assert str(caught.value).startswith(message)
+        assert mentions(str(caught.value), *named)
         assert [path.name for path in tmp_path.iterdir()] == ["there"], "nothing is left of it"
     train_bpe(["abab"], vocab_size=513, out=tmp_path / "new" / "deep")
     assert load_tokenizer(str(tmp_path / "new" / "deep")).encode("abab").tolist() == [256, 256]

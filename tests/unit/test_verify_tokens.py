@@ -140,7 +140,7 @@ def test_a_run_whose_tokens_have_changed_ends(tiny: TinyRun) -> None:
     folder.rename(prepared)
     change(prepared / "00000.tokens", at=2)
     config = tiny.config(f"--data.path={prepared}", "--job.name=prepared", "--training.steps=100000")
-    with pytest.raises(UserError, match=r"prepared/00000\.tokens .*checksum"):
+    with pytest.raises(UserError, match=r"prepared/00000\.tokens\b"):
         trained(config)
 
 

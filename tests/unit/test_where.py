@@ -125,19 +125,20 @@ def test_weights_before_the_step_have_the_tolerance_of_updates(right: TinyRun) -
 
 def test_mistakes_of_the_command_are_one_line(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
     config = str(tiny.toml)
-    for words, text in {
-        ("--where", "1x1", "1x1"): "titanlite parity: --where runs a config: name one, or the folders of two dumps",
-        (config, "--where", "two", "1x1"): "--where: 'two' is no side: write a layout (2x2, replicas x shards)",
-        (config, "--where", "0x1", "1x1"): "--where: '0x1' is no side: write a layout as 2x2",
-        (config, "--where", "3x1", "1x1"): "3x1: training.global_batch_size",
-        (config, "--where", "training.stepss=1", "1x1"): "training.stepss=1: training.stepss: unknown key",
-        (config, "--where", "1x1", "1x1", "--step", "7"): "--step 7: the run has 6 steps (training.steps)",
-        (config, "--dump", "x", "--step", "7"): "--step 7: the run has 6 steps (training.steps)",
-        (config, "--where", "1x1", "1x1", "--dump", "x"): "titanlite parity: --where and --dump exclude each other",
+    for words, named in {
+        ("--where", "1x1", "1x1"): ["--where"],
+        (config, "--where", "two", "1x1"): ["--where", "'two'", "2x2"],
+        (config, "--where", "0x1", "1x1"): ["--where", "'0x1'", "2x2"],
+        (config, "--where", "3x1", "1x1"): ["3x1: training.global_batch_size"],
+        (config, "--where", "training.stepss=1", "1x1"): ["training.stepss=1: training.stepss"],
+        (config, "--where", "1x1", "1x1", "--step", "7"): ["--step 7", 6, "training.steps"],
+        (config, "--dump", "x", "--step", "7"): ["--step 7", 6, "training.steps"],
+        (config, "--where", "1x1", "1x1", "--dump", "x"): ["--where", "--dump"],
     }.items():
         assert cli.run(["parity", *words]) == 2
         [line] = capfd.readouterr().err.splitlines()
-        assert line.startswith(f"error: {text}"), line
+        assert line.startswith("error: "), line
+        assert mentions(line, *named), line
 
 
 def test_too_many_values_are_refused(right: TinyRun) -> None:
