@@ -1,5 +1,6 @@
 """States on disk may be larger than memory. That shards there train as in memory: tests/matrix.py."""
 
+import signal
 import subprocess
 import sys
 
@@ -51,8 +52,8 @@ def test_states_larger_than_memory(tiny: TinyRun) -> None:
     assert states > 350 * 2**20
     train_on_this_rank(tiny.config("--job.name=free", *options), 0, 1)
     failed = train("memory", states * 15 // 16)
-    assert failed.returncode != 0
-    assert "can't allocate memory" in failed.stderr
+    crashed = failed.returncode == -signal.SIGSEGV  # some native code does not look whether it got memory
+    assert crashed or (failed.returncode != 0 and "can't allocate memory" in failed.stderr)
     found = train("disk", states * 15 // 16, *EVERYTHING)
     assert found.returncode == 0, found.stderr
     assert tiny.losses("disk") == tiny.losses("free")

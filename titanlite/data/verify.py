@@ -93,7 +93,7 @@ class TokenCheck:
         for store in self._stores:
             try:
                 damaged = self._check(store)
-            except OSError as error:  # a reader that fails: training itself finds out whether it matters
+            except (OSError, MemoryError) as error:  # training itself finds out whether it matters
                 logger.warning(f"the checksums of {store.folder} could not be verified: {error}")
                 continue
             if damaged is not None:
