@@ -85,6 +85,7 @@ from titanlite.runtime.private_torch.tensors import (
     record_memory_history,
     reshape_result,
     scale_in_place,
+    softmax_gradient,
     wrapped_tensors,
 )
 from titanlite.runtime.private_torch.tracing import (
@@ -341,6 +342,13 @@ def test_scale_in_place() -> None:
     scale_in_place([x], factor)
     assert torch.equal(x, expected), "the factor is not rounded to bfloat16"
     assert factor_of(x, factor) is factor, "CPUs do not round it"
+
+
+def test_softmax_gradient() -> None:
+    x, upstream = torch.randn(3, 5, requires_grad=True), torch.randn(3, 5)
+    weights = x.softmax(dim=-1)
+    [expected] = torch.autograd.grad(weights, x, upstream)
+    torch.testing.assert_close(softmax_gradient(upstream, weights.detach()), expected)
 
 
 def test_chosen_attention() -> None:

@@ -1,8 +1,8 @@
 """Causal attention to short sequences on a CPU, by batched matmuls over tiles of queries.
 
 PyTorch's flash attention multiplies the small matrices of each head and sequence one by one there. Here one batched
-matmul has a tile of all of them. As in flash attention (arXiv:2205.14135), backward computes the weights again from the
-logarithm of their sums, and no score is kept.
+matmul computes a tile of all of them. As in flash attention (arXiv:2205.14135), backward computes the weights again,
+and no score is kept.
 
 Shape suffixes: see `models/layers.py`; X = B * K key heads of the batch, M tiles, R rows of a tile: C queries
 of each of the query heads that share a key head, V dims of a value.
@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from titanlite.runtime.private_torch.tensors import softmax_gradient
 
 TILE = 32
 """Queries of a tile; a multiple of the sequence's length."""
@@ -24,57 +26,52 @@ def has_tiles(seq_len: int, dtype: torch.dtype) -> bool:
     return dtype in (torch.float32, torch.bfloat16) and 0 < seq_len <= LONGEST and seq_len % TILE == 0
 
 
-def attend_in_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLH: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+def attend_in_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLV: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
     """Causal attention, or with a mask [B, 1, L, L] that is added to the scores -> [B, N, L, V].
 
     Query heads can share key heads, and values have dims of their own. Scores, weights and sums are float32.
     """
-    return _attend(q_BNLH, k_BKLH, v_BKLH, mask, q_BNLH.shape[-1] ** -0.5 if scale is None else scale)[0]
+    return _attend(q_BNLH, k_BKLH, v_BKLV, mask, q_BNLH.shape[-1] ** -0.5 if scale is None else scale)
 
 
 @torch.library.custom_op("titanlite::attend_in_tiles", mutates_args=())
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
-    q_XMRH, k_XLH, v_XLV = _tiles(q, k.shape[1]), k.flatten(0, 1).float(), v.flatten(0, 1).float()
-    out_XMRV, lse_XMR1 = (q_XMRH.new_empty(*q_XMRH.shape[:3], size) for size in (v.shape[-1], 1))
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    q_XMRH, k_XLH, v_XLV = _tiles(q, k.shape[1]).mul_(scale), k.flatten(0, 1).float(), v.flatten(0, 1).float()
+    out_XMRV = q_XMRH.new_empty(*q_XMRH.shape[:3], v.shape[-1])
     for tile in range(q_XMRH.shape[1]):
         keys = slice((tile + 1) * TILE)
-        scores_XRS = _scores(q_XMRH[:, tile], k_XLH[:, keys], mask, scale, tile)
-        largest_XR1 = scores_XRS.amax(-1, keepdim=True)
-        sums_XR1 = scores_XRS.sub_(largest_XR1).exp_().sum(-1, keepdim=True)
-        out_XMRV[:, tile] = torch.bmm(scores_XRS, v_XLV[:, keys]).div_(sums_XR1)
-        lse_XMR1[:, tile] = sums_XR1.log_().add_(largest_XR1)
-    return _untile(out_XMRV, q), lse_XMR1
+        out_XMRV[:, tile] = torch.bmm(_weights(q_XMRH[:, tile], k_XLH[:, keys], mask, tile), v_XLV[:, keys])
+    return _untile(out_XMRV, q)
 
 
 @torch.library.custom_op("titanlite::attend_in_tiles_backward", mutates_args=())
 def _attend_backward(
-    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, out: Tensor, lse_XMR1: Tensor, scale: float
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_XMRH, d_out_XMRV = _tiles(q, k.shape[1]), _tiles(gradient, k.shape[1])
-    along_XMR1 = (d_out_XMRV * _tiles(out, k.shape[1])).sum(-1, keepdim=True)
+    q_XMRH, d_out_XMRV = _tiles(q, k.shape[1]).mul_(scale), _tiles(gradient, k.shape[1])
     k_XLH, v_XLV = k.flatten(0, 1).float(), v.flatten(0, 1).float()
     d_q_XMRH, d_k_XLH, d_v_XLV = torch.empty_like(q_XMRH), torch.zeros_like(k_XLH), torch.zeros_like(v_XLV)
     for tile in range(q_XMRH.shape[1]):
         keys, q_XRH, d_out_XRV = slice((tile + 1) * TILE), q_XMRH[:, tile], d_out_XMRV[:, tile]
-        weights_XRS = _scores(q_XRH, k_XLH[:, keys], mask, scale, tile).sub_(lse_XMR1[:, tile]).exp_()
+        weights_XRS = _weights(q_XRH, k_XLH[:, keys], mask, tile)
         d_v_XLV[:, keys].baddbmm_(weights_XRS.mT, d_out_XRV)
         d_weights_XRS = torch.bmm(d_out_XRV, v_XLV[:, keys].mT)
-        d_scores_XRS = d_weights_XRS.sub_(along_XMR1[:, tile]).mul_(weights_XRS).mul_(scale)
+        d_scores_XRS = softmax_gradient(d_weights_XRS, weights_XRS)
         d_k_XLH[:, keys].baddbmm_(d_scores_XRS.mT, q_XRH)
         d_q_XMRH[:, tile] = torch.bmm(d_scores_XRS, k_XLH[:, keys])
-    return _untile(d_q_XMRH, q), d_k_XLH.view(k.shape).type_as(k), d_v_XLV.view(v.shape).type_as(v)
+    return _untile(d_q_XMRH.mul_(scale), q), d_k_XLH.view(k.shape).type_as(k), d_v_XLV.view(v.shape).type_as(v)
 
 
-def _scores(q_XRH: Tensor, k_XSH: Tensor, mask: Tensor | None, scale: float, tile: int) -> Tensor:
-    """Return the scores of a tile [X, R, S], -inf where a query must not see a key."""
-    scores_XRS = torch.bmm(q_XRH, k_XSH.mT).mul_(scale)
+def _weights(q_XRH: Tensor, k_XSH: Tensor, mask: Tensor | None, tile: int) -> Tensor:
+    """Return the weights of a tile's queries, which are scaled: [X, R, S], 0 where a query must not see a key."""
+    scores_XRS = torch.bmm(q_XRH, k_XSH.mT)
     rows = slice(tile * TILE, (tile + 1) * TILE)
     if mask is None:
         later_CC = torch.ones(TILE, TILE, dtype=torch.bool, device=scores_XRS.device).triu(1)
         scores_XRS.unflatten(1, (-1, TILE))[..., rows].masked_fill_(later_CC, -torch.inf)
     else:
         scores_XRS.view(len(mask), -1, TILE, rows.stop).add_(mask[:, :, rows, : rows.stop])
-    return scores_XRS
+    return scores_XRS.softmax(dim=-1)
 
 
 def _tiles(x_BNLH: Tensor, key_heads: int) -> Tensor:
@@ -95,10 +92,9 @@ def _untile(x_XMRH: Tensor, like_BNLH: Tensor) -> Tensor:
 
 
 @_attend.register_fake
-def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> tuple[Tensor, Tensor]:
+def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     B, N, L, _ = q.shape
-    lse_XMR1 = q.new_empty(B * k.shape[1], L // TILE, N // k.shape[1] * TILE, 1, dtype=torch.float32)
-    return q.new_empty(B, L, N, v.shape[-1]).transpose(1, 2), lse_XMR1
+    return q.new_empty(B, L, N, v.shape[-1]).transpose(1, 2)
 
 
 @_attend_backward.register_fake
@@ -107,13 +103,12 @@ def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tenso
     return q.new_empty(B, L, N, H).transpose(1, 2), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
-    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*tensors)
 
 
-def _backward(ctx: Any, gradient: Tensor, _: None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
     return *_attend_backward(gradient, *ctx.saved_tensors, ctx.scale), None, None
 
 

@@ -40,6 +40,16 @@ def chosen_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> in
     return torch._fused_sdp_choice(q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped)
 
 
+def softmax_gradient(gradient: Tensor, weights: Tensor) -> Tensor:
+    """Return the gradient of the inputs of a softmax over the last dim, in one kernel.
+
+    Args:
+        gradient: of the weights.
+        weights: result of the softmax.
+    """
+    return torch.ops.aten._softmax_backward_data(gradient, weights, -1, weights.dtype)
+
+
 def reads_found_inf(optimizer: torch.optim.Optimizer) -> bool:
     """Return whether `optimizer.step()` skips itself where the tensor `optimizer.found_inf` is not 0.
 
