@@ -109,6 +109,7 @@ GRAND_TETON = replace(H100, memory=int(95 * GIB), memory_bandwidth=2.4e12, clock
 """H100s of 96 GB HBM2e, run at 500 W instead of 700. Their clock and `CLOCK_SPREAD` are the two rates that were fitted
 to published rows: to every second one of both tables, without those of experts."""
 FLOAT8 = [f"--quantize.linear.float8.{option}" for option in ("enable=true", "skip_small=false")]  # as torchtitan's
+MXFP8 = "--quantize.linear.float8.recipe_name=mxfp8"
 FLASH = "--training.attention_backend=flash"  # PyTorch's choice until 2025
 OPTIONS = {"eager": [FLASH], "compiled": [COMPILE, FLASH], "compiled, float8": [COMPILE, *FLOAT8, FLASH]}
 PUBLISHED: list[tuple[str, Hardware, int, str, int, float | None, float]] = [
@@ -193,6 +194,10 @@ AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
      ["--training.seq_len=2048", *sizes(32, 128), COMPILE], 21_919),
     ("Qwen3 8B, FSDP 4, B200, 2,048 tokens", "qwen3_8b", find_hardware("B200"), 4,
      ["--training.seq_len=2048", *sizes(16, 64), COMPILE], 20_913),
+    ("8B, MXFP8, FSDP 4, B200, 2,048 tokens", "llama3_8b", find_hardware("B200"), 4,
+     ["--training.seq_len=2048", *sizes(32, 128), COMPILE, *FLOAT8, MXFP8], 28_084),
+    ("Qwen3 8B, MXFP8, FSDP 4, B200, 2,048 tokens", "qwen3_8b", find_hardware("B200"), 4,
+     ["--training.seq_len=2048", *sizes(16, 64), COMPILE, *FLOAT8, MXFP8], 27_587),
 ]  # fmt: skip
 """Published: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and 4,096
 of models with experts.
