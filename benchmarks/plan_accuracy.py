@@ -206,7 +206,8 @@ of models with experts.
 dtypes, compilation and expert parallelism are those of examples/llm_benchmark there, of November 2025 for experts. 70B
 with stages: Megatron-Bridge 26.04.01, whose recomputation is guessed. All others are torchtitan's: 405B on 128 GPUs and
 A100s in docs/performance.md of its repository, 2024; 8B and 70B with a tensor axis in bfloat16, and 8B in float8, in
-benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; B200s in torchtitan/components/quantization/nvfp4.md, 2026;
+benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; B200s in torchtitan/components/quantization/nvfp4.md, 2026,
+which does not say what layers are MXFP8;
 the rest in benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are stages.
 Pipelines had as many micro-batches as ranks (`pipeline_parallel_degree`), the default of that time."""
 
@@ -322,7 +323,7 @@ def on_further_axes(only: str, found: Ratios) -> Iterator[str]:
             it = planned(loaded, world_size, hardware, 8)
             each = it.tokens_per_second / world_size
             found["published tokens a second of further axes"].append(each / speed)
-            use = "experts" if hardware.exchange_share < 1 else half(number)
+            use = "experts" if hardware.exchange_share < 1 else "held out" if MXFP8 in options else half(number)
             ratios[use].append(each / speed)
             cells = f"{it.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})", use
             yield row(name, world_size, *cells)

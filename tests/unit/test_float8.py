@@ -110,6 +110,7 @@ def test_parts_of_split_layers_need_multiples_of_16_too(log: Callable[[], list[s
     convert_to_float8(model, float8=Float8(enable=True, skip_small=False), shard_degree=1, tensor=axis)  # pyright: ignore
     converted = {name for name, it in model.named_modules() if type(it).__name__ == "SplitFloat8Linear"}
     assert converted == {"layers.0.attention.wq", "layers.0.attention.wo"}
+    assert float8_parameters(model).keys() == {model.get_parameter(f"{name}.weight") for name in converted}
     assert any(mentions(line, 5, 16, "layers.0.attention.wk", "layers.0.attention.wv") for line in log())
 
 
@@ -154,13 +155,12 @@ def rounded_in_blocks(x: Tensor, dim: int) -> Tensor:
 def test_mxfp8_is_the_product_of_blocks_with_one_scale(dtype: torch.dtype, tolerance: float) -> None:
     """Output and gradients, also with tokens that are not whole blocks, and with values that differ in size."""
     pytest.importorskip("torchao")
-    from titanlite.techniques.float8.mxfp8 import Mxfp8Linear
+    from titanlite.techniques.float8.mxfp8 import mxfp8_linear
 
     torch.manual_seed(0)
     size = torch.logspace(-3, 3, 64)
     x, weight, gradient = torch.randn(2, 24, 64) * size, torch.randn(96, 64) / size, torch.randn(2, 24, 96)
-    layer = Linear(64, 96, bias=True).to(dtype)
-    layer.__class__, layer.emulate = Mxfp8Linear, True
+    layer = mxfp8_linear(Linear(64, 96, bias=True).to(dtype), emulate=True)
     layer.load_state_dict({"weight": weight, "bias": torch.ones(96)})
     x, gradient, weight = x.to(dtype).requires_grad_(), gradient.to(dtype), layer.weight.detach()
     out = layer(x)
@@ -228,7 +228,7 @@ def test_convergence_is_that_of_float32(tiny: TinyRun) -> None:
 
     plain = losses("float32")
     assert plain[-1] < 0.5 * plain[0]
-    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"):
         float8 = ["enable", "emulate", "skip_small=false", f"recipe_name={recipe}"]
         found = losses(recipe, *(f"--quantize.linear.float8.{option}" for option in float8))
         differences = [abs(one / other - 1) for one, other in zip(found, plain, strict=True)]

@@ -179,7 +179,9 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
         "model.converters = ['quantize.linear.mx']\nquantize.linear.mx.filter_fqns = ['wq']",
         1,
         {
-            OFF: True, "quantize.linear.float8.recipe_name": "mxfp8", "quantize.linear.float8.skip_small": False,
+            OFF: True,
+            "quantize.linear.float8.recipe_name": "mxfp8",
+            "quantize.linear.float8.skip_small": False,
             "quantize.linear.float8.filter_fqns": ["wq"],
         },
         [],

@@ -27,8 +27,8 @@ SMALL = "slower in float8"
 NEEDED = "float8 matmuls need sizes that are multiples of"
 STEPS = {"mxfp8": 32}
 """Number of which sizes are multiples, of the recipes where it is not 16."""
-PACKAGE, MXFP8 = "torchao.float8", "titanlite.techniques.float8.mxfp8"
-"""Modules with the classes of float8 layers, which import torchao."""
+PACKAGE, OWN = "torchao.float8", "titanlite.techniques.float8"
+"""Packages with the classes of float8 layers."""
 
 
 def convert_to_float8(
@@ -64,9 +64,8 @@ def convert_to_float8(
         hint = "; quantize.linear.float8.skip_small = false converts small ones too" if small else ""
         raise UserError(f"quantize.linear.float8.enable: no layer can be converted; see the reasons above{hint}")
     if float8.recipe_name == "mxfp8":
-        for layer in chosen.values():
-            layer.__class__ = _import(MXFP8).Mxfp8Linear
-            layer.emulate = float8.emulate
+        for name, linear in chosen.items():
+            model.set_submodule(name, _import(f"{OWN}.mxfp8").mxfp8_linear(linear, emulate=float8.emulate))
         return
     parts = dict.fromkeys((name for name, dim in split.items() if dim == 0), ranks)
     gather = _gathers_in_float8(float8, chosen, shard_degree, parts)
@@ -152,7 +151,7 @@ def _too_small(linear: nn.Linear, recipe: str) -> str | None:
     """Return the limit that a layer does not exceed, where converting its inputs takes longer than its matmul saves.
 
     These are the limits of torchao's `_auto_filter_for_recipe` (float8/float8_linear_utils.py, 0.18), measured on H100
-    GPUs. It has none for rowwise_with_gw_hp, which saves less than rowwise: that has rowwise's; and none for mxfp8, which
+    GPUs. It has none for rowwise_with_gw_hp, which saves less than rowwise: that has rowwise's; nor for mxfp8, which
     has tensorwise's.
     """
     rows, columns = linear.out_features, linear.in_features
@@ -186,7 +185,7 @@ def _has_scale(parameter: nn.Parameter) -> bool:
 
 def float8_parameters(model: Model) -> dict[nn.Parameter, bool]:
     """Return the parameters of float8 layers, and whether each is gathered in float8."""
-    layers = [module for module in model.modules() if type(module).__module__.startswith((PACKAGE, __package__))]
+    layers = [module for module in model.modules() if type(module).__module__.startswith((PACKAGE, OWN))]
     parameters = [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
     return {parameter: bool(wrapped_tensors(local_tensor(parameter))) for parameter in parameters}
 
@@ -209,8 +208,8 @@ def check_float8(float8: Float8) -> None:
     needed, name = NEWER.get(float8.recipe_name, ((8, 9), ""))
     if capability < needed:
         raise UserError(
-            f"quantize.linear.float8.recipe_name: {float8.recipe_name} needs compute capability {needed[0]}.0 ({name}), "
-            f"and this GPU has {capability[0]}.{capability[1]}; tensorwise runs on it"
+            f"quantize.linear.float8.recipe_name: {float8.recipe_name} needs compute capability {needed[0]}.0 ({name}) "
+            f"or newer, and this GPU has {capability[0]}.{capability[1]}; tensorwise runs on it"
         )
 
 

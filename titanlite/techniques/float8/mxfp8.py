@@ -1,12 +1,12 @@
 """Linear layers with MXFP8 matmuls (arXiv:2310.10537): values in float8, of which each 32 along the summed dimension
 have one scale, a power of two.
 
-Weights are plain parameters. So a part of a layer rounds its values as the whole layer does, if parts are whole blocks.
+Weights are plain parameters. A part of a layer that is whole blocks rounds its values as the whole layer does.
 """
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torchao.prototype.moe_training.mxfp8_linear import (
     KernelPreference,
     MXFP8Dim0CastKernelChoice,
@@ -44,3 +44,11 @@ class Mxfp8Linear(Linear):
         )
         out = out[: x.shape[:-1].numel()].unflatten(0, x.shape[:-1])
         return self.add_bias(out if self.sum_over_ranks is None else self.sum_over_ranks(out))
+
+
+def mxfp8_linear(linear: nn.Linear, *, emulate: bool) -> Mxfp8Linear:
+    """Return a layer with the parameters of a linear layer."""
+    with torch.device("meta"):
+        new = Mxfp8Linear(linear.in_features, linear.out_features)
+    new.weight, new.bias, new.emulate = linear.weight, linear.bias, emulate
+    return new
