@@ -36,9 +36,9 @@ class Mxfp8Linear(Linear):
             *[torch.float8_e4m3fn] * 3,
             BLOCK,
             KernelPreference.EMULATED if self.emulate else KernelPreference.AUTO,
-            # torchao's own CUDA kernel is not built for each Python; the planner has no kernels
+            # torchao's choice, and plain operators where its kernels do not run, as on the planner's fake CPU tensors
             MXFP8Dim0CastKernelChoice.TRITON if x.is_cuda else MXFP8Dim0CastKernelChoice.TORCH,
-            MXFP8Dim1CastKernelChoice.TRITON if x.is_cuda else MXFP8Dim1CastKernelChoice.TORCH,
+            MXFP8Dim1CastKernelChoice.CUDA if x.is_cuda else MXFP8Dim1CastKernelChoice.TORCH,
             ScaleCalculationMode.RCEIL,
             False,
         )
