@@ -112,6 +112,7 @@ GRAND_TETON = replace(H100, memory=int(95 * GIB), memory_bandwidth=2.4e12, clock
 """H100s of 96 GB HBM2e, run at 500 W instead of 700. Their clock and `CLOCK_SPREAD` are the two rates that were fitted
 to published rows: to every second one of both tables, without those of experts."""
 FLOAT8 = [f"--quantize.linear.float8.{option}" for option in ("enable=true", "skip_small=false")]  # as torchtitan's
+MXFP8 = "--quantize.linear.float8.recipe_name=mxfp8"
 FLASH = "--training.attention_backend=flash"  # PyTorch's choice until 2025
 OPTIONS = {"eager": [FLASH], "compiled": [COMPILE, FLASH], "compiled, float8": [COMPILE, *FLOAT8, FLASH]}
 PUBLISHED: list[tuple[str, Hardware, int, str, int, float | None, float]] = [
@@ -196,6 +197,10 @@ AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
      ["--training.seq_len=2048", *sizes(32, 128), COMPILE], 21_919),
     ("Qwen3 8B, FSDP 4, B200, 2,048 tokens", "qwen3_8b", find_hardware("B200"), 4,
      ["--training.seq_len=2048", *sizes(16, 64), COMPILE], 20_913),
+    ("8B, MXFP8, FSDP 4, B200, 2,048 tokens", "llama3_8b", find_hardware("B200"), 4,
+     ["--training.seq_len=2048", *sizes(32, 128), COMPILE, *FLOAT8, MXFP8], 28_084),
+    ("Qwen3 8B, MXFP8, FSDP 4, B200, 2,048 tokens", "qwen3_8b", find_hardware("B200"), 4,
+     ["--training.seq_len=2048", *sizes(16, 64), COMPILE, *FLOAT8, MXFP8], 27_587),
 ]  # fmt: skip
 """Published: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and 4,096
 of models with experts.
@@ -204,7 +209,8 @@ of models with experts.
 dtypes, compilation and expert parallelism are those of examples/llm_benchmark there, of November 2025 for experts. 70B
 with stages: Megatron-Bridge 26.04.01, whose recomputation is guessed. All others are torchtitan's: 405B on 128 GPUs and
 A100s in docs/performance.md of its repository, 2024; 8B and 70B with a tensor axis in bfloat16, and 8B in float8, in
-benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; B200s in torchtitan/components/quantization/nvfp4.md, 2026;
+benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; B200s in torchtitan/components/quantization/nvfp4.md, 2026,
+which does not say what layers are MXFP8;
 the rest in benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are stages.
 Pipelines had as many micro-batches as ranks (`pipeline_parallel_degree`), the default of that time."""
 
@@ -320,7 +326,7 @@ def on_further_axes(only: str, found: Ratios) -> Iterator[str]:
             it = planned(loaded, world_size, hardware, 8)
             each = it.tokens_per_second / world_size
             found["published tokens a second of further axes"].append(each / speed)
-            use = "experts" if hardware.exchange_share < 1 else half(number)
+            use = "experts" if hardware.exchange_share < 1 else "held out" if MXFP8 in options else half(number)
             ratios[use].append(each / speed)
             cells = f"{it.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})", use
             yield row(name, world_size, *cells)

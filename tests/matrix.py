@@ -120,6 +120,7 @@ NARROW = f"{BFLOAT16} --training.dtype=bfloat16 --optimizer.state_dtype=bfloat16
 NARROWEST = f"{NARROW} --training.mixed_precision_reduce=bfloat16"
 REDUCED = "--training.max_norm=0 --training.mixed_precision_reduce=bfloat16"
 FLOAT8 = "--quantize.linear.float8.enable --quantize.linear.float8.emulate --quantize.linear.float8.skip_small=false"
+MXFP8 = "--quantize.linear.float8.recipe_name=mxfp8"
 GATHERED = "--quantize.linear.float8.enable_fsdp_float8_all_gather"
 EVEN = f"--model.args.dim=48 --model.args.hidden_dim=64 {EACH}"
 EXACT, PARTS = f"--debug.reproducible_layouts {EACH} --debug.hash_freq=1", "--debug.reproducible_context_degree=4"
@@ -385,6 +386,10 @@ LESS_PRECISE = {
     "float8": Row(f"{EVEN} {FLOAT8}", f"{UNSPLIT},p2", tolerance=ROUNDED, slow="p2"),
     "float8 of split layers": Row(
         f"--model.args={{{SIZES.replace('48', '64')}}} {EACH} {FLOAT8} {GATHERED}", "t2,s2 t2,t2 p2", tolerance=ROUNDED
+    ),
+    "float8, MXFP8": Row(
+        f"--model.args={{{SIZES.replace('48', '64').replace('kv_heads=2', 'kv_heads=4')}}} {EACH} {FLOAT8} {MXFP8}",
+        "s2,c2,t2,s2 t2,p2,t2 p2", tolerance=ROUNDED, slow="t2",
     ),
     "float8, gathered in float8": Row(
         f"{EVEN} {FLOAT8} {GATHERED}", f"{UNSPLIT},p2", tolerance=ROUNDED

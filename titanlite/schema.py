@@ -712,8 +712,8 @@ class Compile(Section):
 class Float8(Section):
     enable: bool = False
     """Train the linear layers in float8 (needs torchao, the extra float8)."""
-    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp"] = "tensorwise"
-    """Granularity of the scales, as torchao names it."""
+    recipe_name: Literal["tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"] = "tensorwise"
+    """Granularity of the scales, as torchao names it. mxfp8 (arXiv:2310.10537): one for each 32 values."""
     enable_fsdp_float8_all_gather: bool = True
     """All-gather parameters in float8 (recipe tensorwise only)."""
     precompute_float8_dynamic_scale_for_fsdp: bool = True

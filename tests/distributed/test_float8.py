@@ -112,6 +112,27 @@ def test_split_layers_have_the_scales_of_whole_ones(tiny: TinyRun) -> None:
         assert tiny.losses(f"compiled-{recipe}") == pytest.approx(tiny.losses(f"one-{recipe}"), rel=1e-6)
 
 
+@pytest.mark.slow
+def test_mxfp8_trains_alike_on_each_layout(tiny: TinyRun) -> None:
+    """Parts of layers are whole blocks. Losses are those of one process, and not those of float32."""
+    pytest.importorskip("torchao")
+    whole = [SPLIT[0].replace("n_kv_heads=2", "n_kv_heads=4"), *SPLIT[1:], "--optimizer.lr=1e-3", "--training.steps=5"]
+
+    def config(name: str, *words: str, world_size: int = 1) -> Config:
+        return tiny.config(*whole, f"--job.name={name}", *words, world_size=world_size)
+
+    mxfp8 = [*FLOAT8, RECIPE.format("mxfp8")]
+    with one_process():
+        train_split(0, 1, config("plain"))
+        train_split(0, 1, config("one", *mxfp8))
+    layouts = {"shard": degrees(1, 2), "tensor": degrees(1, 1, tensor=2)}
+    layouts["tensor, compiled"] = [*layouts["tensor"], "--compile.enable"]
+    run_in_turn(train_split, 2, [config(name, *mxfp8, *words, world_size=2) for name, words in layouts.items()])
+    assert tiny.losses("one") != pytest.approx(tiny.losses("plain"), rel=5e-6)
+    for name in layouts:
+        assert tiny.losses(name) == pytest.approx(tiny.losses("one"), rel=1e-6), name
+
+
 @pytest.mark.nightly
 def test_split_layers_are_gathered_in_float8(tiny: TinyRun) -> None:
     """With FSDP, stages and FSDP's all-gathers in float8, losses are those of FSDP on as many parts of the batch."""

@@ -1,6 +1,7 @@
 """Float8: layers that are converted, reasons of those that are not, refusals, and training."""
 
 import re
+import sys
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -8,16 +9,19 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from tests.helpers import TinyRun, mentions, train_on_this_rank
 from titanlite.config.load import load
 from titanlite.models.base import Model
+from titanlite.models.layers import Linear
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Float8
-from titanlite.techniques.float8.layers import check_float8, choose_layers, convert_to_float8
+from titanlite.techniques.float8.layers import check_float8, choose_layers, convert_to_float8, float8_parameters
 from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.search import Layouts
@@ -106,6 +110,7 @@ def test_parts_of_split_layers_need_multiples_of_16_too(log: Callable[[], list[s
     convert_to_float8(model, float8=Float8(enable=True, skip_small=False), shard_degree=1, tensor=axis)  # pyright: ignore
     converted = {name for name, it in model.named_modules() if type(it).__name__ == "SplitFloat8Linear"}
     assert converted == {"layers.0.attention.wq", "layers.0.attention.wo"}
+    assert float8_parameters(model).keys() == {model.get_parameter(f"{name}.weight") for name in converted}
     assert any(mentions(line, 5, 16, "layers.0.attention.wk", "layers.0.attention.wv") for line in log())
 
 
@@ -116,6 +121,8 @@ def test_parts_of_split_layers_need_multiples_of_16_too(log: Callable[[], list[s
         ((8, 9), "tensorwise", None),
         ((8, 9), "rowwise", r"recipe_name: rowwise.*9\.0.*8\.9.*tensorwise"),
         ((9, 0), "rowwise", None),
+        ((9, 0), "mxfp8", r"recipe_name: mxfp8.*10\.0.*9\.0.*tensorwise"),
+        ((10, 0), "mxfp8", None),
     ],
 )
 def test_what_the_machine_cannot_do_is_refused(
@@ -135,6 +142,65 @@ def test_a_missing_torchao_is_reported(tiny: TinyRun, monkeypatch: pytest.Monkey
     monkeypatch.setattr("titanlite.techniques.float8.find_spec", lambda name: None)
     with pytest.raises(UserError, match=re.escape(f"needs torchao: {install_hint('float8')}")):
         tiny.config("--quantize.linear.float8.enable", "--compile.enable")
+
+
+def rounded_in_blocks(x: Tensor, dim: int) -> Tensor:
+    """Round values to float8 with the smallest power of two, for each 32 along a dim, that lets the largest fit."""
+    blocks = x.float().movedim(dim, -1).unflatten(-1, (-1, 32))
+    scale = torch.exp2(torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True).clamp(min=1e-9) / 448)))
+    return ((blocks / scale).to(torch.float8_e4m3fn).float() * scale).flatten(-2).movedim(-1, dim)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 1e-2)])
+def test_mxfp8_is_the_product_of_blocks_with_one_scale(dtype: torch.dtype, tolerance: float) -> None:
+    """Output and gradients, also with tokens that are not whole blocks, and with values that differ in size."""
+    pytest.importorskip("torchao")
+    from titanlite.techniques.float8.mxfp8 import mxfp8_linear
+
+    torch.manual_seed(0)
+    size = torch.logspace(-3, 3, 64)
+    x, weight, gradient = torch.randn(2, 24, 64) * size, torch.randn(96, 64) / size, torch.randn(2, 24, 96)
+    layer = mxfp8_linear(Linear(64, 96, bias=True).to(dtype), emulate=True)
+    layer.load_state_dict({"weight": weight, "bias": torch.ones(96)})
+    x, gradient, weight = x.to(dtype).requires_grad_(), gradient.to(dtype), layer.weight.detach()
+    out = layer(x)
+    out.backward(gradient)
+    padded, padded_gradient = (F.pad(it.detach().flatten(0, 1), (0, 0, 0, 16)) for it in (x, gradient))
+    wanted = {
+        "output": rounded_in_blocks(padded, 1) @ rounded_in_blocks(weight, 1).T + 1,
+        "input": rounded_in_blocks(padded_gradient, 1) @ rounded_in_blocks(weight, 0),
+        "weight": rounded_in_blocks(padded_gradient, 0).T @ rounded_in_blocks(padded, 0),
+    }
+    found = {"output": out.flatten(0, 1), "input": x.grad.flatten(0, 1), "weight": layer.weight.grad}  # pyright: ignore
+    plain = padded.float() @ weight.float().T + 1
+    assert (plain - wanted["output"]).abs().max() > 0.02 * plain.abs().max(), "nothing is rounded"
+    for name, value in found.items():
+        assert value.dtype == dtype
+        difference = (value.float() - wanted[name][: len(value)]).abs().max() / wanted[name].abs().max()
+        assert difference < tolerance, (name, difference)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_mxfp8_needs_whole_blocks_also_in_parts(log: Callable[[], list[str]]) -> None:
+    pytest.importorskip("torchao")
+    args = Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=80, vocab_size=64, max_seq_len=16)
+    axis = SimpleNamespace(size=lambda: 2, get_group=lambda: dist.group.WORLD)
+    float8 = Float8(enable=True, skip_small=False, recipe_name="mxfp8")
+    for tensor, converted in ((None, {"wq", "wk", "wv", "wo"}), (axis, {"wq", "wo"})):
+        model = on_meta(Llama3, args)
+        convert_to_float8(model, float8=float8, shard_degree=2, tensor=tensor)  # pyright: ignore
+        new = {name.split(".")[-1] for name, it in model.named_modules() if type(it).__name__ == "Mxfp8Linear"}
+        assert new == converted
+        assert {name.split(".")[-2] for name, it in model.named_parameters() if it in float8_parameters(model)} == new
+    assert any(mentions(line, 3, 32, "layers.0.feed_forward.w1") for line in log())
+
+
+def test_mxfp8_without_its_matmul_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("torchao")
+    monkeypatch.setitem(sys.modules, "torchao.prototype.moe_training.mxfp8_linear", None)
+    monkeypatch.delitem(sys.modules, "titanlite.techniques.float8.mxfp8", raising=False)
+    with pytest.raises(UserError, match="torchao"):
+        convert_to_float8(on_meta(Llama3, LARGE), float8=Float8(recipe_name="mxfp8"), shard_degree=1)
 
 
 def test_a_search_leaves_float8_where_every_layer_is_small() -> None:
@@ -162,7 +228,7 @@ def test_convergence_is_that_of_float32(tiny: TinyRun) -> None:
 
     plain = losses("float32")
     assert plain[-1] < 0.5 * plain[0]
-    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
+    for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"):
         float8 = ["enable", "emulate", "skip_small=false", f"recipe_name={recipe}"]
         found = losses(recipe, *(f"--quantize.linear.float8.{option}" for option in float8))
         differences = [abs(one / other - 1) for one, other in zip(found, plain, strict=True)]

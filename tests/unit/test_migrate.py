@@ -175,7 +175,25 @@ CASES: list[tuple[str, int | None, dict[str, Any], list[str]]] = [
     ("model.tokenizer_path = 't'\nmodel.hf_assets_path = 'h'", 1, {"data.tokenizer": "t"}, []),
     ("model.converters = ['quantize.linear.float8']", 1, {OFF: True, OFF + "_fsdp_float8_all_gather": False}, []),
     ("model.converters = []", 1, {OFF: False, OFF + "_fsdp_float8_all_gather": None}, []),
-    ("model.converters = ['quantize.linear.mx']", 1, {OFF: False}, ["model.converters"]),
+    (
+        "model.converters = ['quantize.linear.mx']\nquantize.linear.mx.filter_fqns = ['wq']",
+        1,
+        {
+            OFF: True,
+            "quantize.linear.float8.recipe_name": "mxfp8",
+            "quantize.linear.float8.skip_small": False,
+            "quantize.linear.float8.filter_fqns": ["wq"],
+        },
+        [],
+    ),
+    ("model.converters = ['float8', 'quantize.linear.mx']", 1, {OFF: True}, ["model.converters"]),
+    ("model.converters = ['quantize.grouped_mm.mx']", 1, {OFF: False}, ["model.converters"]),
+    (
+        "model.converters = ['quantize.linear.mx']\nquantize.linear.mx.recipe_name = 'mxfp4_cutlass'",
+        1,
+        {OFF: True},
+        ["quantize.linear.mx.recipe_name"],
+    ),
     (
         "model.converters = ['float8']\nquantize.linear.float8.filter_fqns = ['wq', 'auto_filter_small_kn']",
         1,
@@ -346,12 +364,12 @@ GOOD = (
 
 
 def test_what_is_lost_has_an_exit_code(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "old.toml").write_text("[model]\nconverters = ['quantize.linear.mx']\n")
+    (tmp_path / "old.toml").write_text("[model]\nconverters = ['quantize.grouped_mm.mx']\n")
     assert command(tmp_path / "old.toml", "--world-size=128") == 1
     lines = capsys.readouterr().err.splitlines()
     assert mentions(lines[-1], "model.converters")
     [lost] = [line for line in lines if line.startswith("LOST")]
-    assert mentions(lost, "quantize.linear.mx")
+    assert mentions(lost, "quantize.grouped_mm.mx")
 
 
 def test_without_out_the_toml_is_on_stdout(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

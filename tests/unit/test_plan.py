@@ -135,6 +135,7 @@ def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
 
 
 FLOAT8 = tuple(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small=false"))
+RECIPE = "--quantize.linear.float8.recipe_name"
 
 
 @pytest.mark.long
@@ -230,6 +231,25 @@ def test_float8_gathers_half() -> None:
 
     # Wrapped weights are still counted as parameters.
     assert profile(eighth).most("parameters") == profiled(world_size=2).most("parameters")
+
+
+@pytest.mark.slow
+def test_mxfp8_matmuls_have_the_rate_of_float8() -> None:
+    """All matmuls of blocks, forward and backward, with inputs and weights as wide as before."""
+    pytest.importorskip("torchao")
+    plain, eighth = (
+        traced("--compile.enable", "--activation_checkpoint.mode=selective", *words, world_size=2, gpu=True)
+        for words in ((), (*FLOAT8, f"{RECIPE}=mxfp8"))
+    )
+
+    def flops(made: Recorder, dtype: str) -> int:
+        matmuls = (it for it in made.operators if it.kind == "matmul" and it.dtype == dtype)
+        return sum(it.flops for it in matmuls if "layers." in made.phases[it.phase][1])
+
+    assert flops(eighth, "float8") == flops(plain, "bfloat16") > 0
+    assert flops(eighth, "bfloat16") == 0
+    assert sum(it.bytes for it in eighth.sent) == sum(it.bytes for it in plain.sent)
+    assert profile(eighth).most("activations") == pytest.approx(profile(plain).most("activations"), rel=0.01)
 
 
 @pytest.mark.long

@@ -12,7 +12,8 @@ from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 
 MESH, TRAIN, OPTIM = "--parallelism.", "--training.", "--optimizer."
-FLOAT8 = "--quantize.linear.float8.enable --quantize.linear.float8.emulate"
+EIGHTH = "--quantize.linear.float8"
+FLOAT8 = f"{EIGHTH}.enable {EIGHTH}.emulate"
 IN_BACKWARD = f"{OPTIM}in_backward {TRAIN}max_norm=0"
 DISK = "--offload.optimizer=disk"
 BACKGROUND = "--data.prepare=background"
@@ -173,6 +174,9 @@ REFUSED: dict[str, dict[int, list[str]]] = {
         ],
     },
     "lora.quantize_base": {1: ["--lora.rank=4 --lora.quantize_base=float8"]},
+    "quantize.linear.float8.recipe_name": {
+        1: [f"{EIGHTH}.enable --compile.enable {EIGHTH}.recipe_name=mxfp8 {TRAIN}mixed_precision_param=float32"],
+    },
     "quantize.linear.float8.enable": {1: [f"--lora.rank=2 --lora.quantize_base=int8 {FLOAT8}"]},
     "optimizer.name": {1: [f"--lora.rank=2 --lora.quantize_base=int8 {OPTIM}name=Muon"]},
     "distill.ratio": {

@@ -30,7 +30,7 @@ class Float8Training(Technique):
         layers = {} if config.parallelism.tensor_parallel_degree > 1 else {Claim.LAYERS: self.option}  # splits ours
         return {**layers, Claim.MATMULS: self.option, **gathers}
 
-    @reads("quantize", "compile", "parallelism.fsdp_reshard_after_forward")
+    @reads("quantize", "compile", "parallelism.fsdp_reshard_after_forward", "training.mixed_precision_param")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         float8 = config.quantize.linear.float8
         if not float8.enable:
@@ -43,6 +43,8 @@ class Float8Training(Technique):
         if float8.gathers_float8 and isinstance(keep, int) and keep > 1:
             problem = f"FSDP2 cannot combine {keep} with {GATHERS}: set that to false"
             yield "parallelism.fsdp_reshard_after_forward", problem
+        if float8.recipe_name == "mxfp8" and not float8.emulate and config.training.mixed_precision_param != "bfloat16":
+            yield "quantize.linear.float8.recipe_name", "mxfp8 needs training.mixed_precision_param = bfloat16"
         if not config.compile.enable and not float8.emulate:
             yield self.option, "is slower than bfloat16 without compile.enable = true"
 

@@ -21,10 +21,14 @@ from titanlite.schema import Float8
 logger = logging.getLogger(__name__)
 
 ROWWISE = ("rowwise", "rowwise_with_gw_hp")
+NEWER = dict.fromkeys(ROWWISE, ((9, 0), "Hopper")) | {"mxfp8": ((10, 0), "Blackwell")}
+"""Compute capabilities of recipes that need more than 8.9."""
 SMALL = "slower in float8"
-NEEDED = "float8 matmuls need sizes that are multiples of 16"
-PACKAGE = "torchao.float8"
-"""Package of torchao, with the classes of float8 layers."""
+NEEDED = "float8 matmuls need sizes that are multiples of"
+STEPS = {"mxfp8": 32}
+"""Number of which sizes are multiples, of the recipes where it is not 16."""
+PACKAGE, OWN = "torchao.float8", "titanlite.techniques.float8"
+"""Packages with the classes of float8 layers."""
 
 
 def convert_to_float8(
@@ -40,12 +44,12 @@ def convert_to_float8(
     Raises:
         UserError: torchao is missing, or there is nothing to convert.
     """
-    torchao = _torchao()
+    torchao = _import(PACKAGE)
     chosen, kept = choose_layers(model, float8)
     split = _split_dims(model, chosen) if tensor else {}
-    ranks = tensor.size() if tensor else 1
-    for name in [name for name, dim in split.items() if chosen[name].weight.shape[dim] // ranks % 16]:
-        kept.setdefault(f"{NEEDED}, also parts of {ranks} ranks", []).append(name)
+    ranks, step = tensor.size() if tensor else 1, STEPS.get(float8.recipe_name, 16)
+    for name in [name for name, dim in split.items() if chosen[name].weight.shape[dim] // ranks % step]:
+        kept.setdefault(f"{NEEDED} {step}, also parts of {ranks} ranks", []).append(name)
         del chosen[name], split[name]
     sizes = ", ".join(f"{count} of {size}" for size, count in Counter(map(_size, chosen.values())).items())
     what = f"converted {len(chosen)} linear layers: {_brief([*chosen])} ({sizes})"
@@ -59,6 +63,10 @@ def convert_to_float8(
         small = any(SMALL in reason for reason in kept)
         hint = "; quantize.linear.float8.skip_small = false converts small ones too" if small else ""
         raise UserError(f"quantize.linear.float8.enable: no layer can be converted; see the reasons above{hint}")
+    if float8.recipe_name == "mxfp8":
+        for name, linear in chosen.items():
+            model.set_submodule(name, _import(f"{OWN}.mxfp8").mxfp8_linear(linear, emulate=float8.emulate))
+        return
     parts = dict.fromkeys((name for name, dim in split.items() if dim == 0), ranks)
     gather = _gathers_in_float8(float8, chosen, shard_degree, parts)
     if gather and split and (on_host or not float8.precompute_float8_dynamic_scale_for_fsdp):
@@ -89,11 +97,11 @@ def choose_layers(model: Model, float8: Float8) -> tuple[dict[str, nn.Linear], d
     return chosen, kept
 
 
-def _torchao() -> Any:
+def _import(module: str) -> Any:
     try:
-        return importlib.import_module(PACKAGE)
+        return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"float8 needs torchao, and it cannot be imported: {error}") from error
+        raise UserError(f"float8 needs torchao (0.18 for mxfp8), and it cannot be imported: {error}") from error
 
 
 def _torchao_config(torchao: Any, float8: Float8, *, gather: bool) -> Any:
@@ -131,8 +139,9 @@ def _reason_to_keep(linear: nn.Linear, name: str, float8: Float8, head_layers: s
         return f"named by filter_fqns: {pattern}"
     if linear in head_layers:
         return "the loss computes its matmul itself"
-    if linear.in_features % 16 or linear.out_features % 16:
-        return NEEDED
+    step = STEPS.get(float8.recipe_name, 16)
+    if linear.in_features % step or linear.out_features % step:
+        return f"{NEEDED} {step}"
     if float8.skip_small and (limit := _too_small(linear, float8.recipe_name)):
         return f"{_size(linear)}: {SMALL} {limit}"
     return None
@@ -142,7 +151,8 @@ def _too_small(linear: nn.Linear, recipe: str) -> str | None:
     """Return the limit that a layer does not exceed, where converting its inputs takes longer than its matmul saves.
 
     These are the limits of torchao's `_auto_filter_for_recipe` (float8/float8_linear_utils.py, 0.18), measured on H100
-    GPUs. It has none for rowwise_with_gw_hp, which saves less than rowwise: that has rowwise's.
+    GPUs. It has none for rowwise_with_gw_hp, which saves less than rowwise: that has rowwise's; nor for mxfp8, which
+    has tensorwise's.
     """
     rows, columns = linear.out_features, linear.in_features
     if recipe not in ROWWISE:
@@ -164,7 +174,7 @@ def weight_scaler(model: Model, float8: Float8) -> Callable[[], None]:
     """
     if not float8.precompute_float8_dynamic_scale_for_fsdp or not any(map(_has_scale, model.parameters())):
         return lambda: None
-    return partial(_torchao().precompute_float8_dynamic_scale_for_fsdp, model)
+    return partial(_import(PACKAGE).precompute_float8_dynamic_scale_for_fsdp, model)
 
 
 def _has_scale(parameter: nn.Parameter) -> bool:
@@ -175,7 +185,7 @@ def _has_scale(parameter: nn.Parameter) -> bool:
 
 def float8_parameters(model: Model) -> dict[nn.Parameter, bool]:
     """Return the parameters of float8 layers, and whether each is gathered in float8."""
-    layers = [module for module in model.modules() if type(module).__module__.startswith(PACKAGE)]
+    layers = [module for module in model.modules() if type(module).__module__.startswith((PACKAGE, OWN))]
     parameters = [parameter for layer in layers for parameter in layer.parameters(recurse=False)]
     return {parameter: bool(wrapped_tensors(local_tensor(parameter))) for parameter in parameters}
 
@@ -194,11 +204,12 @@ def check_float8(float8: Float8) -> None:
             "quantize.linear.float8.enable: this machine has no hardware float8 (NVIDIA: compute capability 8.9: Ada, "
             "Hopper or newer); emulate = true runs it slowly, for tests"
         )
-    # PyTorch has a kernel for 8.9 since 2.7, which nobody has tried here.
-    if float8.recipe_name in ROWWISE and capability < (9, 0):
+    # PyTorch has a kernel of rows for 8.9 since 2.7, which nobody has tried here.
+    needed, name = NEWER.get(float8.recipe_name, ((8, 9), ""))
+    if capability < needed:
         raise UserError(
-            f"quantize.linear.float8.recipe_name: {float8.recipe_name} needs compute capability 9.0 (Hopper), and this "
-            f"GPU has {capability[0]}.{capability[1]}; tensorwise runs on it"
+            f"quantize.linear.float8.recipe_name: {float8.recipe_name} needs compute capability {needed[0]}.0 ({name}) "
+            f"or newer, and this GPU has {capability[0]}.{capability[1]}; tensorwise runs on it"
         )
 
 

@@ -23,6 +23,7 @@ class Rule(NamedTuple):
 
 FLOAT8 = "quantize.linear.float8"
 """Section of float8. The converter has this name, or float8 alone."""
+MX = "quantize.linear.mx"
 SAME: dict[str, dict[str, Any]] = {
     "job": {"dump_folder": "outputs"},
     "model": {"name": "llama3", "flavor": "debugmodel"},
@@ -68,6 +69,8 @@ OTHERS: dict[str, tuple[str, Any]] = {
     "model.tokenizer_path": ("data.tokenizer", str),
     "model.hf_assets_path": ("data.tokenizer", "./tests/assets/tokenizer"),
     "model.converters": (f"{FLOAT8}.enable", []),
+    f"{MX}.recipe_name": (f"{FLOAT8}.recipe_name", "mxfp8_cublas"),
+    f"{MX}.filter_fqns": (f"{FLOAT8}.filter_fqns", ["output"]),
     "training.dataset": ("data.path", "c4_test"),
     "training.dataset_path": ("data.path", str),
     "training.dataloader.num_workers": ("data.num_workers", 0),
@@ -120,7 +123,7 @@ DROPS = """
     activation_checkpoint: early_stop memory_budget per_op_sac_force_recompute_mm_shapes_by_fqns
         visualize_memory_budget_pareto preserve_rng_state determinism_check debug;
     quantize.grouped_mm.float8: fqns;
-    quantize.linear.mx: mxfp8_dim1_cast_kernel_choice recipe_name filter_fqns;
+    quantize.linear.mx: mxfp8_dim1_cast_kernel_choice;
     quantize.grouped_mm.mx: recipe_name fqns;
     comm: trace_buf_size save_traces_folder save_traces_file_prefix mode;
     memory_estimation: enable disable_fake_mode;
@@ -214,6 +217,10 @@ class Old:
     def float8(self) -> bool:
         return any(name in ("float8", FLOAT8) for name in self["model.converters"])
 
+    @property
+    def mxfp8(self) -> bool:
+        return MX in self["model.converters"] and not self.float8
+
 
 class Outcome(NamedTuple):
     """Translation of a value: settings of titanlite, a remark, and whether training changes all the same."""
@@ -271,9 +278,14 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
         case "model.hf_assets_path" if old["model.tokenizer_path"]:
             return Outcome({}, "model.tokenizer_path goes before it")
         case "model.converters":
-            others = [str(name) for name in value if name not in ("float8", FLOAT8)]
+            others = [str(name) for name in value if name not in ("float8", FLOAT8, MX if old.mxfp8 else "")]
             notes = [f"no counterpart of {', '.join(others)}"] if others else []
-            value, note, lost = old.float8, "; ".join(notes), bool(notes)
+            value, note, lost = old.float8 or old.mxfp8, "; ".join(notes), bool(notes)
+        case "quantize.linear.mx.recipe_name" | "quantize.linear.mx.filter_fqns" if not old.mxfp8:
+            return Outcome({}, f"does nothing without the converter {MX} alone")
+        case "quantize.linear.mx.recipe_name":
+            note = "" if value.endswith("rceil") else "scales are rounded up here, as those of mxfp8_cublas_rceil"
+            return Outcome({to: "mxfp8", f"{FLOAT8}.skip_small": False}, note, lost=not value.startswith("mxfp8"))
         case "quantize.linear.float8.filter_fqns":
             # torchtitan leaves out small layers if this is among the names, by torchao's limits, which are ours too
             names = [name for name in value if name != "auto_filter_small_kn"]
