@@ -15,15 +15,17 @@ from torch import Tensor
 
 from titanlite.runtime.private_torch.tensors import softmax_gradient
 
-TILE = 32
-"""Queries of a tile; a multiple of the sequence's length."""
+SMALLEST = 32
+"""Queries of the smallest tile. The length of a sequence is a multiple of it."""
+TILES = 4
+"""Tiles of a longer sequence: more would skip more of the scores that a query must not see, in more operators."""
 LONGEST = 512
 """Tokens of a sequence from which on flash attention is about as fast."""
 
 
 def has_tiles(seq_len: int, dtype: torch.dtype) -> bool:
     """Return whether `attend_in_tiles` computes the attention of a sequence to itself, and fast."""
-    return dtype in (torch.float32, torch.bfloat16) and 0 < seq_len <= LONGEST and seq_len % TILE == 0
+    return dtype in (torch.float32, torch.bfloat16) and 0 < seq_len <= LONGEST and seq_len % SMALLEST == 0
 
 
 def attend_in_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLV: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
@@ -39,7 +41,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     q_XMRH, k_XLH, v_XLV = _tiles(q, k.shape[1]).mul_(scale), k.flatten(0, 1).float(), v.flatten(0, 1).float()
     out_XMRV = q_XMRH.new_empty(*q_XMRH.shape[:3], v.shape[-1])
     for tile in range(q_XMRH.shape[1]):
-        keys = slice((tile + 1) * TILE)
+        keys = slice((tile + 1) * _size(q))
         out_XMRV[:, tile] = torch.bmm(_weights(q_XMRH[:, tile], k_XLH[:, keys], mask, tile), v_XLV[:, keys])
     return _untile(out_XMRV, q)
 
@@ -52,7 +54,7 @@ def _attend_backward(
     k_XLH, v_XLV = k.flatten(0, 1).float(), v.flatten(0, 1).float()
     d_q_XMRH, d_k_XLH, d_v_XLV = torch.empty_like(q_XMRH), torch.zeros_like(k_XLH), torch.zeros_like(v_XLV)
     for tile in range(q_XMRH.shape[1]):
-        keys, q_XRH, d_out_XRV = slice((tile + 1) * TILE), q_XMRH[:, tile], d_out_XMRV[:, tile]
+        keys, q_XRH, d_out_XRV = slice((tile + 1) * _size(q)), q_XMRH[:, tile], d_out_XMRV[:, tile]
         weights_XRS = _weights(q_XRH, k_XLH[:, keys], mask, tile)
         d_v_XLV[:, keys].baddbmm_(weights_XRS.mT, d_out_XRV)
         d_weights_XRS = torch.bmm(d_out_XRV, v_XLV[:, keys].mT)
@@ -65,18 +67,24 @@ def _attend_backward(
 def _weights(q_XRH: Tensor, k_XSH: Tensor, mask: Tensor | None, tile: int) -> Tensor:
     """Return the weights of a tile's queries, which are scaled: [X, R, S], 0 where a query must not see a key."""
     scores_XRS = torch.bmm(q_XRH, k_XSH.mT)
-    rows = slice(tile * TILE, (tile + 1) * TILE)
+    size = scores_XRS.shape[2] // (tile + 1)
+    rows = slice(tile * size, (tile + 1) * size)
     if mask is None:
-        later_CC = torch.ones(TILE, TILE, dtype=torch.bool, device=scores_XRS.device).triu(1)
-        scores_XRS.unflatten(1, (-1, TILE))[..., rows].masked_fill_(later_CC, -torch.inf)
+        later_CC = torch.ones(size, size, dtype=torch.bool, device=scores_XRS.device).triu(1)
+        scores_XRS.unflatten(1, (-1, size))[..., rows].masked_fill_(later_CC, -torch.inf)
     else:
-        scores_XRS.view(len(mask), -1, TILE, rows.stop).add_(mask[:, :, rows, : rows.stop])
+        scores_XRS.view(len(mask), -1, size, rows.stop).add_(mask[:, :, rows, : rows.stop])
     return scores_XRS.softmax(dim=-1)
+
+
+def _size(x_BNLH: Tensor) -> int:
+    """Return the number of queries of a tile."""
+    return max(SMALLEST, x_BNLH.shape[2] // TILES)
 
 
 def _tiles(x_BNLH: Tensor, key_heads: int) -> Tensor:
     """Return float32 copies of queries by key head and tile: [X, M, R, H]."""
-    x_BKGMCH = x_BNLH.unflatten(1, (key_heads, -1)).unflatten(3, (-1, TILE))
+    x_BKGMCH = x_BNLH.unflatten(1, (key_heads, -1)).unflatten(3, (-1, _size(x_BNLH)))
     x_BKMGCH = x_BKGMCH.transpose(2, 3).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
     return x_BKMGCH.flatten(3, 4).flatten(0, 1)
 
@@ -85,7 +93,7 @@ def _untile(x_XMRH: Tensor, like_BNLH: Tensor) -> Tensor:
     """Return what `_tiles` had, in the dtype of another tensor, with the heads of a token next to each other."""
     B, N, L, _ = like_BNLH.shape
     out_BLNH = like_BNLH.new_empty(B, L, N, x_XMRH.shape[-1])
-    x_BKMGCH = x_XMRH.unflatten(2, (-1, TILE)).unflatten(0, (B, -1))
+    x_BKMGCH = x_XMRH.unflatten(2, (-1, _size(like_BNLH))).unflatten(0, (B, -1))
     x_BMCKGH = x_BKMGCH.permute(0, 2, 4, 1, 3, 5)
     out_BLNH.view(x_BMCKGH.shape).copy_(x_BMCKGH)
     return out_BLNH.transpose(1, 2)
