@@ -204,9 +204,9 @@ def report(results: dict[str, list[Steps]], arguments: argparse.Namespace, optio
 
 
 AIMS = {
-    (1, "float32"): ">= 1.00",
-    (1, "bfloat16"): ">= 1.00",
-    (1, "compiled"): ">= 1.10",
+    (1, "float32"): ">= 1.05",
+    (1, "bfloat16"): ">= 1.05",
+    (1, "compiled"): ">= 1.15",
     (2, "float32"): ">= 1.05",
 }
 
