@@ -16,6 +16,7 @@ AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f av
 def _choice_as_it_was() -> Iterator[None]:
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
+    torch.backends.mkldnn.matmul.fp32_precision = "none"  # as at first  # pyright: ignore[reportAttributeAccessIssue]
     yield
     torch.set_float32_matmul_precision(before)
 
@@ -41,6 +42,15 @@ def test_only_amd_with_avx512(
     monkeypatch.setattr(torch, "equal", lambda *_: True)  # whatever machine this is
     pick_kernels(torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == ("medium" if is_onednn else "highest")
+
+
+def test_what_the_user_has_chosen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "cpuinfo").write_text(AMD)
+    monkeypatch.setattr(cpu, "CPU_INFO", tmp_path / "cpuinfo")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    torch.set_float32_matmul_precision("highest")
+    pick_kernels(torch.device("cpu"))
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.mark.parametrize("what", ["rounded products", "a GPU"])

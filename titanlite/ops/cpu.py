@@ -27,10 +27,11 @@ def multiply_by_onednn() -> None:
 
     PyTorch's switch for that library also permits products of bfloat16. oneDNN makes them with AMX only, so nothing is
     changed on CPUs with AMX, nor where a product turns out to be rounded, nor beside a GPU, whose matmuls the switch
-    would round.
+    would round. Nor is anything changed where the user's code has chosen a precision.
     """
     about = CPU_INFO.read_text().partition("\n\n")[0].split() if CPU_INFO.exists() else []
-    if "AuthenticAMD" not in about or "avx512f" not in about or "amx_tile" in about or torch.cuda.is_available():
+    is_open = torch.backends.mkldnn.matmul.fp32_precision == "none" and not torch.cuda.is_available()  # pyright: ignore[reportAttributeAccessIssue]
+    if "AuthenticAMD" not in about or "avx512f" not in about or "amx_tile" in about or not is_open:
         return
     torch.set_float32_matmul_precision("medium")
     x = torch.full((64, 64), 1 + 2**-23)
