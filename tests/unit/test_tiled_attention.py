@@ -78,11 +78,15 @@ def test_other_shapes_take_pytorchs_kernel(length: int, dtype: torch.dtype) -> N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("is_transposed", [False, True])
-def test_the_compiler_knows_its_operators(is_transposed: bool, dtype: torch.dtype) -> None:
-    q, k, v, _ = inputs(2, 4, 2, 64, value_dim=24, dtype=dtype)
+@pytest.mark.parametrize("batch", [1, 2])
+def test_the_compiler_knows_its_operators(batch: int, is_transposed: bool, dtype: torch.dtype) -> None:
+    q, k, v, _ = inputs(batch, 4, 2, 64, value_dim=24, dtype=dtype)
     tensors = [it if is_transposed else it.contiguous() for it in (q, k, v)]
     arguments = *(it.requires_grad_() for it in tensors), None, 0.25
     torch.library.opcheck(torch.ops.titanlite.attend_in_tiles.default, arguments)
+    gradient = torch.randn(batch, 64, 4, 24).to(dtype).transpose(1, 2)
+    arguments = gradient, *(it.detach() for it in tensors), None, 0.25
+    torch.library.opcheck(torch.ops.titanlite.attend_in_tiles_backward.default, arguments)
 
 
 def test_a_token_does_not_depend_on_later_ones() -> None:

@@ -52,7 +52,7 @@ def _attend_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     q_XMRH, d_out_XMRV = _tiles(q, k.shape[1]).mul_(scale), _tiles(gradient, k.shape[1])
     k_XLH, v_XLV = k.flatten(0, 1).float(), v.flatten(0, 1).float()
-    d_q_XMRH, d_k_XLH, d_v_XLV = torch.empty_like(q_XMRH), torch.zeros_like(k_XLH), torch.zeros_like(v_XLV)
+    d_q_XMRH, d_k_XLH, d_v_XLV = torch.empty_like(q_XMRH), *(it.new_zeros(it.shape) for it in (k_XLH, v_XLV))
     for tile in range(q_XMRH.shape[1]):
         keys, q_XRH, d_out_XRV = slice((tile + 1) * _size(q)), q_XMRH[:, tile], d_out_XMRV[:, tile]
         weights_XRS = _weights(q_XRH, k_XLH[:, keys], mask, tile)
