@@ -89,6 +89,12 @@ def test_the_compiler_knows_its_operators(batch: int, is_transposed: bool, dtype
     torch.library.opcheck(torch.ops.titanlite.attend_in_tiles_backward.default, arguments)
 
 
+@pytest.mark.parametrize(("in_parts", "name"), [(False, "tiles"), (True, "flash")])
+def test_its_name_is_that_of_whole_sequences(in_parts: bool, name: str) -> None:
+    shape: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "seq_len": 64, "dtype": torch.float32}
+    assert CpuKernels().attention_name(**shape, device=torch.device("cpu"), in_parts=in_parts) == name
+
+
 def test_a_token_does_not_depend_on_later_ones() -> None:
     q, k, v, _ = inputs(2, 4, 2, 64)
     before = CpuKernels().attend(q, k, v, None)

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.ops.attention import PLAIN_SCORES, AttentionMask, KeySource, Scores
+from titanlite.ops.attention import AttentionMask, Scores
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter, InFlight
 from titanlite.ops.functions import rms_norm
 from titanlite.ops.kernels import Kernels, in_every_pass
@@ -23,7 +23,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 def multiply_by_onednn() -> None:
-    """Let oneDNN multiply float32 matrices of this process, on AMD's CPUs with AVX-512: MKL uses half of their vectors.
+    """Let oneDNN multiply float32 matrices of this process, on AMD's CPUs with AVX-512, where MKL has half the speed.
 
     PyTorch's switch for that library also permits products of bfloat16. oneDNN makes them with AMX only, so nothing is
     changed on CPUs with AMX, nor where a product turns out to be rounded, nor beside a GPU, whose matmuls the switch
@@ -71,19 +71,11 @@ class CpuKernels(Kernels):
     def own_attention(self, seq_len: int, dtype: torch.dtype) -> str | None:
         return "tiles" if has_tiles(seq_len, dtype) else None
 
-    def attend(
-        self,
-        q_BNLH: Tensor,
-        k_BKLH: Tensor,
-        v_BKLH: Tensor,
-        mask: AttentionMask | None,
-        key_source: KeySource | None = None,
-        scores: Scores = PLAIN_SCORES,
-    ) -> Tensor:
-        own = self.own_attention(q_BNLH.shape[2], q_BNLH.dtype) and q_BNLH.shape[2] == k_BKLH.shape[2]
-        if own and key_source is None and scores.are_plain and not isinstance(mask, tuple):
-            return attend_in_tiles(q_BNLH, k_BKLH, v_BKLH, mask, scores.scale)
-        return super().attend(q_BNLH, k_BKLH, v_BKLH, mask, key_source, scores)
+    def attend_plainly(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, scores: Scores) -> Tensor:
+        has_own = q.shape[2] == k.shape[2] and self.own_attention(q.shape[2], q.dtype)
+        if has_own and not isinstance(mask, tuple):
+            return attend_in_tiles(q, k, v, mask, scores.scale)
+        return super().attend_plainly(q, k, v, mask, scores)
 
     def adapt_fsdp(
         self,

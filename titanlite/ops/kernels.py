@@ -156,8 +156,12 @@ class Kernels:
         is_masked = isinstance(mask, Tensor)
         if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype, masked=is_masked):
             k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
-        with self.one_attention(q_BNLH.device):
-            return attend(q_BNLH, k_BKLH, v_BKLH, mask, scores)
+        return self.attend_plainly(q_BNLH, k_BKLH, v_BKLH, mask, scores)
+
+    def attend_plainly(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, scores: Scores) -> Tensor:
+        """Compute attention without sinks and soft caps to keys that are all here."""
+        with self.one_attention(q.device):
+            return attend(q, k, v, mask, scores)
 
     def gated_delta_rule(
         self,
@@ -224,6 +228,7 @@ class Kernels:
         masked: bool = False,
         has_sinks: bool = False,
         has_soft_cap: bool = False,
+        in_parts: bool = False,
     ) -> str:
         """Return the name of the backend of attention: flash, cudnn, efficient, flex, math, or tiles on a CPU.
 
@@ -231,11 +236,12 @@ class Kernels:
             masked: whether attention stays within documents or windows.
             has_sinks: whether it has sinks.
             has_soft_cap: whether its scores have a soft cap.
+            in_parts: whether queries are of a part of each sequence.
 
         Raises:
             UserError: the backend of `training.attention_backend` cannot.
         """
-        if not (has_sinks or has_soft_cap) and (own := self.own_attention(seq_len, dtype)):
+        if not (has_sinks or has_soft_cap or in_parts) and (own := self.own_attention(seq_len, dtype)):
             return own
         is_packed = self.has_packed_attention(device, dtype, head_dim)
         if (masked or has_sinks) and is_packed and not has_soft_cap:
