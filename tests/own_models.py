@@ -82,9 +82,10 @@ class Ungated(Experts):
         super().__init__(args)
         del self.w3
 
-    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        w1_EDF, w2_EFD = weights
-        return self.kernels.grouped_mm(F.gelu(self.kernels.grouped_mm(x_SD, w1_EDF, ends_E)), w2_EFD, ends_E)
+    def compute(self, x_SD: Tensor, weights_S: Tensor, ends_E: Tensor, stacks: Sequence[Tensor]) -> Tensor:
+        w1_EDF, w2_EFD = stacks
+        out_SD = self.kernels.grouped_mm(F.gelu(self.kernels.grouped_mm(x_SD, w1_EDF, ends_E)), w2_EFD, ends_E)
+        return weights_S.unsqueeze(1) * out_SD
 
 
 class OwnExperts(Qwen3Moe):

@@ -219,9 +219,9 @@ def kernels_with_stated_counts(config: Any) -> Any:
     from titanlite.tools.plan.gpu_kernels import FakeCounts
 
     class StatedCounts(FakeCounts):
-        def read_counts(self, sent_RX: Any, received_RX: Any, *, tokens: int) -> tuple[list[int], list[int]]:
-            Kernels.read_counts(self, sent_RX, received_RX, tokens=tokens)
-            return super().read_counts(sent_RX, received_RX, tokens=tokens)
+        def read_counts(self, *tensors: Any, **sizes: int) -> tuple[list[int], list[int], int]:
+            Kernels.read_counts(self, *tensors, **sizes)
+            return super().read_counts(*tensors, **sizes)
 
     return StatedCounts(compiles=config.compile.enable, attention=config.training.attention_backend)
 

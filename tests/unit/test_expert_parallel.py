@@ -64,9 +64,9 @@ def test_experts_on_ranks_that_also_split_them() -> None:
 class CountedReads(CpuKernels):
     reads = 0
 
-    def read_counts(self, sent_RX: Tensor, received_RX: Tensor, *, tokens: int) -> tuple[list[int], list[int]]:
+    def read_counts(self, *tensors: Tensor, **sizes: int) -> tuple[list[int], list[int], int]:
         self.reads += 1
-        return super().read_counts(sent_RX, received_RX, tokens=tokens)
+        return super().read_counts(*tensors, **sizes)
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -94,7 +94,8 @@ def test_recomputation_does_not_wait_for_counts_again(policy: Any) -> None:
 
 @pytest.mark.long
 def test_a_plan_counts_the_exchange_of_tokens() -> None:
-    """64 tokens go to two experts each; a token has 64 bfloat16 values. Forward is recomputed."""
+    """64 tokens have 64 bfloat16 values and two of 8 experts: of 28 pairs, 12 are on one of the two ranks. Forward is
+    recomputed."""
     found = traced(
         "--model={name='qwen3_moe', flavor='debug', args={dim=64, n_layers=1, n_heads=4, n_kv_heads=2, head_dim=16, "
         "hidden_dim=24, vocab_size=512}}",
@@ -104,17 +105,17 @@ def test_a_plan_counts_the_exchange_of_tokens() -> None:
         world_size=4,
         gpu=True,
     )
-    counts, sent = 8 * 4, 2 * 64 * 64 * 2
-    received = 2 * round(EXPERT_SKEW * 64) * 64 * 2
+    each = 64 * (2 - 12 / 28) / 2
+    weights, sent, received = (rows * 2 for rows in (64 * 8, 2 * round(each) * 64, 2 * round(EXPERT_SKEW * each) * 64))
     sizes: dict[str, list[int]] = {}
     for it in found.sent:
         if it.collective == "all_to_all":
             sizes.setdefault(found.phases[it.phase][1], []).append(it.bytes)
             assert (it.axis, it.ranks) == ("expert", (0, 1))
-    moved = [sent, received]
-    assert sizes == {"forward layers.0": [counts, *moved], "backward layers.0": [*moved, *moved]}
+    moved = [weights, sent, received]
+    assert sizes == {"forward layers.0": moved, "backward layers.0": [sent, weights, sent, received, weights]}
     workload = workload_of(found, fuse=False, gpus_per_node=8)
     block = next(unit for unit in workload.units if unit.name == "layers.0")
-    assert [it.bytes for it in block.forward_waits] == [counts, *moved]
+    assert [it.bytes for it in block.forward_waits] == moved
     # The two ranks that share an expert gather a quarter of the experts each, in bfloat16.
     assert 3 * 8 * 64 * 24 // 2 * 2 in [it.bytes for it in block.gather if it.group.size == 2]

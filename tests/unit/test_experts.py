@@ -18,8 +18,9 @@ from tests.operators import OperatorNames
 from tests.own_models import Variants
 from titanlite.models.base import build_on_meta
 from titanlite.models.experts import ExpertArgs, ExpertOptions, Experts
+from titanlite.ops.copies import Copies
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.functions import clamped_swiglu, inverse_of, take_rows
+from titanlite.ops.functions import clamped_swiglu
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.runtime.errors import UserError
@@ -233,18 +234,29 @@ def test_planted_mistakes_show(mistake: str) -> None:
         assert apart(layer, other) > 1e-3
 
 
-@pytest.mark.parametrize("copies", [1, 4])
-def test_rows_in_another_order_have_gradients_rounded_once(copies: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("share", [0.0, 0.4, 1.0])
+def test_copies_of_rows_and_their_sums(dtype: torch.dtype, share: float) -> None:
+    """Sums of bfloat16 are rounded once: to within half of the distance between values, whichever of two is even."""
     draw = torch.Generator().manual_seed(0)
-    order_S = torch.randperm(24 * copies, generator=draw)
-    x_TD = torch.randn(24, 8, generator=draw, dtype=torch.bfloat16).requires_grad_()
-    out_SD = take_rows(x_TD, order_S, inverse_of(order_S), copies)
-    assert out_SD.equal(x_TD[order_S // copies])
-    gradient_SD = torch.randn(out_SD.shape, generator=draw).bfloat16()
-    (found_TD,) = torch.autograd.grad(out_SD, x_TD, gradient_SD)
-    sums_TD = torch.zeros(24, 8).index_add(0, order_S // copies, gradient_SD.float())
-    assert found_TD.equal(sums_TD.bfloat16())
-    torch.library.opcheck(take_rows, (x_TD, order_S, inverse_of(order_S), copies))
+    is_copied_TN = torch.rand(24, 5, generator=draw) < share
+    is_copied_TN[3], is_copied_TN[:, 2] = False, False
+    column_S, row_S = is_copied_TN.t().nonzero().unbind(1)
+    copies = Copies.of(is_copied_TN, len(row_S))
+    x_TD = torch.randn(24, 8, generator=draw).to(dtype).requires_grad_()
+    assert copies.take(x_TD).equal(x_TD[row_S])
+    assert copies.ends_N.equal(is_copied_TN.sum(dim=0).cumsum(0).int())
+    values_TN = torch.randn(24, 5, generator=draw)
+    assert copies.values(values_TN).equal(values_TN[row_S, column_S])
+    y_SD = torch.randn(len(row_S), 8, generator=draw).to(dtype).requires_grad_()
+    sums_TD = torch.zeros(24, 8).index_add(0, row_S, y_SD.float())
+    for found_TD in (copies.add_up(y_SD), *torch.autograd.grad(copies.take(x_TD), x_TD, y_SD)):
+        assert ((found_TD.float() - sums_TD).abs() <= torch.finfo(dtype).eps / 2 * sums_TD.abs()).all()
+    (found_SD,) = torch.autograd.grad(copies.add_up(y_SD), y_SD, x_TD)
+    assert found_SD.equal(x_TD[row_S])
+    for operator in (torch.ops.titanlite.take_copies, torch.ops.titanlite.add_copies):
+        torch.library.opcheck(operator, (x_TD if "take" in str(operator) else y_SD, *copies[1:4]))
+    torch.library.opcheck(torch.ops.titanlite.places_of_copies, (is_copied_TN, len(row_S)))
 
 
 def test_clamped_swiglu_has_the_gradient_of_autograd() -> None:

@@ -56,19 +56,26 @@ DECODER: TensorPlan = {
 DECODER_OF_EXPERTS: TensorPlan = {**ALL_BUT_FEED_FORWARD, "layers.*.feed_forward": "experts"}
 
 
-ComputeExperts = Callable[[Tensor, Tensor, Sequence[Tensor]], Tensor]
-"""(tokens [S, D], ends of the experts [E], stacks of their weights) -> [S, D]."""
+NOT_CHOSEN = -1.0
+"""In place of the weight of an expert that a token does not go to."""
+
+ComputeExperts = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]
+"""(tokens [S, D], their weights [S], ends of the experts [E], stacks) -> [S, D]."""
 
 
 class TokenExchange(Protocol):
     """Exchange of tokens between processes that have different experts."""
 
-    def __call__(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
-        """Compute each token where its expert is -> [S, D], in the order of x.
+    def __call__(
+        self, x_TD: Tensor, weights_TE: Tensor, active: int, stacks: Sequence[Tensor], compute: ComputeExperts
+    ) -> Tensor:
+        """Return the sum of the outputs of each token's experts, computed where those are -> [T, D].
 
         Args:
-            ends_E: int32. The tokens of expert e are from ends_E[e - 1] to ends_E[e].
-            weights: stacks of the experts that this process has.
+            x_TD: each process has as many tokens.
+            weights_TE: of experts in the sum; `NOT_CHOSEN` for others.
+            active: experts of a token.
+            stacks: of the experts that this process has.
             compute: is called with the tokens of those experts, from all processes.
         """
         ...
@@ -90,18 +97,23 @@ class ExpertLayer(nn.Module):
     exchange: TokenExchange | None = None
     """None: this process has all experts. `parallelize.expert` sets it."""
 
-    def pass_through_experts(self, x_SD: Tensor, ends_E: Tensor) -> Tensor:
-        """Compute each token by its expert -> [S, D]; see `TokenExchange`."""
-        weights = [getattr(self, name) for name in self.stacks]
-        if self.exchange is None:
-            return self.compute(x_SD, ends_E, weights)
-        return self.exchange(x_SD, ends_E, weights, self.compute)
+    def pass_through_experts(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> Tensor:
+        """Return the sum of the outputs of each token's experts -> [T, D]; arguments as of `TokenExchange`."""
+        stacks = [getattr(self, name) for name in self.stacks]
+        if self.exchange is not None:
+            return self.exchange(x_TD, weights_TE, active, stacks, self.compute)
+        from titanlite.ops.copies import Copies
+        from titanlite.runtime.recomputation import computed_once
 
-    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        """Compute tokens by experts that are here -> [S, D].
+        copies = computed_once(lambda: Copies.of(weights_TE != NOT_CHOSEN, len(x_TD) * active))
+        return copies.add_up(self.compute(copies.take(x_TD), copies.values(weights_TE), copies.ends_N, stacks))
+
+    def compute(self, x_SD: Tensor, weights_S: Tensor, ends_E: Tensor, stacks: Sequence[Tensor]) -> Tensor:
+        """Compute tokens by experts that are here, each times its weight -> [S, D].
 
         Args:
-            weights: `stacks` of the experts whose ends these are.
+            ends_E: int32. The tokens of expert e are from ends_E[e - 1] to ends_E[e].
+            stacks: of these experts.
         """
         raise NotImplementedError
 

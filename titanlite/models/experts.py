@@ -16,13 +16,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from titanlite.models.base import BRANCHES_OF_DECODER, DECODER_OF_EXPERTS, ExpertLayer, Roles, TensorPlan, TensorRole
+from titanlite.models.base import (
+    BRANCHES_OF_DECODER,
+    DECODER_OF_EXPERTS,
+    NOT_CHOSEN,
+    ExpertLayer,
+    Roles,
+    TensorPlan,
+    TensorRole,
+)
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import FeedForward
-from titanlite.ops.functions import inverse_of, swiglu, take_rows
+from titanlite.ops.functions import swiglu
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import is_in_backward, reshape_result
+from titanlite.runtime.recomputation import computed_once
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,32 +170,26 @@ class Experts(ExpertLayer):
     def forward(self, x_BLD: Tensor) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
         weights_TK, chosen_TK = self.route(x_TD)
-        # A GPU sorts keys byte by byte, in as many kernels.
-        expert_S, order_S = chosen_TK.flatten().to(torch.int16).sort(stable=True)
-        experts_E = torch.arange(len(self.bias_E), dtype=torch.int16, device=x_TD.device)
-        ends_E = torch.searchsorted(expert_S, experts_E, right=True).to(torch.int32)
+        others_TE = weights_TK.new_full((len(x_TD), len(self.bias_E)), NOT_CHOSEN, dtype=x_TD.dtype)
+        weights_TE = others_TE.scatter(1, chosen_TK, weights_TK.to(x_TD.dtype))
         # Not again where backward recomputes the block, which pipelines may do twice, of some micro-batches. A compiled
         # block counts all of its recomputations, which changes no expert's share.
         is_recomputed = not torch.compiler.is_compiling() and is_in_backward()
         if self.training and torch.is_grad_enabled() and not is_recomputed:
-            self.load_E.add_(ends_E.diff(prepend=ends_E.new_zeros(1)))
-        inverse_S = inverse_of(order_S)
-        out_SD = self.pass_through_experts(take_rows(x_TD, order_S, inverse_S, self.n_active), ends_E)
-        out_TKD = take_rows(out_SD, inverse_S, order_S).unflatten(0, chosen_TK.shape)
-        out_BLD = reshape_result(torch.bmm(weights_TK.to(x_TD.dtype).unsqueeze(1), out_TKD), x_BLD.shape)
-        if self.shared is None:
-            return out_BLD
-        shared_BLD = self.shared(x_BLD)
-        if self.shared_gate is not None:
+            self.load_E.add_((weights_TE != NOT_CHOSEN).sum(dim=0))
+        # First, because recomputation ends before the last matmul of the experts if nothing behind it is kept.
+        shared_BLD = None if self.shared is None else self.shared(x_BLD)
+        if shared_BLD is not None and self.shared_gate is not None:
             shared_BLD = shared_BLD * F.linear(x_BLD, self.shared_gate).sigmoid()
-        return out_BLD + shared_BLD
+        out_BLD = reshape_result(self.pass_through_experts(x_TD, weights_TE, self.n_active), x_BLD.shape)
+        return out_BLD if shared_BLD is None else out_BLD + shared_BLD
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the float32 weights [T, K] and the int64 numbers [T, K] of the experts of each token."""
         options, bias_E = self.options, self.router_bias
         logits_TE = F.linear(x_TD.float(), self.router.float(), None if bias_E is None else bias_E.float())
         scores_TE = logits_TE.sigmoid() if options.scores == "sigmoid" else logits_TE
-        chosen_TK = self._without_other_groups(scores_TE + self.bias_E).topk(self.n_active, dim=-1).indices
+        chosen_TK = computed_once(lambda: self._choose(scores_TE + self.bias_E))
         if options.scores == "softmax" and not options.normalized:
             scores_TE = logits_TE.softmax(dim=-1)
         weights_TK = scores_TE.gather(-1, chosen_TK)
@@ -195,6 +198,10 @@ class Experts(ExpertLayer):
         elif options.normalized:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # all may be 0 in float32
         return (weights_TK if options.scale == 1 else weights_TK * options.scale), chosen_TK
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """Return the numbers [T, K] of the experts with the highest scores, of a token's best groups."""
+        return self._without_other_groups(scores_TE).topk(self.n_active, dim=-1).indices
 
     def _without_other_groups(self, scores_TE: Tensor) -> Tensor:
         """Return the scores with -inf for experts outside of each token's groups."""
@@ -207,21 +214,27 @@ class Experts(ExpertLayer):
         is_other_TG = torch.ones_like(groups_TG, dtype=torch.bool).scatter(-1, best_TG, value=False)
         return scores_TGX.masked_fill(is_other_TG.unsqueeze(-1), -torch.inf).flatten(-2)
 
-    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor]) -> Tensor:
-        w1_EDF, w2_EFD, w3_EDF, *biases = weights
+    def compute(self, x_SD: Tensor, weights_S: Tensor, ends_E: Tensor, stacks: Sequence[Tensor]) -> Tensor:
+        w1_EDF, w2_EFD, w3_EDF, *biases = stacks
         b1_EF, b2_ED, b3_EF = biases or (None, None, None)
         gate_SF, up_SF = self._linear(x_SD, w1_EDF, b1_EF, ends_E), self._linear(x_SD, w3_EDF, b3_EF, ends_E)
         b2_ED = None if b2_ED is None else b2_ED * self.share_of_unsplit
-        return self._linear(self.options.activation(gate_SF, up_SF), w2_EFD, b2_ED, ends_E)
+        # The hidden dims are fewer than those of the output, which backward would need otherwise.
+        hidden_SF = self.options.activation(gate_SF, up_SF) * weights_S.unsqueeze(1)
+        return self._linear(hidden_SF, w2_EFD, b2_ED, ends_E, weights_S)
 
-    def _linear(self, x_SD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, ends_E: Tensor) -> Tensor:
+    def _linear(
+        self, x_SD: Tensor, weight_EDF: Tensor, bias_EF: Tensor | None, ends_E: Tensor, scale_S: Tensor | None = None
+    ) -> Tensor:
+        """Return x times the weight of each token's expert, plus `scale_S` times its bias."""
         out_SF = self.kernels.grouped_mm(x_SD, weight_EDF, ends_E)
         if bias_EF is None:
             return out_SF
         # A matmul of ones adds up the bias' gradient in float32 and in a fixed order. Its kernels need 8 columns.
         more = self.rows_of_vectors - 1
-        one_S8, bias_E8F = F.pad(x_SD.new_ones(len(x_SD), 1), (0, more)), F.pad(bias_EF.unsqueeze(1), (0, 0, 0, more))
-        return out_SF + self.kernels.grouped_mm(one_S8, bias_E8F, ends_E)
+        scale_S = x_SD.new_ones(len(x_SD)) if scale_S is None else scale_S
+        scale_S8, bias_E8F = F.pad(scale_S.unsqueeze(1), (0, more)), F.pad(bias_EF.unsqueeze(1), (0, 0, 0, more))
+        return out_SF + self.kernels.grouped_mm(scale_S8, bias_E8F, ends_E)
 
 
 class DecoderOfExperts(Decoder):

@@ -88,45 +88,6 @@ def _flops_of_weights(x_shape: Any, gradient_shape: Any, ends_shape: Any, *_: An
     return 2 * x_shape[0] * x_shape[1] * gradient_shape[1]
 
 
-# Rows in another order. The gradient of PyTorch's index_select adds rows up by atomics, which is slow on a GPU and has
-# no fixed order.
-
-
-@torch.library.custom_op("titanlite::take_rows", mutates_args=())
-def take_rows(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) -> Tensor:
-    """Return `copies` copies of each row, in another order: x_TD[order_S // copies] -> [S, D].
-
-    Args:
-        order_S: permutation of the S = T * copies rows that have the copies of each row of x next to each other.
-        inverse_S: its inverse.
-    """
-    return x_TD.index_select(0, order_S if copies == 1 else order_S // copies)
-
-
-@take_rows.register_fake
-def _(x_TD: Tensor, order_S: Tensor, inverse_S: Tensor, copies: int = 1) -> Tensor:
-    return x_TD.new_empty(len(order_S), x_TD.shape[1])
-
-
-def _save_order(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, int], output: Tensor) -> None:
-    ctx.copies = inputs[3]
-    ctx.save_for_backward(inputs[2])
-
-
-def _put_rows_back(ctx: Any, gradient_SD: Tensor) -> tuple[Tensor, None, None, None]:
-    gradient_SD = gradient_SD.index_select(0, *ctx.saved_tensors)
-    gradient_TD = gradient_SD if ctx.copies == 1 else gradient_SD.unflatten(0, (-1, ctx.copies)).sum(dim=1)
-    return gradient_TD, None, None, None
-
-
-take_rows.register_autograd(_put_rows_back, setup_context=_save_order)
-
-
-def inverse_of(order_S: Tensor) -> Tensor:
-    """Return the inverse of a permutation."""
-    return torch.empty_like(order_S).scatter_(0, order_S, torch.arange(len(order_S), device=order_S.device))
-
-
 def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
     """Rotate the pairs (i, i + H/2) of each head by the angles of cos and sin; keeps the dtype of x.
 

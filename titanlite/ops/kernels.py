@@ -102,16 +102,19 @@ class Kernels:
             return F.grouped_mm(x_TD, weights_EDF, offs=ends_E)
         return loop_over_groups(x_TD, weights_EDF, ends_E, self.matmul_dtype(x_TD))
 
-    def read_counts(self, sent_RX: Tensor, received_RX: Tensor, *, tokens: int) -> tuple[list[int], list[int]]:
-        """Return the numbers of tokens to and from each of R ranks. The host waits for the device.
+    def read_counts(
+        self, to_R: Tensor, from_R: Tensor, copies: Tensor, *, tokens: int, experts: int, active: int
+    ) -> tuple[list[int], list[int], int]:
+        """Return the numbers of tokens to and from each of R ranks, and that of all tokens of the experts of this rank,
+        in which a token counts once for each. The host waits for the device.
 
         Args:
-            sent_RX: tokens to each of the X experts of each rank.
-            received_RX: tokens from each rank to each of this rank's experts.
-            tokens: number of all that are sent.
+            copies: the last of the three, a tensor without dims.
+            tokens, experts, active: tokens of this rank, and experts of all ranks and of a token, from which the plan
+                estimates the numbers.
         """
-        to_others, from_others = torch.stack([sent_RX, received_RX]).sum(dim=2).tolist()
-        return to_others, from_others
+        *both, last = torch.cat([to_R, from_R, copies.view(1)]).tolist()
+        return both[: len(to_R)], both[len(to_R) :], last
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x.

@@ -50,7 +50,8 @@ def apply_activation_checkpoint(
                 cheap={*(tuple(adapter.mT.shape) for adapter in adapters.values()), *_shapes_of_vectors(block)},
                 in_parts=is_compiled and exchanges,
             )
-        if exchanges:  # such blocks are compiled in parts, and not around these contexts
+        # Blocks that exchange tokens are compiled in parts, and not around these contexts.
+        if exchanges or (expert_layers(block) and not is_compiled):
             from titanlite.runtime.recomputation import remembering
 
             contexts = partial(remembering, contexts)

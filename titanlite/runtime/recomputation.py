@@ -1,8 +1,11 @@
-"""Results of a forward pass that backward does not recompute, since to make them the host waits for the device."""
+"""Results of a forward pass that backward does not recompute: they have no gradient, and are small beside what it costs
+to make them, or the host waits for the device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self, TypeVar, cast
+
+import torch
 
 T = TypeVar("T")
 
@@ -48,11 +51,15 @@ def remembering(
 
 
 def computed_once(function: Callable[[], T]) -> T:
-    """Return the result of a function; where `remembering` recomputes, that of the forward pass."""
-    now = _Pass.current
-    if now is None:
-        return function()
-    if now.replays:
+    """Return the result of a function, without a gradient; where `remembering` recomputes, that of the forward pass.
+
+    Compiled code always calls the function, because the compiler decides what it recomputes.
+    """
+    now = None if torch.compiler.is_compiling() else _Pass.current
+    if now and now.replays:
         return cast(T, next(now.left))
-    now.results.append(result := function())
+    with torch.no_grad():  # autograd would keep tensors that recomputation does not have
+        result = function()
+    if now:
+        now.results.append(result)
     return result

@@ -1,8 +1,9 @@
 """Expert parallelism: neighbouring ranks have different experts, and send each other tokens (arXiv:2006.16668).
 
-Each layer has two all-to-alls in forward, and as many in backward: tokens to the ranks of their experts, and the
-results back. No token is dropped. How many tokens each rank sends follows from the router, so that an all-to-all of
-counts comes first. The host waits for the counts, as the sizes of tensors follow from them. Recomputation knows them.
+Each layer has three all-to-alls in forward, and as many in backward: the weights that tokens have for experts, the
+tokens, and the results. A token is sent once to each rank that has some of its experts, which adds their outputs up and
+sends the sum back (as DeepEP does, github.com/deepseek-ai/DeepEP). No token is dropped. How many tokens each rank sends
+follows from the weights, and the host waits for the numbers, since they are sizes of tensors. Recomputation knows them.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -17,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titanlite.models.base import ComputeExperts, Model, expert_layers
-from titanlite.ops.functions import inverse_of, take_rows
+from titanlite.models.base import NOT_CHOSEN, ComputeExperts, Model, expert_layers
+from titanlite.ops.copies import Copies, places
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import UserError
@@ -108,43 +109,35 @@ class AllToAllExchange:
         self.group = group
         self.kernels = kernels
 
-    def compute(self, x_SD: Tensor, ends_E: Tensor, weights: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
-        name = self.group.group_name
-        received_RX, to_others, from_others = computed_once(lambda: self.exchange_counts(ends_E, len(x_SD)))
-        x_TD = exchange(x_SD, to_others, from_others, name)
-        out_TD = self.compute_received(x_TD, received_RX, from_others, weights, compute)
-        return exchange(out_TD, from_others, to_others, name)
-
-    def exchange_counts(self, ends_E: Tensor, tokens: int) -> tuple[Tensor, list[int], list[int]]:
-        """Return the number of tokens from each rank for each expert here, and of all to and from each rank."""
-        ranks = self.group.size()
-        sent_RX = ends_E.diff(prepend=ends_E.new_zeros(1)).view(ranks, -1)  # X experts of each rank
-        received_RX = exchange_rows(sent_RX, [1] * ranks, [1] * ranks, self.group.group_name)
-        return received_RX, *self.kernels.read_counts(sent_RX, received_RX, tokens=tokens)
-
-    def compute_received(
-        self,
-        x_TD: Tensor,
-        received_RX: Tensor,
-        from_others: Sequence[int],
-        weights: Sequence[Tensor],
-        compute: ComputeExperts,
+    def compute(
+        self, x_TD: Tensor, weights_TE: Tensor, active: int, stacks: Sequence[Tensor], compute: ComputeExperts
     ) -> Tensor:
-        """Compute the tokens of all ranks by this rank's experts -> [T, D].
+        weights_RTX = self.exchange_weights(weights_TE)  # R ranks, X experts of this one
 
-        Args:
-            received_RX: number of tokens of each rank for each expert; x has them in this order.
-            from_others: number of tokens of each rank.
-        """
-        # The tokens of each rank are sorted by expert. Sorted anew, all tokens of an expert follow each other.
-        experts_X = torch.arange(received_RX.shape[1], dtype=torch.int16, device=x_TD.device)
-        experts_RX = experts_X.expand_as(received_RX)
-        expert_T = experts_RX.flatten().repeat_interleave(received_RX.flatten(), output_size=len(x_TD))
-        order_T = expert_T.argsort(stable=True)
-        ends_X = received_RX.sum(dim=0).cumsum(dim=0).to(torch.int32)
-        own = [_own_experts(weight, len(from_others)) for weight in weights]
-        inverse_T = inverse_of(order_T)
-        return take_rows(compute(take_rows(x_TD, order_T, inverse_T), ends_X, own), inverse_T, order_T)
+        def find_places() -> tuple[list[int], list[int], Tensor, Copies, Copies]:
+            is_sent_TR = (weights_TE != NOT_CHOSEN).unflatten(1, (len(weights_RTX), -1)).any(dim=2)
+            is_chosen_RTX = weights_RTX != NOT_CHOSEN
+            is_here_RT = is_chosen_RTX.any(dim=2)
+            to_others, from_others, copies = self.kernels.read_counts(
+                is_sent_TR.sum(dim=0), is_here_RT.sum(dim=1), is_chosen_RTX.sum(),
+                tokens=len(x_TD), experts=weights_TE.shape[1], active=active,
+            )  # fmt: skip
+            here_U = places(is_here_RT.flatten(), sum(from_others))
+            of_experts = Copies.of(is_chosen_RTX.flatten(0, 1).index_select(0, here_U), copies)
+            return to_others, from_others, here_U, Copies.of(is_sent_TR, sum(to_others)), of_experts
+
+        to_others, from_others, here_U, sent, copies = computed_once(find_places)
+        x_UD = exchange(sent.take(x_TD), to_others, from_others, self.group.group_name)
+        weights_UX = weights_RTX.flatten(0, 1).index_select(0, here_U)
+        own = [_own_experts(stack, self.group.size()) for stack in stacks]
+        out_SD = compute(copies.take(x_UD), copies.values(weights_UX), copies.ends_N, own)
+        return sent.add_up(exchange(copies.add_up(out_SD), from_others, to_others, self.group.group_name))
+
+    def exchange_weights(self, weights_TE: Tensor) -> Tensor:
+        """Return the weights [R, T, X] that the tokens of all ranks have for the experts of this one."""
+        ranks = self.group.size()
+        weights_RTX = weights_TE.unflatten(1, (ranks, -1)).transpose(0, 1)
+        return exchange(weights_RTX, [1] * ranks, [1] * ranks, self.group.group_name)
 
 
 def _own_experts(weight: Tensor, ranks: int) -> Tensor:

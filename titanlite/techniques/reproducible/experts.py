@@ -6,16 +6,18 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.models.base import ComputeExperts
+from titanlite.models.base import NOT_CHOSEN, ComputeExperts
+from titanlite.ops.copies import Copies
 from titanlite.ops.kernels import Kernels
-from titanlite.techniques.expert.exchange import AllToAllExchange
+from titanlite.runtime.recomputation import computed_once
+from titanlite.techniques.expert.exchange import AllToAllExchange, exchange
 from titanlite.techniques.reproducible.sums import copies
 
 
 class ExchangeOfMicroBatches(AllToAllExchange):
     """Computes the tokens of each rank, which are those of one micro-batch, apart: so kernels get the tokens of an
-    expert that they would get on one process. Gradients of weights are added over those ranks in the tree, whose lowest
-    bits they are.
+    expert that they would get on one process. So a token is sent once for each of its experts, and its rank adds their
+    outputs up. Gradients of weights are added over those ranks in the tree, whose lowest bits they are.
 
     Args:
         dtype: in which gradients are added over ranks, `training.mixed_precision_reduce`.
@@ -25,15 +27,24 @@ class ExchangeOfMicroBatches(AllToAllExchange):
         super().__init__(group, kernels)
         self.dtype = dtype
 
-    def compute_received(
-        self,
-        x_TD: Tensor,
-        received_RX: Tensor,
-        from_others: Sequence[int],
-        weights: Sequence[Tensor],
-        compute: ComputeExperts,
+    def compute(
+        self, x_TD: Tensor, weights_TE: Tensor, active: int, stacks: Sequence[Tensor], compute: ComputeExperts
     ) -> Tensor:
-        ends_RX = received_RX.cumsum(dim=1).to(torch.int32)
-        of_ranks = zip(*(copies(it, len(from_others), self.dtype) for it in weights), strict=True)
-        parts = zip(x_TD.split([*from_others]), ends_RX, of_ranks, strict=True)
-        return torch.cat([compute(*part) for part in parts])
+        weights_RTX = self.exchange_weights(weights_TE)
+
+        def find_places() -> tuple[list[int], list[int], Copies, list[Copies]]:
+            is_chosen_TE, is_chosen_RTX = weights_TE != NOT_CHOSEN, weights_RTX != NOT_CHOSEN
+            to_R = is_chosen_TE.sum(dim=0).unflatten(0, (len(weights_RTX), -1)).sum(dim=1)
+            from_R = is_chosen_RTX.sum(dim=(1, 2))
+            to_others, from_others, _ = self.kernels.read_counts(
+                to_R, from_R, from_R.sum(), tokens=len(x_TD) * active, experts=weights_TE.shape[1], active=1
+            )
+            of_ranks = [Copies.of(*it) for it in zip(is_chosen_RTX, from_others, strict=True)]
+            return to_others, from_others, Copies.of(is_chosen_TE, sum(to_others)), of_ranks
+
+        to_others, from_others, sent, of_ranks = computed_once(find_places)
+        x_SD = exchange(sent.take(x_TD), to_others, from_others, self.group.group_name)
+        own = zip(*(copies(it, len(from_others), self.dtype) for it in stacks), strict=True)
+        parts = zip(x_SD.split(from_others), of_ranks, weights_RTX, own, strict=True)
+        out_SD = torch.cat([compute(x, it.values(weights), it.ends_N, stack) for x, it, weights, stack in parts])
+        return sent.add_up(exchange(out_SD, from_others, to_others, self.group.group_name))

@@ -1,5 +1,6 @@
 """Kernels of an NVIDIA GPU for fake tensors on the CPU. Without a CUDA build, only those can go through backward."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -23,10 +24,18 @@ MOST_OFFSET = 2**31 - 1
 class FakeCounts(Kernels):
     """Kernels that know how many tokens come from other ranks without reading a tensor."""
 
-    def read_counts(self, sent_RX: Tensor, received_RX: Tensor, *, tokens: int) -> tuple[list[int], list[int]]:
-        ranks = len(sent_RX)
-        to_others = [len(part) for part in torch.arange(tokens).tensor_split(ranks)]
-        return to_others, [round(EXPERT_SKEW * size) for size in to_others]
+    def read_counts(
+        self, to_R: Tensor, from_R: Tensor, copies: Tensor, *, tokens: int, experts: int, active: int
+    ) -> tuple[list[int], list[int], int]:
+        ranks = len(to_R)
+        each = tokens * ranks_of_token(ranks, experts, active) / ranks
+        return [round(each)] * ranks, [round(EXPERT_SKEW * each)] * ranks, round(EXPERT_SKEW * tokens * active)
+
+
+def ranks_of_token(ranks: int, experts: int, active: int) -> float:
+    """Return how many ranks have some of a token's experts, if all choices are equally likely."""
+    elsewhere = math.comb(experts - experts // ranks, active) / math.comb(experts, active)
+    return ranks * (1 - elsewhere)
 
 
 class FakeCpuKernels(FakeCounts, CpuKernels):
