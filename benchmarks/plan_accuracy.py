@@ -30,6 +30,7 @@ from titanlite.loss import TokenLoss
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config
 from titanlite.tools.plan.estimate import Layout, Plan, plan
+from titanlite.tools.plan.gpu_kernels import ranks_of_token
 from titanlite.tools.plan.hardware import find_hardware
 
 Ratios = dict[str, list[float]]
@@ -146,9 +147,10 @@ CUDNN_IN_PARTS = replace(H100, flash_efficiency=H100.attention_efficiency)
 """H100s whose attention to parts of sequences is cuDNN's."""
 
 
-def once_to(ranks: int, experts: int) -> Hardware:
-    """H100s with an exchange that sends a token once to each of the `ranks` that have its experts."""
-    return replace(H100, exchange_share=ranks / experts)
+def neighbours(ranks: int, experts: int, active: int) -> Hardware:
+    """H100s with a router whose choices for a token are all on one of the `ranks`, and not anywhere with equal
+    chances."""
+    return replace(H100, exchange_share=1 / ranks_of_token(ranks, experts, active))
 
 
 def sizes(micro: int, whole: int) -> list[str]:
@@ -184,13 +186,13 @@ AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
     *((f"8B, float8, FSDP {8 // degree} x context {degree}, {seq_len:,} tokens", "llama3_8b", GRAND_TETON, 8,
        [f"{CONTEXT}{degree}", *sizes(1, 8 // degree), f"--training.seq_len={seq_len}", *FULL_FLOAT8, FLASH], speed)
       for degree, seq_len, speed in ((1, 32768, 3890), (2, 65536, 2540), (4, 131072, 1071), (8, 262144, 548))),
-    ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", once_to(1, experts=8), 8,
+    ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", neighbours(8, 128, 8), 8,
      [EXPERT + "8", *sizes(4, 512), FULL, *BFLOAT16], 12_040),
-    ("gpt-oss 20B, FSDP 8 x expert 8", "gpt_oss_20b", once_to(1, experts=4), 8,
+    ("gpt-oss 20B, FSDP 8 x expert 8", "gpt_oss_20b", neighbours(8, 32, 4), 8,
      [EXPERT + "8", *sizes(2, 256), NO_AC, *BFLOAT16], 13_058),
-    ("gpt-oss 120B, FSDP 64 x expert 64", "gpt_oss_20b", once_to(1, experts=4), 64,
+    ("gpt-oss 120B, FSDP 64 x expert 64", "gpt_oss_20b", neighbours(64, 128, 4), 64,
      [EXPERT + "64", "--model.flavor=120B", *sizes(2, 512), NO_AC, *BFLOAT16], 7_626),
-    ("DeepSeek-V3 671B, FSDP 64 x expert 64 x pipeline 4", "moonlight_16b_a3b", once_to(1, experts=8), 256,
+    ("DeepSeek-V3 671B, FSDP 64 x expert 64 x pipeline 4", "moonlight_16b_a3b", neighbours(64, 256, 8), 256,
      [EXPERT + "64", PIPELINE + "4", INTERLEAVED, LAYERS_PER_STAGE, "--model.flavor=671B",
       "--model.args.vocab_size=129280", *sizes(1, 512), FULL, *BFLOAT16], 1_002),
     ("8B, FSDP 4, B200, 2,048 tokens", "llama3_8b", find_hardware("B200"), 4,
