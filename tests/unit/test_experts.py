@@ -20,7 +20,8 @@ from titanlite.models.base import build_on_meta
 from titanlite.models.experts import ExpertArgs, ExpertOptions, Experts
 from titanlite.ops.copies import Copies
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.functions import clamped_swiglu
+from titanlite.ops.functions import Activation, clamped_swiglu, swiglu
+from titanlite.ops.kernels import DEFAULT_KERNELS
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.runtime.errors import UserError
@@ -257,6 +258,21 @@ def test_copies_of_rows_and_their_sums(dtype: torch.dtype, share: float) -> None
     for operator in (torch.ops.titanlite.take_copies, torch.ops.titanlite.add_copies):
         torch.library.opcheck(operator, (x_TD if "take" in str(operator) else y_SD, *copies[1:4]))
     torch.library.opcheck(torch.ops.titanlite.places_of_copies, (is_copied_TN, len(row_S)))
+
+
+@pytest.mark.parametrize("activation", [swiglu, clamped_swiglu])
+def test_weighted_hidden_values_keep_their_inputs_only(activation: Activation) -> None:
+    draw = torch.Generator().manual_seed(0)
+    gate, up = (torch.randn(20, 6, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
+    weights = torch.rand(20, generator=draw, dtype=torch.float64).requires_grad_()
+    kept: list[int] = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it.numel()) or it, lambda it: it):
+        found = DEFAULT_KERNELS.weighted(activation, gate, up, weights)
+    assert kept == [120, 120, 20]
+    expected = activation(gate, up) * weights[:, None]
+    assert found.equal(expected)
+    ours, theirs = (torch.autograd.grad(it.square().sum(), (gate, up, weights)) for it in (found, expected))
+    assert all(map(torch.allclose, ours, theirs))
 
 
 def test_clamped_swiglu_has_the_gradient_of_autograd() -> None:

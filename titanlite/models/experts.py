@@ -8,7 +8,7 @@ depend on how the batch is split.
 Shape suffixes: as in `layers`; E experts, K those of one token, S = T * K, G groups.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -28,7 +28,7 @@ from titanlite.models.base import (
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import FeedForward
-from titanlite.ops.functions import swiglu
+from titanlite.ops.functions import Activation, swiglu
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import is_in_backward, reshape_result
 from titanlite.runtime.recomputation import computed_once
@@ -57,8 +57,8 @@ class ExpertOptions:
     """Its output is multiplied by the sigmoid of a number for each token."""
     have_biases: bool = False
     """Each expert has biases."""
-    activation: Callable[[Tensor, Tensor], Tensor] = swiglu
-    """Of an expert: (gate, up) -> hidden, elementwise."""
+    activation: Activation = swiglu
+    """Of an expert."""
     n_dense_layers: int = 0
     """First layers of the model that have no experts."""
     dense_dim: int = 0
@@ -219,8 +219,8 @@ class Experts(ExpertLayer):
         b1_EF, b2_ED, b3_EF = biases or (None, None, None)
         gate_SF, up_SF = self._linear(x_SD, w1_EDF, b1_EF, ends_E), self._linear(x_SD, w3_EDF, b3_EF, ends_E)
         b2_ED = None if b2_ED is None else b2_ED * self.share_of_unsplit
-        # The hidden dims are fewer than those of the output, which backward would need otherwise.
-        hidden_SF = self.options.activation(gate_SF, up_SF) * weights_S.unsqueeze(1)
+        # Hidden dims are fewer than those of the output, which backward would need otherwise.
+        hidden_SF = self.kernels.weighted(self.options.activation, gate_SF, up_SF, weights_S)
         return self._linear(hidden_SF, w2_EFD, b2_ED, ends_E, weights_S)
 
     def _linear(

@@ -5,13 +5,16 @@ The compiler finds such a backward pass by itself, and caches no code with custo
 formulas.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
+
+Activation = Callable[[Tensor, Tensor], Tensor]
+"""(gate, up) -> hidden, elementwise."""
 
 # Grouped matmul for devices without a kernel for it: one matmul after the other.
 
@@ -182,6 +185,31 @@ class _ClampedSwiGLU(torch.autograd.Function):
         d_gate = (1 - share).mul_(limited).mul_(SLOPE).add_(1).mul_(share)
         d_gate.mul_(up.clamp(-LIMIT, LIMIT).add_(1)).mul_(gradients[0]).mul_(gate <= LIMIT)
         return d_gate, d_up
+
+
+def weighted(activation: Activation, gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+    """activation(gate, up) times the weight of each row; `activation` is elementwise."""
+    if torch.compiler.is_compiling():
+        return activation(gate, up) * weights.unsqueeze(1)
+    return _Weighted.apply(activation, gate, up, weights)
+
+
+class _Weighted(torch.autograd.Function):
+    """Autograd would also keep what the weights multiply. Backward computes it again."""
+
+    @staticmethod
+    def forward(ctx: Any, activation: Activation, gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
+        ctx.activation = activation
+        ctx.save_for_backward(gate, up, weights)
+        return activation(gate, up).mul_(weights.unsqueeze(1))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        *leaves, weights = (it.detach() for it in ctx.saved_tensors)
+        with torch.enable_grad():
+            hidden = ctx.activation(*(it.requires_grad_() for it in leaves))
+        d_weights = (gradients[0] * hidden.detach()).sum(dim=1) if ctx.needs_input_grad[3] else None
+        return None, *torch.autograd.grad(hidden, leaves, gradients[0] * weights.unsqueeze(1)), d_weights
 
 
 def geglu(gate: Tensor, up: Tensor) -> Tensor:

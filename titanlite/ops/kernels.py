@@ -32,7 +32,7 @@ from titanlite.ops.attention import (
     repeat_heads,
 )
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
-from titanlite.ops.functions import linears, loop_over_groups, rms_norm
+from titanlite.ops.functions import Activation, linears, loop_over_groups, rms_norm, weighted
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
@@ -101,6 +101,21 @@ class Kernels:
         if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and is_aligned:
             return F.grouped_mm(x_TD, weights_EDF, offs=ends_E)
         return loop_over_groups(x_TD, weights_EDF, ends_E, self.matmul_dtype(x_TD))
+
+    def weighted(self, activation: Activation, gate_SF: Tensor, up_SF: Tensor, weights_S: Tensor) -> Tensor:
+        """Return activation(gate, up) times the weight of each token; compiled where the loss is.
+
+        Blocks whose experts are on several processes run them outside of compiled code.
+        """
+        if not self.compiles or torch.compiler.is_compiling() or not self.is_gpu(gate_SF.device):
+            return weighted(activation, gate_SF, up_SF, weights_S)
+        for tensor in (gate_SF, up_SF, weights_S):
+            mark_dynamic(tensor, dim=0)
+        return self._compiled_weighted(activation, gate_SF, up_SF, weights_S)
+
+    @cached_property
+    def _compiled_weighted(self) -> Callable[..., Tensor]:
+        return torch.compile(weighted, fullgraph=True)
 
     def read_counts(
         self, to_R: Tensor, from_R: Tensor, copies: Tensor, *, tokens: int, experts: int, active: int

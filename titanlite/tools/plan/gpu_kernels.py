@@ -11,6 +11,7 @@ from titanlite.ops.attention import PLAIN_SCORES, AttentionMask, KeySource, Scor
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax_in_place
 from titanlite.ops.divergence import ChunkDivergence, divergence
+from titanlite.ops.functions import Activation, weighted
 from titanlite.ops.kernels import Kernels
 
 EXPERT_SKEW = 1.1
@@ -51,6 +52,9 @@ class GpuKernels(FakeCounts):
 
     def is_gpu(self, device: torch.device) -> bool:
         return True
+
+    def weighted(self, activation: Activation, gate_SF: Tensor, up_SF: Tensor, weights_S: Tensor) -> Tensor:
+        return weighted(activation, gate_SF, up_SF, weights_S)
 
     def label_softmax(
         self,

@@ -171,10 +171,10 @@ def _kernel(operator: Operator) -> Kernel:
 
 
 def _fused(operators: Sequence[Operator], last_read: dict[int, int]) -> Iterator[Kernel]:
-    """Yield matmuls as they are, and one kernel for each run of operators between them."""
+    """Yield matmuls and operators of our own as they are, and one kernel for each run of operators between them."""
     run: list[Operator] = []
     for operator in operators:
-        if operator.kind == "memory":
+        if operator.kind == "memory" and not operator.name.startswith("titanlite."):
             run.append(operator)
             continue
         yield from _one_kernel(run, last_read)
