@@ -1,10 +1,12 @@
 """Records of the operators that run, and of what they make."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -53,3 +55,22 @@ class LargestTensor(TorchDispatchMode):
         sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, Tensor) and sorted(t.shape) not in self.but]
         self.numel = max(self.numel, *sizes, 0)
         return result
+
+
+def peak_bytes(function: Callable[[], Any]) -> int:
+    """Return the most memory that a function takes on a CPU, beyond what there was before. Its result counts."""
+    seen: Any = profile(profile_memory=True)
+    with seen:
+        function()
+    changes = [it for it in seen.kineto_results.events() if it.name() == "[memory]"]
+    return max(accumulate(it.nbytes() for it in sorted(changes, key=lambda it: it.start_ns())))
+
+
+def kept_tensors(out: Tensor) -> list[Tensor]:
+    """Return what autograd keeps for the backward pass of a tensor."""
+    nodes, kept = list[Any]([out.grad_fn]), list[Tensor]()
+    for node in nodes:
+        names = [name for name in dir(node) if name == "saved_tensors" or name.startswith("_saved_")]
+        kept += [it for it in tree_leaves([getattr(node, name) for name in names]) if isinstance(it, Tensor)]
+        nodes += [following for following, _ in node.next_functions if following and following not in nodes]
+    return kept

@@ -5,9 +5,10 @@ from typing import Any
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
 
-from tests.operators import OperatorNames, Operators
-from titanlite.models.layers import Linear, RMSNorm, Rope, linear_of_each, rope_cos_sin
+from tests.operators import OperatorNames, Operators, kept_tensors
+from titanlite.models.layers import FeedForward, Linear, RMSNorm, Rope, linear_of_each, rope_cos_sin
 from titanlite.ops.attention import attend
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.functions import linears, rotate, swiglu
@@ -145,6 +146,53 @@ def test_keys_are_repeated_where_a_gpus_kernel_knows_no_groups(
     tolerance = 1e-6 if dtype == torch.float32 else 2**-5
     for gradient, other in zip(gradients(found, q, k, v), gradients(expected, q, k, v), strict=True):
         assert (gradient - other).norm() < tolerance * other.norm()
+
+
+@pytest.mark.parametrize("trained", [True, False])
+@pytest.mark.parametrize(
+    ("dtype", "hardware"), [(torch.float32, True), (torch.bfloat16, True), (torch.bfloat16, False)], ids=str
+)
+def test_a_cpu_makes_the_inputs_of_matmuls_again(dtype: torch.dtype, hardware: bool, trained: bool) -> None:
+    """The input of the norm, gate and up are kept. The norm's output and their product are not, if they can be made
+    again, and the bits are those of layers that keep them."""
+    layers = torch.nn.Sequential(RMSNorm(D, eps=1e-3), FeedForward(D, 16)).to(dtype)
+    set_kernels(layers, CpuKernels(hardware_bfloat16=hardware))
+    layers[1].requires_grad_(trained)
+    x = torch.randn(B, L, D, dtype=dtype, requires_grad=True)
+    inputs = [x, *(it for it in layers.parameters() if it.requires_grad)]
+    out = layers(x)
+    with torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it):
+        plain = layers(x)
+    assert torch.equal(out, plain)
+    weights = {it.data_ptr() for it in layers.parameters()}
+
+    def kept(out: torch.Tensor) -> list[int]:
+        sizes = {it.data_ptr(): it.numel() for it in kept_tensors(out) if it.numel() >= B * L * 16}
+        return sorted(size for address, size in sizes.items() if address not in weights)
+
+    assert kept(out) == [B * L * 16, B * L * 16, B * L * D]
+    if trained:
+        assert kept(plain) == [*[B * L * 16] * 3, *[B * L * D] * 2]
+    for _ in range(2):
+        assert all(map(torch.equal, gradients_of_ones(out, inputs), gradients_of_ones(plain, inputs)))
+
+
+def gradients_of_ones(out: torch.Tensor, inputs: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(out, inputs, torch.ones_like(out), retain_graph=True)
+
+
+def test_a_checkpoint_keeps_what_it_recomputes() -> None:
+    """Recomputation ends before the last matmul, whose result backward does not need."""
+    layers = torch.nn.Sequential(RMSNorm(D, eps=1e-3), FeedForward(D, 16))
+    set_kernels(layers, CpuKernels())
+    x = torch.randn(B, L, D, requires_grad=True)
+    inputs = [x, *layers.parameters()]
+    out = checkpoint(layers, x, use_reentrant=False)
+    expected = gradients_of_ones(layers(x), inputs)
+    with OperatorNames() as seen:
+        found = torch.autograd.grad(out, inputs, torch.ones_like(out))
+    assert all(map(torch.equal, found, expected))
+    assert seen.names.count("aten.mm.default") == 2 + 3 * 2
 
 
 @pytest.mark.parametrize(

@@ -79,6 +79,7 @@ from titanlite.runtime.private_torch.tensors import (
     fused_adamw_,
     has_hardware_bfloat16,
     has_hooks,
+    has_saved_tensor_hooks,
     is_in_backward,
     local_tensor,
     reads_found_inf,
@@ -277,6 +278,13 @@ def test_shardings_are_propagated_outside_of_modes() -> None:
         with propagate_shardings_without_modes():
             assert torch.Size([64]) not in shapes_made(torch.Tensor.cos)
         assert torch.Size([64]) in shapes_made(torch.Tensor.sin)
+
+
+def test_hooks_of_saved_tensors_are_seen() -> None:
+    assert not has_saved_tensor_hooks()
+    with torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it):
+        assert has_saved_tensor_hooks()
+    assert not has_saved_tensor_hooks()
 
 
 def test_is_in_backward() -> None:

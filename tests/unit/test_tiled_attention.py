@@ -8,10 +8,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tests.families import built
-from tests.operators import OperatorNames
+from tests.operators import OperatorNames, peak_bytes
 from titanlite.ops.attention import Scores
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
+from titanlite.ops.tiled_attention import attend_in_tiles
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 
 TILES = "titanlite.attend_in_tiles.default"
@@ -93,6 +94,18 @@ def test_the_compiler_knows_its_operators(batch: int, is_transposed: bool, dtype
 def test_its_name_is_that_of_whole_sequences(in_parts: bool, name: str) -> None:
     shape: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "seq_len": 64, "dtype": torch.float32}
     assert CpuKernels().attention_name(**shape, device=torch.device("cpu"), in_parts=in_parts) == name
+
+
+def test_it_copies_the_queries_of_a_tile_at_a_time() -> None:
+    *qkv, gradient = inputs(2, 4, 2, 128, value_dim=128)
+    q, k, v = (torch.randn(*it.shape[:3], 128, requires_grad=True) for it in qkv)
+    scores = 4 * 64 * 128 * 4
+    copies = 2 * k.nbytes + q.nbytes // 4
+    assert peak_bytes(lambda: attend_in_tiles(q, k, v, None, None)) < q.nbytes + copies + 2 * scores + 2**16
+    out = attend_in_tiles(q, k, v, None, None)
+    gradients = q.nbytes + 2 * k.nbytes
+    used = peak_bytes(lambda: torch.autograd.grad(out, [q, k, v], gradient))
+    assert used < gradients + copies + 2 * q.nbytes // 4 + 3 * scores + 2**16
 
 
 def test_a_token_does_not_depend_on_later_ones() -> None:

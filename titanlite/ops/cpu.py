@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.ops.attention import AttentionMask, Scores
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter, InFlight
-from titanlite.ops.functions import rms_norm
+from titanlite.ops.cross_entropy import LabelSoftmax
+from titanlite.ops.functions import rms_norm, source_of
 from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.ops.tiled_attention import attend_in_tiles, has_tiles
 from titanlite.runtime.gradient_memory import ReduceScatter
@@ -58,15 +59,24 @@ class CpuKernels(Kernels):
         return torch.float32 if is_slow else x.dtype
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        wide = self.matmul_dtype(x)
-        if wide == x.dtype:
-            return F.linear(x, weight)
-        if torch.compiler.is_compiling():
-            return F.linear(x.to(wide), weight.to(wide)).type_as(x)
-        return _WideLinear.apply(x, weight, wide)
+        return self.linears(x, [weight])[0]
+
+    def linears(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
+        wide, source = self.matmul_dtype(x), None
+        if not torch.compiler.is_compiling():
+            source = source_of(x) if any(weight.requires_grad for weight in weights) else None
+            if source or wide != x.dtype:
+                return _Linears.apply(x, wide, source, *weights)
+        return tuple(F.linear(x.to(wide), weight.to(wide)).type_as(x) for weight in weights)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         return super().rms_norm(x, weight, eps) if torch.compiler.is_compiling() else rms_norm(x, weight, eps)
+
+    def label_softmax(self, *inputs: Tensor, dtype: torch.dtype | None, **options: Any) -> LabelSoftmax:
+        """See `Kernels.label_softmax`. A CPU's operators would convert results to another dtype in a further copy."""
+        softmax = super().label_softmax(*inputs, dtype=dtype and torch.float32, **options)
+        gradient = softmax.d_logits_CV
+        return softmax if gradient is None or dtype is None else softmax._replace(d_logits_CV=gradient.to(dtype))
 
     def own_attention(self, seq_len: int, dtype: torch.dtype) -> str | None:
         return "tiles" if has_tiles(seq_len, dtype) else None
@@ -101,22 +111,29 @@ class CpuKernels(Kernels):
                 unit.set_modules_to_forward_prefetch(following[:1])  # as FSDP does itself on a GPU
 
 
-class _WideLinear(torch.autograd.Function):
-    """x @ weight^T with operands converted to a wider dtype. The converted operands are not kept for backward."""
+class _Linears(torch.autograd.Function):
+    """x @ weight^T for each weight, with operands converted to a wider dtype. Backward keeps neither the converted
+    operands, nor an x that its source makes again. It adds the gradients of x in the order in which autograd would."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, wide: torch.dtype) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.wide = wide
-        return F.linear(x.to(wide), weight.to(wide)).type_as(x)
+    def forward(ctx: Any, x: Tensor, wide: torch.dtype, source: Any, *weights: Tensor) -> tuple[Tensor, ...]:
+        keeps_x = source is None and any(ctx.needs_input_grad[3:])
+        ctx.save_for_backward(*weights, *([x] if keeps_x else []))
+        ctx.wide, ctx.source = wide, source
+        x_wide = x.to(wide)
+        return tuple(F.linear(x_wide, weight.to(wide)).type_as(x) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight = ctx.saved_tensors
-        gradient = gradients[0].to(ctx.wide)
-        d_x, d_weight = None, None
-        if ctx.needs_input_grad[0]:
-            d_x = (gradient @ weight.to(ctx.wide)).type_as(x)
-        if ctx.needs_input_grad[1]:
-            d_weight = (gradient.flatten(0, -2).t() @ x.to(ctx.wide).flatten(0, -2)).type_as(weight)
-        return d_x, d_weight, None
+        weights, rows, d_x, d_weights = ctx.saved_tensors[: len(gradients)], torch.empty(0), None, []
+        x_needs, _, _, *weights_need = ctx.needs_input_grad
+        if any(weights_need):
+            x = ctx.source.again(ctx.source) if ctx.source else ctx.saved_tensors[-1]
+            rows = x.flatten(0, -2).to(ctx.wide)
+        for gradient, weight, needs in reversed([*zip(gradients, weights, weights_need, strict=True)]):
+            of_rows = gradient.flatten(0, -2).to(ctx.wide)
+            if x_needs:
+                added = (of_rows @ weight.to(ctx.wide)).type_as(gradient)
+                d_x = added if d_x is None else d_x.add_(added)
+            d_weights.append((of_rows.t() @ rows).type_as(weight) if needs else None)
+        return None if d_x is None else d_x.view(*gradients[0].shape[:-1], -1), None, None, *reversed(d_weights)

@@ -13,6 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
+from titanlite.runtime.private_torch.tensors import has_saved_tensor_hooks
+
 Activation = Callable[[Tensor, Tensor], Tensor]
 """(gate, up) -> hidden, elementwise."""
 
@@ -145,6 +147,12 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
+        ctx.again = _SwiGLU.again
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    def again(ctx: Any) -> Tensor:
+        gate, up = ctx.saved_tensors
         return F.silu(gate).mul_(up)
 
     @staticmethod
@@ -233,9 +241,16 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         wide = x.float()
-        scale = wide.square().mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
+        out = wide.square()
+        scale = out.mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
-        return (wide * scale).mul_(weight).type_as(x)
+        ctx.again = _RMSNorm.again
+        return torch.mul(wide, scale, out=out).mul_(weight).type_as(x)
+
+    @staticmethod
+    def again(ctx: Any) -> Tensor:
+        x, weight, scale = ctx.saved_tensors
+        return (x.float() * scale).mul_(weight).type_as(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
@@ -246,6 +261,15 @@ class _RMSNorm(torch.autograd.Function):
         d_x = (gradient * weight).addcmul_(normal, along).mul_(scale)
         d_weight = both.flatten(0, -2).sum(dim=0).type_as(weight) if ctx.needs_input_grad[1] else None
         return d_x.type_as(x), d_weight, None
+
+
+def source_of(x: Tensor) -> Any:
+    """Return the node of autograd that makes x, if it is one of `rms_norm` or `swiglu`. `source.again(source)` makes x
+    again within backward, until its own.
+
+    None while hooks see what is kept: those of activation checkpointing recompute x anyway.
+    """
+    return x.grad_fn if hasattr(x.grad_fn, "again") and not has_saved_tensor_hooks() else None
 
 
 def linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -42,8 +42,9 @@ from titanlite.schema import AttentionBackend
 if TYPE_CHECKING:
     from titanlite.ops.divergence import ChunkDivergence
 
-CHUNK_BYTES = 2**28
-"""Size of the float32 logits of a chunk on a CPU: 512 tokens of a vocabulary of 131,072."""
+CHUNK_TOKENS, CHUNK_BYTES = 512, 2**28
+"""Tokens of a chunk on a CPU, and size of its float32 logits: 512 tokens of a vocabulary of 131,072. A CPU multiplies
+512 rows as fast as more."""
 GPU_CHUNK_BYTES = {False: 2**30, True: 3 * 2**28}
 """Size of the float32 logits of a chunk on a GPU, by whether the loss is compiled. Each chunk reads and writes the
 weight's float32 gradient once, and launches kernels: 6 if compiled, else 16."""
@@ -342,12 +343,12 @@ class Kernels:
 
         On a GPU the chunks of a batch have equal sizes, rounded up to the `GPU_TILE` tokens of a matmul's tile.
         """
-        tile, limit = (GPU_TILE, GPU_CHUNK_BYTES[self.compiles]) if self.is_gpu(device) else (1, CHUNK_BYTES)
-        largest = max(1, (self.chunk_bytes or limit) // (4 * vocabulary * tile)) * tile
-        if tile == 1:
-            return largest
+        if not self.is_gpu(device):
+            return max(1, min(CHUNK_TOKENS, (self.chunk_bytes or CHUNK_BYTES) // (4 * vocabulary)))
+        limit = self.chunk_bytes or GPU_CHUNK_BYTES[self.compiles]
+        largest = max(1, limit // (4 * vocabulary * GPU_TILE)) * GPU_TILE
         chunks = -(-tokens // largest)
-        return -(-tokens // (chunks * tile)) * tile
+        return -(-tokens // (chunks * GPU_TILE)) * GPU_TILE
 
     def label_softmax(
         self,

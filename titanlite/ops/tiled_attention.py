@@ -4,8 +4,8 @@ PyTorch's flash attention multiplies the small matrices of each head and sequenc
 matmul computes a tile of all of them. As in flash attention (arXiv:2205.14135), backward computes the weights again,
 and no score is kept.
 
-Shape suffixes: see `models/layers.py`; X = B * K key heads of the batch, M tiles, R rows of a tile: C queries
-of each of the query heads that share a key head, V dims of a value.
+Shape suffixes: see `models/layers.py`; X = B * K key heads of the batch, R rows of a tile: C queries of
+each of the query heads that share a key head, V dims of a value.
 """
 
 from typing import Any
@@ -38,30 +38,30 @@ def attend_in_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLV: Tensor, mask: Tensor
 
 @torch.library.custom_op("titanlite::attend_in_tiles", mutates_args=())
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    q_XMRH, k_XLH, v_XLV = _tiles(q, k.shape[1]).mul_(scale), k.flatten(0, 1).float(), v.flatten(0, 1).float()
-    out_XMRV = q_XMRH.new_empty(*q_XMRH.shape[:3], v.shape[-1])
-    for tile in range(q_XMRH.shape[1]):
+    k_XLH, v_XLV = k.flatten(0, 1).float(), v.flatten(0, 1).float()
+    out = _like_tokens(q, v.shape[-1])
+    for tile in range(_count(q)):
         keys = slice((tile + 1) * _size(q))
-        out_XMRV[:, tile] = torch.bmm(_weights(q_XMRH[:, tile], k_XLH[:, keys], mask, tile), v_XLV[:, keys])
-    return _untile(out_XMRV, q)
+        weights_XRS = _weights(_tile(q, tile, k).mul_(scale), k_XLH[:, keys], mask, tile)
+        _put(out, tile, torch.bmm(weights_XRS, v_XLV[:, keys]))
+    return out
 
 
 @torch.library.custom_op("titanlite::attend_in_tiles_backward", mutates_args=())
 def _attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    q_XMRH, d_out_XMRV = _tiles(q, k.shape[1]).mul_(scale), _tiles(gradient, k.shape[1])
-    k_XLH, v_XLV = k.flatten(0, 1).float(), v.flatten(0, 1).float()
-    d_q_XMRH, d_k_XLH, d_v_XLV = torch.empty_like(q_XMRH), *(it.new_zeros(it.shape) for it in (k_XLH, v_XLV))
-    for tile in range(q_XMRH.shape[1]):
-        keys, q_XRH, d_out_XRV = slice((tile + 1) * _size(q)), q_XMRH[:, tile], d_out_XMRV[:, tile]
+    k_XLH, v_XLV, d_q = k.flatten(0, 1).float(), v.flatten(0, 1).float(), _like_tokens(q, q.shape[-1])
+    d_k_XLH, d_v_XLV = (it.new_zeros(it.shape) for it in (k_XLH, v_XLV))
+    for tile in range(_count(q)):
+        keys, q_XRH, d_out_XRV = slice((tile + 1) * _size(q)), _tile(q, tile, k).mul_(scale), _tile(gradient, tile, k)
         weights_XRS = _weights(q_XRH, k_XLH[:, keys], mask, tile)
         d_v_XLV[:, keys].baddbmm_(weights_XRS.mT, d_out_XRV)
         d_weights_XRS = torch.bmm(d_out_XRV, v_XLV[:, keys].mT)
         d_scores_XRS = softmax_gradient(d_weights_XRS, weights_XRS)
         d_k_XLH[:, keys].baddbmm_(d_scores_XRS.mT, q_XRH)
-        d_q_XMRH[:, tile] = torch.bmm(d_scores_XRS, k_XLH[:, keys])
-    return _untile(d_q_XMRH.mul_(scale), q), d_k_XLH.view(k.shape).type_as(k), d_v_XLV.view(v.shape).type_as(v)
+        _put(d_q, tile, torch.bmm(d_scores_XRS, k_XLH[:, keys]).mul_(scale))
+    return d_q, d_k_XLH.view(k.shape).type_as(k), d_v_XLV.view(v.shape).type_as(v)
 
 
 def _weights(q_XRH: Tensor, k_XSH: Tensor, mask: Tensor | None, tile: int) -> Tensor:
@@ -82,33 +82,42 @@ def _size(x_BNLH: Tensor) -> int:
     return max(SMALLEST, x_BNLH.shape[2] // TILES)
 
 
-def _tiles(x_BNLH: Tensor, key_heads: int) -> Tensor:
-    """Return float32 copies of queries by key head and tile: [X, M, R, H]."""
-    x_BKGMCH = x_BNLH.unflatten(1, (key_heads, -1)).unflatten(3, (-1, _size(x_BNLH)))
-    x_BKMGCH = x_BKGMCH.transpose(2, 3).to(torch.float32, copy=True, memory_format=torch.contiguous_format)
-    return x_BKMGCH.flatten(3, 4).flatten(0, 1)
+def _count(x_BNLH: Tensor) -> int:
+    """Return the number of tiles."""
+    return x_BNLH.shape[2] // _size(x_BNLH)
 
 
-def _untile(x_XMRH: Tensor, like_BNLH: Tensor) -> Tensor:
-    """Return what `_tiles` had, in the dtype of another tensor, with the heads of a token next to each other."""
-    B, N, L, _ = like_BNLH.shape
-    out_BLNH = like_BNLH.new_empty(B, L, N, x_XMRH.shape[-1])
-    x_BKMGCH = x_XMRH.unflatten(2, (-1, _size(like_BNLH))).unflatten(0, (B, -1))
-    x_BMCKGH = x_BKMGCH.permute(0, 2, 4, 1, 3, 5)
-    out_BLNH.view(x_BMCKGH.shape).copy_(x_BMCKGH)
-    return out_BLNH.transpose(1, 2)
+def _tile(x_BNLH: Tensor, tile: int, like_BKLH: Tensor) -> Tensor:
+    """Return a float32 copy of a tile's queries by key head: [X, R, H]."""
+    x_BKGCH = _view(x_BNLH, tile, like_BKLH.shape[1])
+    return x_BKGCH.to(torch.float32, copy=True, memory_format=torch.contiguous_format).flatten(2, 3).flatten(0, 1)
+
+
+def _put(x_BNLH: Tensor, tile: int, values_XRH: Tensor) -> None:
+    """Write what `_tile` returns, in the dtype of x."""
+    x_BKGCH = _view(x_BNLH, tile, len(values_XRH) // len(x_BNLH))
+    x_BKGCH.copy_(values_XRH.view(x_BKGCH.shape))
+
+
+def _view(x_BNLH: Tensor, tile: int, key_heads: int) -> Tensor:
+    size = _size(x_BNLH)
+    return x_BNLH.unflatten(1, (key_heads, -1))[:, :, :, tile * size : (tile + 1) * size]
+
+
+def _like_tokens(x_BNLH: Tensor, dims: int) -> Tensor:
+    """Return memory for [B, N, L, dims] with the heads of a token next to each other."""
+    B, N, L, _ = x_BNLH.shape
+    return x_BNLH.new_empty(B, L, N, dims).transpose(1, 2)
 
 
 @_attend.register_fake
 def _(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    B, N, L, _ = q.shape
-    return q.new_empty(B, L, N, v.shape[-1]).transpose(1, 2)
+    return _like_tokens(q, v.shape[-1])
 
 
 @_attend_backward.register_fake
 def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, ...]:
-    B, N, L, H = q.shape
-    return q.new_empty(B, L, N, H).transpose(1, 2), k.new_empty(k.shape), v.new_empty(v.shape)
+    return _like_tokens(q, q.shape[-1]), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -135,6 +135,11 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def has_saved_tensor_hooks() -> bool:
+    """Return whether this thread is within `torch.autograd.graph.saved_tensors_hooks`, as in a checkpointed block."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that is running ends."""
     Variable._execution_engine.queue_callback(function)
