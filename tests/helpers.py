@@ -183,15 +183,17 @@ def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, backend
     """
     context = multiprocessing.get_context("forkserver")
     with tempfile.TemporaryDirectory() as folder:
-        port = free_port()
         processes = [
-            context.Process(target=_rank_main, args=(function, rank, world_size, args, backend, port, folder))
+            context.Process(target=_rank_main, args=(function, rank, world_size, args, backend, folder))
             for rank in range(world_size if backend != "fake" else 1)
         ]
         for process in processes:
             process.start()
-        deadline = time.monotonic() + LONGEST
-        results = [_result(Path(folder, str(rank)), processes[rank], deadline) for rank in range(len(processes))]
+        deadline, results = time.monotonic() + LONGEST, []
+        for rank, process in enumerate(processes):
+            results.append(_result(Path(folder, str(rank)), process, deadline))
+            if results[-1][0]:  # the others may wait for this one
+                deadline = min(deadline, time.monotonic() + 10)
         for process in processes:
             process.kill()
             process.join()
@@ -234,7 +236,7 @@ def _in_turn(rank: int, world_size: int, function: Callable[..., Any], configs: 
 
 
 def _rank_main(
-    function: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], backend: str, port: int, folder: str
+    function: Callable[..., Any], rank: int, world_size: int, args: Sequence[Any], backend: str, folder: str
 ) -> None:
     import torch
     import torch.distributed as dist
@@ -246,8 +248,8 @@ def _rank_main(
 
             dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
         else:
-            address = f"tcp://127.0.0.1:{port}"
-            dist.init_process_group(backend, init_method=address, rank=rank, world_size=world_size)
+            store = _store(rank, world_size, Path(folder, "port"))
+            dist.init_process_group(backend, store=store, rank=rank, world_size=world_size)
         result = None, function(rank, world_size, *args)
         dist.barrier()
     except BaseException:
@@ -256,6 +258,21 @@ def _rank_main(
     staging.write_bytes(pickle.dumps(result))
     staging.rename(Path(folder, str(rank)))
     os._exit(0)
+
+
+def _store(rank: int, world_size: int, path: Path) -> Any:
+    """Return a store on a port that rank 0 gets from the kernel. Another process could take one that is only free."""
+    from torch.distributed import TCPStore
+
+    if rank == 0:
+        store = TCPStore("127.0.0.1", 0, world_size, is_master=True, wait_for_workers=False)
+        staging = path.with_suffix(".staging")
+        staging.write_text(str(store.port))
+        staging.rename(path)
+        return store
+    while not path.exists():
+        time.sleep(0.01)
+    return TCPStore("127.0.0.1", int(path.read_text()), world_size)
 
 
 def _result(path: Path, process: Any, deadline: float) -> tuple[str | None, Any]:
