@@ -117,19 +117,20 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, wide: torch.dtype, source: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        keeps_x = source is None and any(ctx.needs_input_grad[3:])
-        ctx.save_for_backward(*weights, *([x] if keeps_x else []))
-        ctx.wide, ctx.source = wide, source
+        # What the source has kept, and not the source: pipelines compute gradients of weights after all others.
+        kept = source.saved_tensors if source else [x] if any(ctx.needs_input_grad[3:]) else []
+        ctx.save_for_backward(*weights, *kept)
+        ctx.wide, ctx.again = wide, source.again if source else None
         x_wide = x.to(wide)
         return tuple(F.linear(x_wide, weight.to(wide)).type_as(x) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weights, rows, d_x, d_weights = ctx.saved_tensors[: len(gradients)], torch.empty(0), None, []
+        weights, kept = ctx.saved_tensors[: len(gradients)], ctx.saved_tensors[len(gradients) :]
+        rows, d_x, d_weights = torch.empty(0), None, []
         x_needs, _, _, *weights_need = ctx.needs_input_grad
         if any(weights_need):
-            x = ctx.source.again(ctx.source) if ctx.source else ctx.saved_tensors[-1]
-            rows = x.flatten(0, -2).to(ctx.wide)
+            rows = (ctx.again(*kept) if ctx.again else kept[0]).flatten(0, -2).to(ctx.wide)
         for gradient, weight, needs in reversed([*zip(gradients, weights, weights_need, strict=True)]):
             of_rows = gradient.flatten(0, -2).to(ctx.wide)
             if x_needs:

@@ -148,11 +148,10 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.again = _SwiGLU.again
-        return F.silu(gate).mul_(up)
+        return _SwiGLU.again(gate, up)
 
     @staticmethod
-    def again(ctx: Any) -> Tensor:
-        gate, up = ctx.saved_tensors
+    def again(gate: Tensor, up: Tensor) -> Tensor:
         return F.silu(gate).mul_(up)
 
     @staticmethod
@@ -248,8 +247,7 @@ class _RMSNorm(torch.autograd.Function):
         return torch.mul(wide, scale, out=out).mul_(weight).type_as(x)
 
     @staticmethod
-    def again(ctx: Any) -> Tensor:
-        x, weight, scale = ctx.saved_tensors
+    def again(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
         return (x.float() * scale).mul_(weight).type_as(x)
 
     @staticmethod
@@ -264,8 +262,8 @@ class _RMSNorm(torch.autograd.Function):
 
 
 def source_of(x: Tensor) -> Any:
-    """Return the node of autograd that makes x, if it is one of `rms_norm` or `swiglu`. `source.again(source)` makes x
-    again within backward, until its own.
+    """Return the node of autograd that makes x, if it is one of `rms_norm` or `swiglu`. `source.again` makes x again
+    from `source.saved_tensors`.
 
     None while hooks see what is kept: those of activation checkpointing recompute x anyway.
     """
