@@ -27,6 +27,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 from tests import packed_kernel
 from tests.operators import Operators
+from titanlite.ops.cpu import CpuKernels
 from titanlite.runtime.private_torch.attention import (
     cpu_attention,
     cpu_attention_backward,
@@ -422,6 +423,17 @@ def small_model() -> nn.Module:
         fully_shard(layer)
     fully_shard(model)
     return model
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("is_alone", [True, False])
+def test_cpus_gather_ahead_unless_blocks_communicate(is_alone: bool) -> None:
+    model: Any = small_model()
+    CpuKernels().adapt_fsdp(
+        [*model], shard_degree=2, keeps_gradients=True, reduces_in_backward=False, is_alone=is_alone, awaited=None
+    )
+    group: Any = fsdp_param_group(model[0])
+    assert group.unshard_async_op == is_alone
 
 
 @pytest.mark.usefixtures("single_process_group")

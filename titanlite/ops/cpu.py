@@ -94,18 +94,20 @@ class CpuKernels(Kernels):
         shard_degree: int,
         keeps_gradients: bool,
         reduces_in_backward: bool,
+        is_alone: bool,
         awaited: nn.Module | None,
         reduce_scatter: type[ReduceScatter] | None = None,
     ) -> None:
-        in_flight = InFlight()
+        # Two collectives of one process group at a time have made gloo hang, where sequences were split.
+        overlaps, in_flight = is_alone and not reduces_in_backward, InFlight()
         for index, unit in enumerate(units):
             if shard_degree == 1:  # without streams, the input can always be the output
                 unit.set_custom_reduce_scatter(ReduceScatter(ranks=1, shares=True))  # pyright: ignore[reportArgumentType]
                 continue
-            late = in_flight if keeps_gradients and not reduces_in_backward else None
+            late = in_flight if keeps_gradients and overlaps else None
             comm = reduce_scatter(ranks=shard_degree, shares=False) if reduce_scatter else AllToAllReduceScatter(late)
             unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
-            if not reduces_in_backward:  # with replicas, an early all-gather takes 3 % more memory than planned
+            if overlaps:  # with replicas, an early all-gather takes 3 % more memory than planned
                 gather_asynchronously(unit)
                 following = [it for it in units[index + 1 :] if in_every_pass(it)]
                 unit.set_modules_to_forward_prefetch(following[:1])  # as FSDP does itself on a GPU

@@ -421,6 +421,7 @@ class Kernels:
         shard_degree: int,
         keeps_gradients: bool,
         reduces_in_backward: bool,
+        is_alone: bool,
         awaited: nn.Module | None,
         reduce_scatter: type[ReduceScatter] | None = None,
     ) -> None:
@@ -431,6 +432,7 @@ class Kernels:
             keeps_gradients: see `keeps_reduced_gradients` of parallelize/fsdp.py.
             reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
                 convert it.
+            is_alone: blocks communicate nothing themselves.
             awaited: unit whose reduce-scatter backward waits for, if any.
             reduce_scatter: adds gradients over shards. Default: they are averaged.
         """
