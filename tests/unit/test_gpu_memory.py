@@ -189,6 +189,18 @@ def test_where_backward_waits_and_gradients_share_memory(
             assert {type(it) for it in comms} == {AllToAllReduceScatter}
 
 
+@pytest.mark.parametrize("axis", ["", "context", "tensor", "expert"])
+def test_cpus_gather_beside_compute_where_blocks_communicate_nothing(axis: str) -> None:
+    degrees: dict[str, Any] = {f"{axis}_parallel_degree": 2} if axis else {}
+    parallelism = Parallelism(**degrees)
+    with fake_process_group(4):
+        model = build_on_meta(Llama3, Llama3.flavors["debug"])
+        mesh = build_mesh(parallelism, world_size=4, device_type="cpu")
+        shard(model, mesh=mesh, kernels=CpuKernels(), parallelism=parallelism, training=Training(global_batch_size=4))
+        units: list[Any] = [model.head, *model.layers]
+        assert {fsdp_param_group(unit).unshard_async_op for unit in units} == {not axis}  # pyright: ignore[reportOptionalMemberAccess]
+
+
 @pytest.mark.parametrize(
     ("keeps", "options", "updates"),
     [

@@ -73,7 +73,7 @@ class TokenExchange(Protocol):
 
         Args:
             x_TD: each process has as many tokens.
-            weights_TE: of experts in the sum; `NOT_CHOSEN` for others.
+            weights_TE: of experts in the sum, at least 0 or NaN; `NOT_CHOSEN` for others.
             active: experts of a token.
             stacks: of the experts that this process has.
             compute: is called with the tokens of those experts, from all processes.

@@ -152,14 +152,10 @@ def shard(
             on_host=on_host,
         ),
         reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
-        is_alone=all(
-            degree == 1
-            for degree in (
-                parallelism.context_parallel_degree,
-                parallelism.tensor_parallel_degree,
-                parallelism.expert_parallel_degree,
-            )
-        ),
+        is_alone=parallelism.context_parallel_degree
+        == parallelism.tensor_parallel_degree
+        == parallelism.expert_parallel_degree
+        == 1,
         awaited=head if [head] in units and can_wait(mesh, training) else None,
         reduce_scatter=reduce_scatter,
     )
