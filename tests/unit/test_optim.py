@@ -15,7 +15,7 @@ from titanlite.optim.combined import optimizers_in
 from titanlite.optim.muon import Muon, newton_schulz
 from titanlite.optim.rounding import SlicedAdamW, round_stochastically
 from titanlite.runtime.hash_random import random_bits
-from titanlite.runtime.private_torch.tensors import fused_adamw_
+from titanlite.runtime.private_torch.tensors import LocalAdamW, fused_adamw_
 from titanlite.schema import Optimizer
 
 STEPS = 5
@@ -90,10 +90,10 @@ def test_a_kernel_gets_what_slices_are_computed_from() -> None:
 MATRIX_BY_MUON = '{match = ["weight"], name = "Muon"}'
 BIAS_BY_SGD = '{match = ["bias"], name = "SGD", args.momentum = 0.9}'
 OPTIMIZERS = {
-    "fused": ("", [torch.optim.AdamW]),
+    "fused": ("", [LocalAdamW]),
     "rounding": ('state_dtype = "bfloat16"', [SlicedAdamW]),
     "plain": ('name = "SGD"\nargs.momentum = 0.9', [torch.optim.SGD]),
-    "Muon and AdamW": (f'groups = [{MATRIX_BY_MUON}, {{match = ["bias"]}}]', [Muon, torch.optim.AdamW]),
+    "Muon and AdamW": (f'groups = [{MATRIX_BY_MUON}, {{match = ["bias"]}}]', [Muon, LocalAdamW]),
     "Muon and SGD": (f"groups = [{MATRIX_BY_MUON}, {BIAS_BY_SGD}]", [Muon, torch.optim.SGD]),
 }
 

@@ -71,6 +71,7 @@ from titanlite.runtime.private_torch.process_groups import (
 )
 from titanlite.runtime.private_torch.tensors import (
     ATTENTION_OPERATORS,
+    LocalAdamW,
     add_in_place,
     call_after_backward,
     chosen_attention,
@@ -156,6 +157,26 @@ def test_fused_adamw() -> None:
             assert all(map(torch.equal, before, ours)) == (found_inf is not None)
     state = optimizer.state[theirs]
     assert all(map(torch.equal, ours, (theirs, state["exp_avg"], state["exp_avg_sq"])))
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_adamw_updates_local_parts() -> None:
+    """Two steps on a DTensor have the bits of PyTorch's on a plain tensor, and no operator sees a DTensor."""
+    values, gradients = torch.randn(2, 3, 5), torch.randn(2, 3, 5)
+    plain = nn.Parameter(values[0].clone())
+    mesh = init_device_mesh("cpu", (1,))
+    sharded = nn.Parameter(distribute_tensor(values[0].clone(), mesh, [Shard(0)]))
+    options: dict[str, Any] = {"lr": 0.1, "weight_decay": 0.2, "fused": True}
+    theirs, ours = torch.optim.AdamW([plain], **options), LocalAdamW([sharded], **options)
+    for gradient in gradients:
+        plain.grad, sharded.grad = gradient.clone(), DTensor.from_local(gradient.clone(), mesh, [Shard(0)])
+        theirs.step()
+        with Operators() as seen:
+            ours.step()
+        updated = [tensor for name, (tensors, *_) in seen.calls if "_fused_adamw_" in str(name) for tensor in tensors]
+        assert [type(tensor) for tensor in updated] == [Tensor]
+    assert isinstance(sharded, DTensor)
+    assert torch.equal(plain, sharded.to_local())
 
 
 class Reduced:

@@ -1,6 +1,7 @@
 """Attention of CPUs to short sequences, against PyTorch's own in float64."""
 
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from tests.families import built
 from tests.operators import OperatorNames, peak_bytes
+from titanlite.ops import tiled_attention
 from titanlite.ops.attention import Scores
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
@@ -43,11 +45,20 @@ def results(attend: Any, tensors: list[Tensor], dtype: torch.dtype) -> list[Tens
 
 @pytest.mark.parametrize("is_masked", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(2, 4, 2, 96), (1, 3, 3, 32), (3, 6, 1, 256)])
+@pytest.mark.parametrize(
+    ("shape", "tiles"), [((2, 4, 2, 96), 3), ((1, 3, 3, 32), 1), ((3, 6, 1, 256), 4), ((1, 4, 2, 256), 1)]
+)
 @pytest.mark.parametrize("scale", [None, 0.7])
 def test_outputs_and_gradients(
-    shape: tuple[int, int, int, int], dtype: torch.dtype, is_masked: bool, scale: float | None
+    shape: tuple[int, int, int, int],
+    tiles: int,
+    dtype: torch.dtype,
+    is_masked: bool,
+    scale: float | None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    weights = Mock(wraps=tiled_attention._weights)
+    monkeypatch.setattr(tiled_attention, "_weights", weights)
     tensors, mask = inputs(*shape, value_dim=24 if scale else 16, dtype=dtype), None
     if is_masked:
         mask = mask_of_documents(shape[0], shape[-1], torch.float64)
@@ -63,6 +74,7 @@ def test_outputs_and_gradients(
     with OperatorNames() as operators:
         found = results(ours, tensors, dtype)
     assert operators.names.count(TILES) == 1
+    assert weights.call_count == 2 * tiles
     limit = 2e-6 if dtype == torch.float32 else 1.5e-2
     for value, expected in zip(found, results(exact, tensors, torch.float64), strict=True):
         assert value.dtype == dtype
@@ -97,9 +109,9 @@ def test_its_name_is_that_of_whole_sequences(in_parts: bool, name: str) -> None:
 
 
 def test_it_copies_the_queries_of_a_tile_at_a_time() -> None:
-    *qkv, gradient = inputs(2, 4, 2, 128, value_dim=128)
+    *qkv, gradient = inputs(16, 4, 2, 128, value_dim=128)
     q, k, v = (torch.randn(*it.shape[:3], 128, requires_grad=True) for it in qkv)
-    scores = 4 * 64 * 128 * 4
+    scores = 32 * 64 * 128 * 4
     copies = 2 * k.nbytes + q.nbytes // 4
     assert peak_bytes(lambda: attend_in_tiles(q, k, v, None, None)) < q.nbytes + copies + 2 * scores + 2**16
     out = attend_in_tiles(q, k, v, None, None)

@@ -19,6 +19,8 @@ SMALLEST = 32
 """Queries of the smallest tile. The length of a sequence is a multiple of it."""
 TILES = 4
 """Tiles of a longer sequence: more would skip more of the scores that a query must not see, in more operators."""
+LEAST_SCORES = 2**18
+"""Scores of a tile, if the sequences have so many: operators on fewer take as long as their start."""
 LONGEST = 512
 """Tokens of a sequence from which on flash attention is about as fast."""
 
@@ -79,7 +81,11 @@ def _weights(q_XRH: Tensor, k_XSH: Tensor, mask: Tensor | None, tile: int) -> Te
 
 def _size(x_BNLH: Tensor) -> int:
     """Return the number of queries of a tile."""
-    return max(SMALLEST, x_BNLH.shape[2] // TILES)
+    B, N, L, _ = x_BNLH.shape
+    size = max(SMALLEST, L // TILES)
+    while B * N * size * L < LEAST_SCORES and L % (2 * size) == 0:
+        size *= 2
+    return size
 
 
 def _count(x_BNLH: Tensor) -> int:

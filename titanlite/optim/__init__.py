@@ -11,7 +11,7 @@ from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.runtime.private_torch.tensors import LocalAdamW, local_tensor
 from titanlite.runtime.state_memory import StateMemory
 from titanlite.schema import Optimizer
 
@@ -93,11 +93,12 @@ def _build(
     if (block_size := block_size_of(optimizer_cls, options)) is not None:
         for name, parameter in parameters.items():
             check_shards(name, parameter, block_size)
+    by_fused_kernel = optimizer_cls is torch.optim.AdamW and options["fused"] and not options.get("amsgrad")
     try:
-        optimizer = optimizer_cls(param_groups, **options)
+        optimizer = (LocalAdamW if by_fused_kernel else optimizer_cls)(param_groups, **options)
     except (TypeError, ValueError) as error:
         raise UserError(f"optimizer.name: {groups[0].name}: {error}") from error
-    if optimizer_cls is torch.optim.AdamW and options["fused"] and not options.get("amsgrad"):
+    if by_fused_kernel:
         for parameter in parameters.values():
             optimizer.state[parameter] = zero_moments(parameter, dtype=state_dtype)
     return optimizer

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Hashable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -81,6 +82,19 @@ def fused_adamw_(
         [weight], [gradient], [exp_avg], [exp_avg_sq], [], [step], lr=lr, beta1=betas[0], beta2=betas[1],
         weight_decay=weight_decay, eps=eps, amsgrad=False, maximize=False, grad_scale=None, found_inf=found_inf,
     )  # fmt: skip
+
+
+class LocalAdamW(torch.optim.AdamW):
+    """AdamW that updates this rank's parts of sharded tensors as plain tensors.
+
+    They have the same bits. The dispatch of DTensors would take longer than the fused kernel on small tensors.
+    """
+
+    def _init_group(self, group: dict[str, Any], *tensors: list[Tensor]) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
+        has_complex = super()._init_group(group, *tensors)
+        for of_a_kind in tensors:
+            of_a_kind[:] = map(local_tensor, of_a_kind)
+        return has_complex
 
 
 def foreach_norms(tensors: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
