@@ -65,9 +65,9 @@ def check_exchange(chosen: list[list[list[int]]], make: Any, moved: list[tuple[i
     stack = distribute_tensor(whole_stack, mesh, [Shard(0)], src_data_rank=None).requires_grad_()
     plain = whole_stack.clone().requires_grad_()
     is_chosen_TE = torch.zeros(len(tokens), 4, dtype=torch.bool).scatter(1, experts, value=True)
-    found = []
+    found, exchange = [], make(group, Kernels())
     for passed, its_stack in (
-        (lambda x, w: make(group, Kernels()).compute(x, w, experts.shape[1], [stack], times_stack), stack),
+        (lambda x, w: exchange.compute(exchange.send(x, w, experts.shape[1]), [stack], times_stack), stack),
         (lambda x, w: (x @ plain.t() * w.masked_fill(w == NOT_CHOSEN, 0)).sum(dim=1, keepdim=True), plain),
     ):
         x_TD = tokens.clone().requires_grad_()

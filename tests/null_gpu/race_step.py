@@ -227,12 +227,18 @@ def backward_raises_and_nothing_waits() -> None:
     module.accumulate, torch.zeros = planted, reset
 
 
+def tokens_that_nobody_waits_for() -> None:
+    import titanlite.techniques.expert.exchange as module
+
+    module.wait_for_rows = lambda received: received
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     it.__name__: it
     for it in (
         gradient_on_another_stream, freed_block, recorded_block, share_without_its_condition, no_wait_at_the_end,
         no_wait_before_a_reduction, another_thread, another_thread_without_a_wait, backward_raises,
-        backward_raises_and_nothing_waits,
+        backward_raises_and_nothing_waits, tokens_that_nobody_waits_for,
     )
 }  # fmt: skip
 

@@ -10,8 +10,9 @@ The checker follows every operator that PyTorch dispatches, on the device that c
 - **Reuse.** The caching allocator gives memory that was freed to the next tensor of its stream without a wait. So what
   is known of a range stays when it is freed. Only `record_stream` makes the allocator wait, for the streams it names.
 
-A collective is an operator of the stream that calls it: NCCL's own stream waits for that one, and is waited for. Not
-seen: kernels within compiled code and within composite operators, and collectives of `async_op=True` before their wait.
+A collective is an operator of the stream that calls it: NCCL's own stream waits for that one, and is waited for. A
+functional collective is one of a stream of its own, until `wait_tensor`. Not seen: kernels within compiled code and
+within composite operators, and collectives of `async_op=True` before their wait.
 """
 
 import sys
@@ -31,6 +32,8 @@ WITHOUT_KERNEL = {
     "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_", "resize_storage_bytes_", "set_",
 }  # fmt: skip
 """Operators that touch no memory of a device. Views are told by themselves."""
+FUNCTIONAL = -1
+"""Stream of functional collectives, and the event behind the last of them."""
 PLUMBING = (
     "/utils/_", "/_ops.py", "/_library/", "contextlib.py", "/_tensor.py", "/c10d_logger.py", "/autograd/", "/_dynamo/",
     "/torch/_compile.py",
@@ -226,12 +229,22 @@ class RaceChecker(TorchDispatchMode):
             or func.overloadpacket.__name__ in WITHOUT_KERNEL
         ):
             return func(*args, **kwargs)
+        current = torch.cuda.current_stream().cuda_stream
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            self._clocks.wait(FUNCTIONAL, current)
+            return func(*args, **kwargs)
         written, read = self._arguments(func, args, kwargs)
         result = func(*args, **kwargs)
         made = {span for tensor in tree_leaves(result) for span in spans(tensor)}
         # An operator that changes no argument can return one as it is.
         written |= made if func._schema.is_mutable else made - read
-        self._operator(str(func), written, read - written)
+        is_functional = func.namespace == "_c10d_functional"
+        if is_functional:
+            self._clocks.record(FUNCTIONAL, current)
+            self._clocks.wait(FUNCTIONAL, FUNCTIONAL)
+        self._operator(str(func), written, read - written, FUNCTIONAL if is_functional else current)
+        if is_functional:
+            self._clocks.record(FUNCTIONAL, FUNCTIONAL)
         return result
 
     @staticmethod
@@ -244,10 +257,9 @@ class RaceChecker(TorchDispatchMode):
             found.update(span for tensor in tree_leaves(value) for span in spans(tensor))
         return written, read
 
-    def _operator(self, operator: str, written: set["Span"], read: set["Span"]) -> None:
+    def _operator(self, operator: str, written: set["Span"], read: set["Span"], stream: int) -> None:
         if not (written or read):
             return
-        stream = torch.cuda.current_stream().cuda_stream
         self.operators += 1
         self.streams.add(stream)
         time, place = self._clocks.tick(stream), caller()

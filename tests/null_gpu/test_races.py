@@ -10,6 +10,7 @@ pytestmark = pytest.mark.null_gpu
 
 SHORT = "--training.seq_len=256"
 MOE = ("--model.name=qwen3_moe", SHORT)
+SHARED = ("--model.name=deepseek_v3", "--parallelism.expert_parallel_degree=2")
 REPLICAS = "--parallelism.data_parallel_replicate_degree=2"
 ACCUMULATES = "--training.local_batch_size=1"
 REPRODUCIBLE = "--debug.reproducible_layouts=true"
@@ -71,6 +72,7 @@ CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
     "tensor 2, documents": (4, (*TENSOR, SHORT, "--data.document_mask=true")),
     "experts": (2, MOE),
     "expert 2": (4, (*MOE, "--parallelism.expert_parallel_degree=2")),
+    "expert 2, a shared expert": (4, SHARED),
     "expert 2 on replicas": (8, (*MOE, REPLICAS, "--parallelism.expert_parallel_degree=2")),
 }
 """Number of ranks and options of steps without a race. Float8 is always compiled, and so cannot be seen."""
@@ -106,13 +108,14 @@ FREED, SAME = "memory that was freed", "the same tensor"
         ("no_wait_at_the_end", (), f"of {SAME}", "reduce_scatter"),
         ("no_wait_before_a_reduction", (), "read after write", "reduce_scatter"),
         ("another_thread_without_a_wait", (), f"of {FREED}", "reduce_scatter"),
+        ("tokens_that_nobody_waits_for", SHARED, f"read after write of {SAME}", "titanlite."),
         ("backward_raises_and_nothing_waits", (), f"write after read of {FREED}", "reduce_scatter"),
     ],
 )
 def test_planted_races_are_found(
     plant: str, options: tuple[str, ...], kind: str, operator: str, run_python: RunPython
 ) -> None:
-    _, _, races = steps(run_python, f"--plant={plant}", *options)
+    _, _, races = steps(run_python, "--world=4" if options is SHARED else "--world=2", f"--plant={plant}", *options)
     assert any(kind in race and operator in race for race in races), races
 
 

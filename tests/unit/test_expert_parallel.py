@@ -4,13 +4,16 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from tests.helpers import world
+from tests.operators import OperatorNames
 from tests.plans import traced
 from titanlite.config.load import load
 from titanlite.models.base import build_on_meta, expert_layers
+from titanlite.models.deepseek_v3 import DeepseekV3, DeepseekV3Args
+from titanlite.models.experts import Experts
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.ops.cpu import CpuKernels
@@ -81,7 +84,7 @@ def test_recomputation_does_not_wait_for_counts_again(policy: Any) -> None:
     batches = torch.arange(128).view(2, 2, 32)
     expected = [torch.autograd.grad(model(it).square().mean(), [*model.parameters()]) for it in batches]
     for layer in expert_layers(model):
-        layer.exchange = AllToAllExchange(world(), kernels).compute
+        layer.exchange = AllToAllExchange(world(), kernels)
     apply_activation_checkpoint(model, [policy] * 2)
     losses = [model(it).square().mean() for it in batches]
     first = torch.autograd.grad(losses[0], [*model.parameters()], retain_graph=True)
@@ -90,6 +93,49 @@ def test_recomputation_does_not_wait_for_counts_again(policy: Any) -> None:
     assert kernels.reads == 2 * len(batches)
     for gradients, others in zip([*found, again], [expected[1], expected[0], expected[0]], strict=True):
         torch.testing.assert_close(gradients, others)
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_shared_experts_are_computed_while_tokens_are_sent() -> None:
+    """There are all-to-alls of weights, tokens and results, and of their gradients."""
+    args = DeepseekV3.flavors["debug"]
+    assert isinstance(args, DeepseekV3Args)
+    layer = Experts(args)
+    for parameter in layer.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(1, 8, args.dim, requires_grad=True)
+    alone = layer(x)
+    expected = torch.autograd.grad(alone.square().sum(), [x, *layer.parameters()])
+    layer.exchange = AllToAllExchange(world(), CpuKernels())
+    with OperatorNames() as forward:
+        found = layer(x)
+    with OperatorNames() as backward:
+        gradients = torch.autograd.grad(found.square().sum(), [x, *layer.parameters()])
+    assert matmuls_beside(forward.names) == [0, 3, 0]
+    assert matmuls_beside(backward.names) == [0, 2 * 3, 0]
+    torch.testing.assert_close((found, *gradients), (alone, *expected))
+
+
+def matmuls_beside(names: list[str]) -> list[int]:
+    """Return the number of matmuls between the beginning and the end of each all-to-all."""
+    begins = [place for place, name in enumerate(names) if "all_to_all_single" in name]
+    ends = [place for place, name in enumerate(names) if "wait_tensor" in name]
+    return [sum("aten.mm" in it for it in names[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+
+
+@pytest.mark.long
+def test_a_plan_counts_what_is_computed_while_tokens_are_sent() -> None:
+    found = traced(
+        "--model={name='deepseek_v3', flavor='debug', args={dim=64, n_layers=2, hidden_dim=24, vocab_size=512}}",
+        "--training.global_batch_size=4",
+        "--parallelism.expert_parallel_degree=2",
+        world_size=4,
+        gpu=True,
+    )
+    block = next(it for it in workload_of(found, fuse=True, gpus_per_node=8).units if it.name == "layers.1")
+    shared = 3 * 2 * 64 * 64 * 24
+    for waits, flops in ((block.forward_waits, shared), (block.backward_waits, 2 * shared)):
+        assert [sum(kernel.flops for kernel in it.beside) for it in waits] == [0, flops, 0]
 
 
 @pytest.mark.long

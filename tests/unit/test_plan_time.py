@@ -10,7 +10,16 @@ from titanlite.schema import Config
 from titanlite.techniques.technique import Technique
 from titanlite.tools.plan import time as module
 from titanlite.tools.plan.estimate import Layout
-from titanlite.tools.plan.time import Collective, Group, Kernel, Unit, collective_time, kernel_time, step_time
+from titanlite.tools.plan.time import (
+    Collective,
+    Group,
+    Kernel,
+    Unit,
+    collective_time,
+    kernel_time,
+    step_time,
+    waiting_time,
+)
 
 GPU = Hardware(
     name="round",
@@ -231,6 +240,19 @@ def test_what_kernels_wait_for_is_not_hidden() -> None:
     assert found.total == pytest.approx(3 * (4.5 + 1 + 2 + 2) + 0.25)
     assert found.communication == pytest.approx(13.75)
     assert found.exposed == pytest.approx(3 * 2.5 + 0.25)
+
+
+@pytest.mark.usefixtures("ideal")
+@pytest.mark.parametrize(("beside", "waits"), [(0.5, 1 - 0.75 * 0.5), (4, 0.25)])
+def test_kernels_beside_what_others_wait_for(beside: float, waits: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A collective of 1 is hidden by as much as kernels run beside it, which are slower by a quarter."""
+    monkeypatch.setattr(module, "CONTENTION", 0.25)
+    collectives = [it._replace(beside=takes(beside)) for it in sends(1, "all_reduce")]
+    assert waiting_time(collectives, GPU, 8) == pytest.approx(waits)
+    assert waiting_time(collectives, CPU, 8) == pytest.approx(1)
+    unit = Unit("a", takes(4), takes(8), backward_waits=tuple(collectives))
+    found = step_time([unit], update=(), hardware=GPU, gpus_per_node=8, accumulation=1)
+    assert (found.total, found.communication) == (pytest.approx(12 + waits), pytest.approx(1))
 
 
 @pytest.mark.usefixtures("ideal")

@@ -66,15 +66,15 @@ ComputeExperts = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]
 class TokenExchange(Protocol):
     """Exchange of tokens between processes that have different experts."""
 
-    def __call__(
-        self, x_TD: Tensor, weights_TE: Tensor, active: int, stacks: Sequence[Tensor], compute: ComputeExperts
-    ) -> Tensor:
+    def send(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> Any:
+        """Begin to send tokens to their experts. Return an argument for `compute`; see `ExpertLayer.send`. Each process
+        has as many tokens."""
+        ...
+
+    def compute(self, sent: Any, stacks: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
         """Return the sum of the outputs of each token's experts, computed where those are -> [T, D].
 
         Args:
-            x_TD: each process has as many tokens.
-            weights_TE: of experts in the sum, at least 0 or NaN; `NOT_CHOSEN` for others.
-            active: experts of a token.
             stacks: of the experts that this process has.
             compute: is called with the tokens of those experts, from all processes.
         """
@@ -97,15 +97,29 @@ class ExpertLayer(nn.Module):
     exchange: TokenExchange | None = None
     """None: this process has all experts. `parallelize.expert` sets it."""
 
-    def pass_through_experts(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> Tensor:
-        """Return the sum of the outputs of each token's experts -> [T, D]; arguments as of `TokenExchange`."""
-        stacks = [getattr(self, name) for name in self.stacks]
+    def send(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> Any:
+        """Begin to send tokens to their experts. Return an argument for `receive`.
+
+        Processes with different experts send while a model computes what it computes between the two calls, such as a
+        shared expert.
+
+        Args:
+            weights_TE: of experts in the sum, at least 0 or NaN; `NOT_CHOSEN` for others.
+            active: experts of a token.
+        """
         if self.exchange is not None:
-            return self.exchange(x_TD, weights_TE, active, stacks, self.compute)
+            return self.exchange.send(x_TD, weights_TE, active)
         from titanlite.ops.copies import Copies
         from titanlite.runtime.recomputation import computed_once
 
-        copies = computed_once(lambda: Copies.of(weights_TE != NOT_CHOSEN, len(x_TD) * active))
+        return x_TD, weights_TE, computed_once(lambda: Copies.of(weights_TE != NOT_CHOSEN, len(x_TD) * active))
+
+    def receive(self, sent: Any) -> Tensor:
+        """Return the sum of the outputs of each token's experts -> [T, D]."""
+        stacks = [getattr(self, name) for name in self.stacks]
+        if self.exchange is not None:
+            return self.exchange.compute(sent, stacks, self.compute)
+        x_TD, weights_TE, copies = sent
         return copies.add_up(self.compute(copies.take(x_TD), copies.values(weights_TE), copies.ends_N, stacks))
 
     def compute(self, x_SD: Tensor, weights_S: Tensor, ends_E: Tensor, stacks: Sequence[Tensor]) -> Tensor:

@@ -177,11 +177,12 @@ class Experts(ExpertLayer):
         is_recomputed = not torch.compiler.is_compiling() and is_in_backward()
         if self.training and torch.is_grad_enabled() and not is_recomputed:
             self.load_E.add_((weights_TE != NOT_CHOSEN).sum(dim=0))
-        # First, because recomputation ends before the last matmul of the experts if nothing behind it is kept.
+        sent = self.send(x_TD, weights_TE, self.n_active)
+        # While tokens are sent. Recomputation ends before the last matmul of the experts, as nothing behind it is kept.
         shared_BLD = None if self.shared is None else self.shared(x_BLD)
         if shared_BLD is not None and self.shared_gate is not None:
             shared_BLD = shared_BLD * F.linear(x_BLD, self.shared_gate).sigmoid()
-        out_BLD = reshape_result(self.pass_through_experts(x_TD, weights_TE, self.n_active), x_BLD.shape)
+        out_BLD = reshape_result(self.receive(sent), x_BLD.shape)
         return out_BLD if shared_BLD is None else out_BLD + shared_BLD
 
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:

@@ -50,8 +50,8 @@ class Hardware:
     clock: float = 1.0
     """Share of its clock that the device keeps under a lower power limit."""
     exchange_share: float = 1.0
-    """Share of the bytes of all-to-alls that is sent. titanlite sends a token once for each of its experts, and others
-    once to each rank or node."""
+    """Share of the bytes of all-to-alls that is sent. titanlite sends a token once to each rank that has some of its
+    experts; there are fewer such ranks where a router chooses neighbouring experts."""
     node_memory: int = 2 * 2**40
     """Bytes of host memory of a node, for CPU offload. An assumption: DGX H100 and p5.48xlarge have 2 TiB."""
     measured: bool = False

@@ -66,7 +66,16 @@ def exchange_rows(x: Tensor, to_others: list[int], from_others: list[int], name:
         from_others: numbers of rows from each rank.
         name: of the process group.
     """
-    received = torch.ops._c10d_functional.all_to_all_single(x.contiguous(), from_others, to_others, name)
+    return wait_for_rows(send_rows(x, to_others, from_others, name))
+
+
+def send_rows(x: Tensor, to_others: list[int], from_others: list[int], name: str) -> Tensor:
+    """Begin `exchange_rows`. The values of the result come with `wait_for_rows`."""
+    return torch.ops._c10d_functional.all_to_all_single(x.contiguous(), from_others, to_others, name)
+
+
+def wait_for_rows(received: Tensor) -> Tensor:
+    """Let the current stream, or on a CPU this thread, wait until rows are received."""
     return torch.ops._c10d_functional.wait_tensor(received)
 
 

@@ -4,6 +4,7 @@ Each layer has three all-to-alls in forward, and as many in backward: the weight
 tokens, and the results. A token is sent once to each rank that has some of its experts, which adds their outputs up and
 sends the sum back (as DeepEP does, github.com/deepseek-ai/DeepEP). No token is dropped. How many tokens each rank sends
 follows from the weights, and the host waits for the numbers, since they are sizes of tensors. Recomputation knows them.
+A shared expert is computed while tokens are sent, and its gradients while theirs are.
 """
 
 from collections.abc import Callable, Collection, Sequence
@@ -23,7 +24,7 @@ from titanlite.ops.copies import Copies, places
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.private_torch.process_groups import exchange_rows
+from titanlite.runtime.private_torch.process_groups import exchange_rows, send_rows, wait_for_rows
 from titanlite.runtime.recomputation import computed_once
 
 
@@ -68,11 +69,13 @@ def distribute_experts(
     Returns:
         the experts, which are yet to be sharded.
     """
-    compute = (exchange or AllToAllExchange)(parts.get_group(0), kernels).compute
-    uncompiled: Any = torch.compiler.disable(compute) if is_compiled else compute
+    token_exchange: Any = (exchange or AllToAllExchange)(parts.get_group(0), kernels)
+    if is_compiled:
+        for function in (token_exchange.send, token_exchange.compute):
+            setattr(token_exchange, function.__name__, torch.compiler.disable(function))
     layers = expert_layers(model)
     for layer in layers:
-        layer.exchange = uncompiled
+        layer.exchange = token_exchange
         for name in layer.stacks:
             old = layer.get_parameter(name)
             placements = [Shard(0), *(old.placements if isinstance(old, DTensor) else ())]
@@ -98,6 +101,24 @@ def free_dims(shape: torch.Size, *, taken: Collection[int | None], ranks: int) -
     return {dim: size for dim, size in enumerate(shape) if dim and dim not in taken} or {1: shape[1] // ranks}
 
 
+@dataclass
+class OnTheWay:
+    """What `AllToAllExchange` goes on with. The compiler would look into a tuple, and compile for each number in it."""
+
+    x: Tensor
+    """Tokens of the experts of this rank, which are on their way."""
+    gradients: list[Tensor]
+    """Of the tokens, on their way back in backward."""
+    weights: Tensor
+    """Those of the tokens."""
+    to_others: list[int]
+    from_others: list[int]
+    sent: Copies
+    """Of the tokens of this rank, for other ranks."""
+    copies: Any
+    """Of the tokens that come, for experts."""
+
+
 class AllToAllExchange:
     """Token exchange by plain all-to-alls; see `TokenExchange`.
 
@@ -109,9 +130,7 @@ class AllToAllExchange:
         self.group = group
         self.kernels = kernels
 
-    def compute(
-        self, x_TD: Tensor, weights_TE: Tensor, active: int, stacks: Sequence[Tensor], compute: ComputeExperts
-    ) -> Tensor:
+    def send(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> OnTheWay:
         weights_RTX = self.exchange_weights(weights_TE)  # R ranks, X experts of this one
 
         def find_places() -> tuple[list[int], list[int], Tensor, Copies, Copies]:
@@ -127,11 +146,28 @@ class AllToAllExchange:
             return to_others, from_others, here_U, Copies.of(is_sent_TR, sum(to_others)), of_experts
 
         to_others, from_others, here_U, sent, copies = computed_once(find_places)
-        x_UD = exchange(sent.take(x_TD), to_others, from_others, self.group.group_name)
         weights_UX = weights_RTX.flatten(0, 1).index_select(0, here_U)
+        return self.begin(sent.take(x_TD), weights_UX, to_others, from_others, sent, copies)
+
+    def compute(self, sent: OnTheWay, stacks: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
+        x_UD, copies = self.end(sent), sent.copies
         own = [_own_experts(stack, self.group.size()) for stack in stacks]
-        out_SD = compute(copies.take(x_UD), copies.values(weights_UX), copies.ends_N, own)
-        return sent.add_up(exchange(copies.add_up(out_SD), from_others, to_others, self.group.group_name))
+        out_SD = compute(copies.take(x_UD), copies.values(sent.weights), copies.ends_N, own)
+        return self.back(copies.add_up(out_SD), sent)
+
+    def begin(self, x: Tensor, weights: Tensor, to_others: list[int], from_others: list[int], *copies: Any) -> OnTheWay:
+        """Begin to send tokens; arguments as of `OnTheWay`."""
+        gradients: list[Tensor] = []
+        x = _Send.apply(x, to_others, from_others, self.group.group_name, gradients)
+        return OnTheWay(x, gradients, weights, to_others, from_others, *copies)
+
+    def end(self, sent: OnTheWay) -> Tensor:
+        """Return the tokens of the experts of this rank, when they are here."""
+        return _Wait.apply(sent.x, sent.to_others, sent.from_others, self.group.group_name, sent.gradients)
+
+    def back(self, out: Tensor, sent: OnTheWay) -> Tensor:
+        """Send results back, and return the sum of those of each token of this rank."""
+        return sent.sent.add_up(exchange(out, sent.from_others, sent.to_others, self.group.group_name))
 
     def exchange_weights(self, weights_TE: Tensor) -> Tensor:
         """Return the weights [R, T, X] that the tokens of all ranks have for the experts of this one."""
@@ -166,6 +202,38 @@ class _Exchange(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return exchange_rows(gradients[0], *ctx.back), None, None, None
+
+
+class _Send(torch.autograd.Function):
+    """Begins to send rows. Backward waits for the gradients that `_Wait` has begun to send.
+
+    Autograd takes functions in reverse: what forward computes between the two, backward computes between them, too.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, to_others: list[int], from_others: list[int], name: str, gradients: list[Tensor]
+    ) -> Tensor:
+        ctx.gradients = gradients
+        return send_rows(x, to_others, from_others, name)
+
+    @staticmethod
+    def backward(ctx: Any, *unsent: Tensor) -> tuple[Tensor | None, ...]:
+        return wait_for_rows(ctx.gradients.pop()), None, None, None, None
+
+
+class _Wait(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, received: Tensor, to_others: list[int], from_others: list[int], name: str, gradients: list[Tensor]
+    ) -> Tensor:
+        ctx.back, ctx.gradients = (from_others, to_others, name), gradients
+        return wait_for_rows(received)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.gradients.append(send_rows(gradients[0], *ctx.back))
+        return gradients[0], None, None, None, None
 
 
 def check_experts(model: Model, degree: int, sharded: int, *, tensor: int = 1) -> None:

@@ -10,7 +10,7 @@ from titanlite.models.base import NOT_CHOSEN, ComputeExperts
 from titanlite.ops.copies import Copies
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.recomputation import computed_once
-from titanlite.techniques.expert.exchange import AllToAllExchange, exchange
+from titanlite.techniques.expert.exchange import AllToAllExchange, OnTheWay
 from titanlite.techniques.reproducible.sums import copies
 
 
@@ -27,9 +27,7 @@ class ExchangeOfMicroBatches(AllToAllExchange):
         super().__init__(group, kernels)
         self.dtype = dtype
 
-    def compute(
-        self, x_TD: Tensor, weights_TE: Tensor, active: int, stacks: Sequence[Tensor], compute: ComputeExperts
-    ) -> Tensor:
+    def send(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> OnTheWay:
         weights_RTX = self.exchange_weights(weights_TE)
 
         def find_places() -> tuple[list[int], list[int], Copies, list[Copies]]:
@@ -43,8 +41,10 @@ class ExchangeOfMicroBatches(AllToAllExchange):
             return to_others, from_others, Copies.of(is_chosen_TE, sum(to_others)), of_ranks
 
         to_others, from_others, sent, of_ranks = computed_once(find_places)
-        x_SD = exchange(sent.take(x_TD), to_others, from_others, self.group.group_name)
-        own = zip(*(copies(it, len(from_others), self.dtype) for it in stacks), strict=True)
-        parts = zip(x_SD.split(from_others), of_ranks, weights_RTX, own, strict=True)
+        return self.begin(sent.take(x_TD), weights_RTX, to_others, from_others, sent, of_ranks)
+
+    def compute(self, sent: OnTheWay, stacks: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
+        own = zip(*(copies(it, len(sent.from_others), self.dtype) for it in stacks), strict=True)
+        parts = zip(self.end(sent).split(sent.from_others), sent.copies, sent.weights, own, strict=True)
         out_SD = torch.cat([compute(x, it.values(weights), it.ends_N, stack) for x, it, weights, stack in parts])
-        return sent.add_up(exchange(out_SD, from_others, to_others, self.group.group_name))
+        return self.back(out_SD, sent)

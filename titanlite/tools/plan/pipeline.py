@@ -7,7 +7,7 @@ from titanlite.schema import Parallelism
 from titanlite.techniques.pipeline import SPLIT_BACKWARD
 from titanlite.tools.plan.allocator import PoolSize
 from titanlite.tools.plan.memory import Profile
-from titanlite.tools.plan.time import Collective, StepTime, collective_time, kernel_time
+from titanlite.tools.plan.time import Collective, StepTime, collective_time, kernel_time, waiting_time
 from titanlite.tools.plan.workload import Workload
 
 SPLIT_BUBBLE = 1 / 3
@@ -73,15 +73,16 @@ def pipeline_time(
     for stage in stages:
         units = stage.units
         work = stage_work(stage, hardware)
-        waits = sum(sent((*it.forward_waits, *it.backward_waits)) for it in units)
+        inside = [collective for it in units for collective in (*it.forward_waits, *it.backward_waits)]
+        each, waits = sent(inside), waiting_time(inside, hardware, gpus_per_node)
         once = sum(sent((*it.reduce, *it.all_reduce)) for it in units) + sent(stage.whole)
         gathers = sum(sent((*it.gather, *it.gather_again)) for it in units)
         if parallelism.keeps_gathered:
             once += gathers
         else:
-            waits += gathers
-        of_stages.append((work + waits, work, waits, once, sum(kernel_time(it, hardware) for it in stage.update)))
-    micro_batch, work, waits, once, update = max(of_stages)
+            each, waits = each + gathers, waits + gathers
+        of_stages.append((work + waits, work, each, once, sum(kernel_time(it, hardware) for it in stage.update)))
+    micro_batch, work, each, once, update = max(of_stages)
     total = (accumulation + bubble) * micro_batch + once + update
     compute = accumulation * work
-    return StepTime(total, compute, total - compute - update, update, accumulation * waits + once)
+    return StepTime(total, compute, total - compute - update, update, accumulation * each + once)

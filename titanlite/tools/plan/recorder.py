@@ -85,6 +85,8 @@ class Sent(NamedTuple):
     """FSDP unit whose parameters or gradients are communicated; empty for other collectives."""
     is_inside: bool = False
     """True for activations, for which the kernels of a unit wait."""
+    beside: slice = slice(0)
+    """Those of `Recorder.operators` that do not wait for it."""
 
 
 class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
@@ -117,6 +119,8 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
         self._groups: dict[tuple[bool, str], tuple[str, tuple[int, ...]]] = {}
         self._unit = ""
         self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
+        self._on_the_way: dict[int, tuple[int, int]] = {}
+        """By the storage that is received: place in `sent`, and number of operators before."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -183,7 +187,7 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
         known = len(self.storages)
         outputs = self._tensors(result)
         if func.namespace in ("c10d", "_c10d_functional"):
-            self._collective(func, args, inputs)
+            self._collective(func, args, inputs, outputs)
         elif inputs or outputs:
             if not outputs:  # operators on lists of tensors return nothing
                 outputs = self._tensors(changed_arguments(func, args, kwargs or {}))
@@ -269,8 +273,11 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
             self.storages.append(Storage("other", self._stream(), [(self.time, scratch), (self.time + 1, 0)]))
             self.time += 1
 
-    def _collective(self, func: Any, args: Any, inputs: list[Any]) -> None:
+    def _collective(self, func: Any, args: Any, inputs: list[Any], outputs: list[Any]) -> None:
         collective = COLLECTIVES.get(str(func.overloadpacket))
+        if str(func.overloadpacket) == "_c10d_functional.wait_tensor" and inputs[0][0] in self._on_the_way:
+            place, begin = self._on_the_way.pop(inputs[0][0])
+            self.sent[place] = self.sent[place]._replace(beside=slice(begin, len(self.operators)))
         if str(func.overloadpacket) == "c10d.recv_":
             self.received += sum(tensor.numel() * tensor.element_size() for _, tensor in inputs)
         group = next((group for leaf in args if (group := unboxed_group(leaf)) is not None), None)
@@ -286,6 +293,8 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
         size = max((tensor.numel() * tensor.element_size() for _, tensor in inputs), default=0)
         if is_inside and collective == "all_gather":  # others have the whole tensor among their inputs
             size *= len(ranks)
+        if is_inside and outputs:
+            self._on_the_way[outputs[0][0]] = len(self.sent), len(self.operators)
         self.sent.append(Sent(len(self.phases) - 1, collective, size, axis, ranks, self._unit, is_inside))
 
 

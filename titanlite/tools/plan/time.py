@@ -71,6 +71,8 @@ class Collective(NamedTuple):
     bytes: int
     """Size of the whole, unsharded buffer; of an all-to-all and of a send, of all that a rank sends."""
     group: Group
+    beside: tuple[Kernel, ...] = ()
+    """Kernels of the same unit that do not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +92,7 @@ class Unit:
     all_reduce: tuple[Collective, ...] = ()
     """Collectives after backward of the last micro-batch: all-reduces, and reduce-scatters that others do not have."""
     forward_waits: tuple[Collective, ...] = ()
-    """Collectives of activations in forward, which kernels wait for."""
+    """Collectives of activations in forward, which other kernels wait for."""
     backward_waits: tuple[Collective, ...] = ()
 
 
@@ -146,6 +148,16 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
     if collective.op == "all_reduce":
         return 2 * (once + within + math.ceil(math.log2(nodes)) * NETWORK_HOP_SECONDS)
     return once + within + (nodes - 1) * NETWORK_HOP_SECONDS
+
+
+def waiting_time(collectives: Iterable[Collective], hardware: Hardware, gpus_per_node: int) -> float:
+    """Return the seconds by which collectives of activations make a unit longer. Kernels beside them are slower."""
+    total = 0.0
+    for it in collectives:
+        seconds = collective_time(it, hardware, gpus_per_node)
+        beside = sum(kernel_time(kernel, hardware) for kernel in it.beside) if hardware.overlaps else 0.0
+        total += seconds - (1 - CONTENTION) * min(seconds, beside)
+    return total
 
 
 def _all_to_all_time(collective: Collective, hardware: Hardware) -> float:
@@ -231,13 +243,17 @@ def step_time(
     def computed(kernels: Sequence[Kernel]) -> float:
         return sum(kernel_time(kernel, hardware) for kernel in kernels)
 
-    passes = [_Pass(computed(it.forward), sent(it.gather), waits=sent(it.forward_waits)) for it in units]
+    def waits(collectives: Sequence[Collective]) -> float:
+        return waiting_time(collectives, hardware, gpus_per_node)
+
+    passes = [_Pass(computed(it.forward), sent(it.gather), waits=waits(it.forward_waits)) for it in units]
     for index, it in enumerate(reversed(units)):  # the last unit still has its parameters when backward begins
         collectives = sent(it.gather_again), sent(it.reduce), sent(it.all_reduce)
-        passes.append(_Pass(computed(it.backward), *collectives, ahead=index > 0, waits=sent(it.backward_waits)))
+        passes.append(_Pass(computed(it.backward), *collectives, ahead=index > 0, waits=waits(it.backward_waits)))
     compute = accumulation * sum(it.compute for it in passes)
     once, outside = sum(it.all_reduce for it in passes), sent(whole)
-    communication = accumulation * sum(it.gather + it.reduce + it.waits for it in passes) + once + outside
+    inside = sum(sent((*it.forward_waits, *it.backward_waits)) for it in units)
+    communication = accumulation * (sum(it.gather + it.reduce for it in passes) + inside) + once + outside
     worked = compute + communication
     if hardware.overlaps:
         each, last = (_micro_batch(passes, is_last=is_last) for is_last in (False, True))

@@ -42,8 +42,8 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
         if it.phase in firsts or _is_once(it, reduced_once):
             sent[recorder.phases[it.phase][1] if it.is_inside else it.unit].append(it)
 
-    def kernels(direction: str, unit: str) -> tuple[Kernel, ...]:
-        found = operators[f"{direction} {unit}"]
+    def kernels(direction: str, unit: str, found: Sequence[Operator] | None = None) -> tuple[Kernel, ...]:
+        found = operators[f"{direction} {unit}"] if found is None else found
         return tuple(_fused(found, last_read) if fuse and "layers." in unit else map(_kernel, found))
 
     def collectives(unit: str, op: str, *, forward: bool) -> tuple[Collective, ...]:
@@ -54,7 +54,10 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
         )
 
     def waits(direction: str, unit: str) -> tuple[Collective, ...]:
-        return tuple(_collective(it, gpus_per_node) for it in sent[f"{direction} {unit}"])
+        return tuple(
+            _collective(it, gpus_per_node)._replace(beside=kernels(direction, unit, recorder.operators[it.beside]))
+            for it in sent[f"{direction} {unit}"]
+        )
 
     units = []
     for _, phase in recorder.phases:
