@@ -26,6 +26,7 @@ from torch.nn.attention import SDPBackend
 from torch.testing._internal.two_tensor import TwoTensor
 
 from tests import packed_kernel
+from tests.helpers import world
 from tests.operators import Operators
 from titanlite.ops.cpu import CpuKernels
 from titanlite.runtime.private_torch.attention import (
@@ -66,8 +67,10 @@ from titanlite.runtime.private_torch.process_groups import (
     recent_collectives,
     run_on_all_ranks,
     run_on_rank_0,
+    send_rows,
     set_timeouts,
     unflatten_axis,
+    wait_for_rows,
 )
 from titanlite.runtime.private_torch.tensors import (
     ATTENTION_OPERATORS,
@@ -474,6 +477,12 @@ def test_gathering_in_place_copies_nothing_and_follows_the_weights() -> None:
     assert torch.allclose(model(x), 2 * before)
     model(x).sum().backward()
     assert model[0].weight.grad is not None
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_rows_that_are_sent_come_back_from_one_process() -> None:
+    x = torch.randn(2, 3).t()
+    assert torch.equal(wait_for_rows(send_rows(x, [3], [3], world().group_name)), x)
 
 
 @pytest.mark.parametrize("keeps", [False, True])

@@ -164,10 +164,14 @@ def use_deterministic_kernels() -> None:
 def seed_step(seed: int, step: int, rank: int) -> None:
     """Make every random draw of a step, such as dropout, a function of (seed, step, rank).
 
-    So there is no random state to save, and nothing between steps can shift it.
+    So there is no random state to save, and nothing between steps can shift it. `torch.manual_seed` would also keep a
+    Python stack for each kind of device that this process does not use, which takes 0.1 to 0.3 ms.
     """
     digest = hashlib.sha256(f"{seed}/{step}/{rank}".encode()).digest()
-    torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    number = int.from_bytes(digest[:8], "little") >> 1
+    torch.default_generator.manual_seed(number)
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(number)
 
 
 def freeze_garbage_collector() -> None:

@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from titanlite.models.base import NOT_CHOSEN, ComputeExperts, Model, expert_layers
+from titanlite.models.base import NOT_CHOSEN, ComputeExperts, Model, TokenExchange, expert_layers
 from titanlite.ops.copies import Copies, places
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtensor import sharded_axes
@@ -69,10 +69,9 @@ def distribute_experts(
     Returns:
         the experts, which are yet to be sharded.
     """
-    token_exchange: Any = (exchange or AllToAllExchange)(parts.get_group(0), kernels)
+    token_exchange: TokenExchange = (exchange or AllToAllExchange)(parts.get_group(0), kernels)
     if is_compiled:
-        for function in (token_exchange.send, token_exchange.compute):
-            setattr(token_exchange, function.__name__, torch.compiler.disable(function))
+        token_exchange = _Uncompiled(*map(torch.compiler.disable, (token_exchange.send, token_exchange.compute)))
     layers = expert_layers(model)
     for layer in layers:
         layer.exchange = token_exchange
@@ -99,6 +98,14 @@ def free_dims(shape: torch.Size, *, taken: Collection[int | None], ranks: int) -
         ranks: number of those, along each of these dims.
     """
     return {dim: size for dim, size in enumerate(shape) if dim and dim not in taken} or {1: shape[1] // ranks}
+
+
+@dataclass
+class _Uncompiled:
+    """The functions of a `TokenExchange`, which the compiler leaves as they are."""
+
+    send: Any
+    compute: Any
 
 
 @dataclass
