@@ -275,9 +275,12 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
 
     def _collective(self, func: Any, args: Any, inputs: list[Any], outputs: list[Any]) -> None:
         collective = COLLECTIVES.get(str(func.overloadpacket))
-        if str(func.overloadpacket) == "_c10d_functional.wait_tensor" and inputs[0][0] in self._on_the_way:
-            place, begin = self._on_the_way.pop(inputs[0][0])
-            self.sent[place] = self.sent[place]._replace(beside=slice(begin, len(self.operators)))
+        if str(func.overloadpacket) == "_c10d_functional.wait_tensor":
+            for number, _ in inputs:  # none, if the tensor does not count
+                if number in self._on_the_way:
+                    place, begin = self._on_the_way.pop(number)
+                    self.sent[place] = self.sent[place]._replace(beside=slice(begin, len(self.operators)))
+            return
         if str(func.overloadpacket) == "c10d.recv_":
             self.received += sum(tensor.numel() * tensor.element_size() for _, tensor in inputs)
         group = next((group for leaf in args if (group := unboxed_group(leaf)) is not None), None)
