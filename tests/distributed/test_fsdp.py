@@ -14,7 +14,7 @@ from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_o
 from tests.layouts import built, degrees, one_step
 from titanlite.loss import token_loss
 from titanlite.ops.cpu_collectives import AllToAllReduceScatter
-from titanlite.runtime.private_torch.fsdp import fsdp_param_group
+from titanlite.runtime.private_torch.fsdp import _param_group
 from titanlite.schema import Config
 
 
@@ -116,7 +116,7 @@ def gathered(rank: int, world_size: int, config: Config) -> list[str]:
     batch = next(iter(run.batches))
     with torch.no_grad():
         run.model(batch["tokens"], loss=partial(token_loss, labels_BL=batch["labels"]))
-    units = [(name, fsdp_param_group(it)) for name, it in run.model.named_modules() if isinstance(it, FSDPModule)]
+    units = [(name, _param_group(it)) for name, it in run.model.named_modules() if isinstance(it, FSDPModule)]
     return [name for name, it in units if it and (it.is_unsharded or it._all_gather_result is not None)]
 
 

@@ -27,7 +27,7 @@ from titanlite.parallelize.fsdp import keeps_reduced_gradients, reduces_once, sh
 from titanlite.parallelize.materialize import materialize
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
 from titanlite.runtime.gradient_memory import ReduceScatter
-from titanlite.runtime.private_torch.fsdp import fsdp_param_group
+from titanlite.runtime.private_torch.fsdp import _param_group
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import fake_process_group
 from titanlite.schema import Parallelism, Training
@@ -110,7 +110,7 @@ def backward(comm: ReduceScatter) -> Any:
 def test_gradients_come_from_the_pool_of_activations(shares: bool) -> None:
     with fake_process_group(2), Allocations() as mode:
         model = backward(ReduceScatter(ranks=2, shares=shares))
-        compute, reduces = torch.cpu.current_stream(), fsdp_param_group(model).comm_ctx.reduce_scatter_stream
+        compute, reduces = torch.cpu.current_stream(), _param_group(model).comm_ctx.reduce_scatter_stream
     assert compute != reduces
     assert mode.streams[(12,)] == [compute if shares else reduces]
 
@@ -180,7 +180,7 @@ def test_where_backward_waits_and_gradients_share_memory(
             mesh = build_mesh(Parallelism(), world_size=ranks, device_type="cpu")
             shard(model, mesh=mesh, kernels=kernels, parallelism=Parallelism(), training=training)
             units: list[Any] = [model.head, *model.layers]
-            comms: list[Any] = [fsdp_param_group(unit)._reduce_scatter_comm for unit in units]
+            comms: list[Any] = [_param_group(unit)._reduce_scatter_comm for unit in units]
         on_gpu = isinstance(kernels, GpuKernels)
         if on_gpu:
             assert [it._waits for it in comms] == [waits, *[False] * len(model.layers)]
@@ -198,7 +198,7 @@ def test_cpus_gather_beside_compute_where_blocks_communicate_nothing(axis: str) 
         mesh = build_mesh(parallelism, world_size=4, device_type="cpu")
         shard(model, mesh=mesh, kernels=CpuKernels(), parallelism=parallelism, training=Training(global_batch_size=4))
         units: list[Any] = [model.head, *model.layers]
-        assert {fsdp_param_group(unit).unshard_async_op for unit in units} == {not axis}  # pyright: ignore[reportOptionalMemberAccess]
+        assert {_param_group(unit).unshard_async_op for unit in units} == {not axis}  # pyright: ignore[reportOptionalMemberAccess]
 
 
 @pytest.mark.parametrize(

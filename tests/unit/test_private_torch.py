@@ -1,5 +1,6 @@
 """PyTorch's private API does what titanlite/runtime/private_torch/ relies on."""
 
+import io
 import math
 import pickle
 import warnings
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 from torch._functorch import config as functorch_config
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
@@ -32,13 +34,16 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.runtime.private_torch.attention import (
     cpu_attention,
     cpu_attention_backward,
+    packed_attention,
     packed_attention_backward,
 )
 from titanlite.runtime.private_torch.checkpoint import (
     MemoryFormat,
     StorageInfo,
+    StoredProperties,
     forget_cached_plans,
     has_cached_plan,
+    pickle_metadata,
     set_plan_cache_key,
 )
 from titanlite.runtime.private_torch.compiler import (
@@ -50,14 +55,16 @@ from titanlite.runtime.private_torch.compiler import (
 )
 from titanlite.runtime.private_torch.fsdp import (
     FSDPObserver,
-    fsdp_param_group,
+    _param_group,
     gather_asynchronously,
     gather_in_place,
     gather_local_parts,
     keep_dtypes,
+    mixed_precision,
     observe_fsdp,
     release_all_reduce_input,
     sharded_parameters,
+    unit_of,
 )
 from titanlite.runtime.private_torch.process_groups import (
     connect_to_store,
@@ -191,19 +198,22 @@ class Reduced:
 @pytest.mark.usefixtures("single_process_group")
 def test_param_groups_of_fsdp() -> None:
     model: Any = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    fully_shard(model[0])
+    fully_shard(model[0], mp_policy=(policy := MixedPrecisionPolicy(param_dtype=torch.bfloat16)))
     fully_shard(model)
-    groups = [fsdp_param_group(module) for module in (model, model[0])]
+    assert [mixed_precision(module) for module in (model, model[0])] == [MixedPrecisionPolicy(), policy]
+    assert unit_of(model[0]) not in (None, unit_of(model))
+    groups = [_param_group(module) for module in (model, model[0])]
     assert [sharded_parameters(module) for module in (model, model[0])] == [
         [*model[1].parameters()],
         [*model[0].parameters()],
     ]
     root: Any = small_model()
     assert sharded_parameters(root) == [], "all of its parameters are in other units"
+    assert (unit_of(root), mixed_precision(root)) == (None, None)
     assert groups[0]._all_reduce_state is None
-    release_all_reduce_input(groups[0])
+    release_all_reduce_input(model)
     groups[0]._all_reduce_state = Reduced()
-    release_all_reduce_input(groups[0])
+    release_all_reduce_input(model)
     assert groups[0]._all_reduce_state is None
 
 
@@ -228,6 +238,33 @@ def test_classes_of_a_checkpoints_metadata(tmp_path: Path) -> None:
     assert (info.offset, info.transform_descriptors) == (0, None)
     properties = metadata.state_dict_metadata["a"].properties.__getstate__()
     assert [part for part in properties if isinstance(part, MemoryFormat)] == [MemoryFormat.TORCH_CONTIGUOUS_FORMAT]
+
+
+def test_metadata_of_all_releases(tmp_path: Path) -> None:
+    """Torch 2.15 adds strides to the properties of a tensor; older releases read the five fields before them only."""
+    metadata = checkpoint(tmp_path)
+    properties = metadata.state_dict_metadata["a"].properties
+    of_2_15 = (*properties.__getstate__()[:5], (1,))
+    read = StoredProperties()
+    read.__setstate__(of_2_15)
+    assert (read.dtype, read.layout, read.memory_format) == (torch.float32, torch.strided, torch.contiguous_format)
+    states: list[tuple[Any, ...]] = []
+
+    class Recorder(TensorProperties):
+        def __setstate__(self, state: tuple[Any, ...]) -> None:
+            states.append(state)
+
+    class Unpickler(pickle.Unpickler):
+        def find_class(self, module_name: str, global_name: str) -> Any:
+            return Recorder if global_name == "TensorProperties" else super().find_class(module_name, global_name)
+
+    pickled = pickle_metadata(metadata)
+    Unpickler(io.BytesIO(pickled)).load()
+    assert states == [of_2_15[:5]]
+    again = pickle.loads(pickled)
+    assert again.storage_data == metadata.storage_data
+    assert again.state_dict_metadata["a"].chunks == metadata.state_dict_metadata["a"].chunks
+    assert again.state_dict_metadata["a"].properties.__getstate__()[:5] == of_2_15[:5]
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -419,14 +456,16 @@ def test_cpu_attention_and_its_backward() -> None:
         torch.testing.assert_close(smaller, of_v / math.e)  # weights are exp(score - lse)
 
 
-def test_packed_attention_backward() -> None:
+def test_packed_attention_and_its_backward() -> None:
     q, v, upstream = (torch.randn(2, 8, 16, requires_grad=it) for it in (True, True, False))
     out, lse, (d_q, d_v) = gradients_by_formula(q, v, upstream)
     tensors = [it.detach().transpose(0, 1) for it in (upstream, q, q, v, out)]
     offsets = torch.tensor([0, 8], dtype=torch.int32)
     options: Any = {"offsets": (offsets, offsets), "longest": (8, 8), "sides": (-1, 0), "scale": 0.5}
     with packed_kernel.on_cpu():
+        found = packed_attention(*tensors[1:4], **options)
         of_q, of_k, of_v = packed_attention_backward(*tensors, lse_NT=lse.detach(), **options)
+    torch.testing.assert_close(found, (tensors[4], lse.detach()))
     torch.testing.assert_close([it.transpose(0, 1) for it in (of_q + of_k, of_v)], [d_q, d_v])
 
 
@@ -456,7 +495,7 @@ def test_cpus_gather_ahead_unless_blocks_communicate(is_alone: bool) -> None:
     CpuKernels().adapt_fsdp(
         [*model], shard_degree=2, keeps_gradients=True, reduces_in_backward=False, is_alone=is_alone, awaited=None
     )
-    group: Any = fsdp_param_group(model[0])
+    group: Any = _param_group(model[0])
     assert group.unshard_async_op == is_alone
 
 

@@ -26,7 +26,7 @@ from torch.futures import Future
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
-from titanlite.runtime.private_torch.checkpoint import MemoryFormat, StorageInfo
+from titanlite.runtime.private_torch.checkpoint import MemoryFormat, StorageInfo, StoredProperties
 from titanlite.storage.storage import Storage
 
 # Base of DCP's storage readers here: each rank reads for itself.
@@ -107,7 +107,6 @@ class MetadataUnpickler(pickle.Unpickler):
         metadata.TensorStorageMetadata,
         metadata.BytesStorageMetadata,
         metadata.ChunkStorageMetadata,
-        metadata.TensorProperties,
         MemoryFormat,
         StorageInfo,
     )
@@ -117,6 +116,8 @@ class MetadataUnpickler(pickle.Unpickler):
             if (module_name, global_name) == (known.__module__, known.__name__):
                 return known
         match module_name, global_name:
+            case metadata.TensorProperties.__module__, metadata.TensorProperties.__name__:
+                return StoredProperties
             case "torch", "Size":
                 return torch.Size
             case "torch", _ if isinstance(found := vars(torch).get(global_name), torch.dtype):

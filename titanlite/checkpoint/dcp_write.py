@@ -7,7 +7,6 @@ continued from any of them, so a reader checks one tensor by reading that tensor
 
 import io
 import json
-import pickle
 import time
 import zlib
 from collections.abc import Callable
@@ -24,7 +23,7 @@ from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord
-from titanlite.runtime.private_torch.checkpoint import StorageInfo
+from titanlite.runtime.private_torch.checkpoint import StorageInfo, pickle_metadata
 from titanlite.storage.storage import Storage
 
 BUFFER = 1 << 20
@@ -114,7 +113,7 @@ class ShardWriter(StorageWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         metadata.storage_data = {result.index: result.storage_data for of_rank in results for result in of_rank}
         metadata.storage_meta = StorageMeta()
-        self.write_file(manifests.METADATA, pickle.dumps(metadata))
+        self.write_file(manifests.METADATA, pickle_metadata(metadata))
 
     def write_file(self, name: str, data: bytes) -> None:
         """Write a small file; it is durable on return."""

@@ -31,7 +31,7 @@ from titanlite.runtime.allocator import allocator_settings
 from titanlite.runtime.console import hide_secrets, install_hint, shell_command
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.errors import RunStopped
-from titanlite.runtime.private_torch.fsdp import fsdp_param_group
+from titanlite.runtime.private_torch.fsdp import mixed_precision
 from titanlite.runtime.process_group import why_no_gpu
 from titanlite.runtime.signals import STOPPED, StoppedBySignal
 from titanlite.schedule import BatchSizes
@@ -165,14 +165,13 @@ def _report_device(mesh: DeviceMesh) -> None:
 
 def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the dtypes in use, read from the model and the optimizer instead of the config."""
-    units = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
-    policies = [unit.mp_policy for unit in units if unit is not None]
+    policies = [mixed_precision(module) for module in model.modules() if isinstance(module, FSDPModule)]
     weights = [parameter.dtype for parameter in model.parameters()]
     trained = [parameter.dtype for parameter in trainable_parameters(model).values()]
     types: dict[str, list[torch.dtype | None]] = {
         "weights": [*weights],
-        "compute": [policy.param_dtype or dtype for policy in policies for dtype in trained],
-        "reduction": [policy.reduce_dtype for policy in policies],
+        "compute": [policy.param_dtype or dtype for policy in policies if policy for dtype in trained],
+        "reduction": [policy.reduce_dtype for policy in policies if policy],
         "moments": [*state_dtypes(optimizer)],
     }
     return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}

@@ -16,6 +16,7 @@ from torch import Tensor
 from titanlite.runtime.private_torch.attention import (
     cpu_attention,
     cpu_attention_backward,
+    packed_attention,
     packed_attention_backward,
 )
 
@@ -93,12 +94,8 @@ class _PackedAttention(torch.autograd.Function):
         sides: tuple[int, int],
         scale: float | None,
     ) -> Tensor:
-        from torch.nn.attention.varlen import AuxRequest, varlen_attn  # the import takes a second
-
-        offsets, lse = (query_offsets, query_offsets if key_offsets is None else key_offsets), AuxRequest(lse=True)
-        out_TNH, lse_NT = varlen_attn(
-            q, k, v, *offsets, *longest, return_aux=lse, scale=scale, window_size=sides, enable_gqa=True
-        )
+        offsets = query_offsets, query_offsets if key_offsets is None else key_offsets
+        out_TNH, lse_NT = packed_attention(q, k, v, offsets, longest, sides=sides, scale=scale)
         out_NTH, total_NT = _add_sink(out_TNH.transpose(0, 1), lse_NT, sinks_N.float().unsqueeze(1))
         out_TNH = out_NTH.transpose(0, 1)
         ctx.save_for_backward(q, k, v, sinks_N, query_offsets, key_offsets, out_TNH, total_NT)

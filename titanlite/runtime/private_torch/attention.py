@@ -42,6 +42,34 @@ def cpu_attention_backward(
     return operator(*tensors, 0.0, mask is None, attn_mask=mask, scale=scale)
 
 
+def packed_attention(
+    q_TNH: Tensor,
+    k_TKH: Tensor,
+    v_TKH: Tensor,
+    offsets: tuple[Tensor, Tensor],
+    longest: tuple[int, int],
+    *,
+    sides: tuple[int, int],
+    scale: float | None,
+) -> tuple[Tensor, Tensor]:
+    """Compute `torch.nn.attention.varlen.varlen_attn` -> (output [T, N, H], log-sum-exp [N, T]).
+
+    Since torch 2.15, the public function may take cuDNN. The operators below it run flash attention unless they are
+    told otherwise, so that backward has the backend of forward.
+
+    Args:
+        offsets: of queries and of keys.
+        longest: queries and keys of a document, at most.
+        sides: `window_size`.
+    """
+    from torch.nn.attention import varlen  # registers the operators; the import takes a second
+
+    out_TNH, lse_NT, _ = varlen._varlen_attn(
+        q_TNH, k_TKH, v_TKH, *offsets, *longest, sides == (-1, 0), scale, list(sides), enable_gqa=True
+    )
+    return out_TNH, lse_NT
+
+
 def packed_attention_backward(
     gradient: Tensor,
     q_TNH: Tensor,
@@ -55,13 +83,7 @@ def packed_attention_backward(
     sides: tuple[int, int],
     scale: float | None,
 ) -> Gradients:
-    """Return the gradients of `torch.nn.attention.varlen.varlen_attn`, whose weights are exp(score - lse).
-
-    Args:
-        offsets: of queries and of keys.
-        longest: queries and keys of a document, at most.
-        sides: `window_size` of forward.
-    """
+    """Return the gradients of `packed_attention`, whose weights are exp(score - lse)."""
     random = torch.zeros(2, dtype=torch.uint64, device=q_TNH.device)  # not used without dropout
     tensors = gradient, q_TNH, k_TKH, v_TKH, out_TNH, lse_NT, *offsets
     operator = torch.ops.torch_attn._varlen_attn_backward

@@ -6,34 +6,47 @@
   is its public interface for tensors that gather themselves; which tensors that are is not public.
 - `gather_asynchronously`: on CPUs, all-gathers beside compute. FSDP has the setting, and no public name for it.
 - `release_all_reduce_input`: an optimizer within backward would wait for all gradients that FSDP holds.
-- `fsdp_param_group`, `sharded_parameters`: which parameters are gathered together, and with which dtypes.
+- `unit_of`, `sharded_parameters`, `mixed_precision`: which parameters are gathered together, and with which dtypes.
 - `observe_fsdp`: only for the plan, which counts the memory and the collectives of each unit.
 """
 
 import weakref
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
+from titanlite.runtime.private_torch.tensors import local_tensor
 
-def fsdp_param_group(module: FSDPModule) -> Any:
+
+def _param_group(module: FSDPModule) -> Any:
     """Return FSDP's record of the parameters that a module gathers together; None if it has none of its own."""
     return module._get_fsdp_state()._fsdp_param_group
 
 
-def release_all_reduce_input(param_group: Any) -> None:
-    """Let go of the gradients that a group of parameters reduced last over replicas.
+def unit_of(module: FSDPModule) -> Hashable | None:
+    """Return the identity of the FSDP unit that a module's parameters belong to; None if it has none of its own."""
+    return None if (group := _param_group(module)) is None else id(group)
+
+
+def mixed_precision(module: FSDPModule) -> MixedPrecisionPolicy | None:
+    """Return the policy of an FSDP unit; None if the module has no parameters of its own."""
+    return None if (group := _param_group(module)) is None else group.fsdp_params[0].mp_policy
+
+
+def release_all_reduce_input(module: FSDPModule) -> None:
+    """Let go of the gradients that an FSDP unit reduced last over replicas.
 
     FSDP holds them until the end of backward, so that their memory is not used again while the all-reduce runs.
     Recording the stream does the same.
     """
+    param_group = _param_group(module)
     if (state := param_group._all_reduce_state) is not None:
         if state.all_reduce_input.is_cuda:
             state.all_reduce_input.record_stream(torch.cuda.current_stream())
@@ -42,7 +55,7 @@ def release_all_reduce_input(param_group: Any) -> None:
 
 def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
     """Return the sharded parameters of an FSDP unit, with the gradients and hooks that the optimizer sees."""
-    unit = fsdp_param_group(module)
+    unit = _param_group(module)
     return [parameter.sharded_param for parameter in unit.fsdp_params] if unit else []
 
 
@@ -58,7 +71,7 @@ def gather_in_place(model: nn.Module) -> None:
     FSDP's interface for tensors that gather themselves does it: they return nothing to gather, and are the result. Call
     it when parameters have their memory, and again when they have another.
     """
-    units = [fsdp_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [_param_group(module) for module in model.modules() if isinstance(module, FSDPModule)]
     for parameter in [parameter for unit in units if unit for parameter in unit.fsdp_params]:
         local = parameter.sharded_param._local_tensor
         is_changed = parameter.mp_policy.param_dtype is not None or parameter.offload_to_cpu
@@ -73,7 +86,7 @@ def _the_tensor_itself(local: weakref.ReferenceType[Any], *gathered: Any, out: T
 
 def keep_dtypes(module: FSDPModule, parameters: Collection[nn.Parameter]) -> None:
     """Let FSDP gather some sharded parameters of a unit in their own dtype, whatever its mixed precision."""
-    unit = fsdp_param_group(module)
+    unit = _param_group(module)
     for parameter in unit.fsdp_params if unit else ():
         if parameter.sharded_param in parameters:
             assert type(parameter) is FSDPParam
@@ -97,7 +110,7 @@ def gather_local_parts(
     Args:
         gradient_hooks: functions of the gradients of gathered parameters, by their module and name in it.
     """
-    unit = fsdp_param_group(module)
+    unit = _param_group(module)
     for parameter in unit.fsdp_params if unit else ():
         assert isinstance(parameter, FSDPParam)
         parameter.is_dtensor = False
@@ -154,7 +167,7 @@ def observe_fsdp(model: nn.Module, observer: FSDPObserver, *, prefix: str = "") 
             outer |= dict.fromkeys(set(model.get_submodule(name).modules()) - outer.keys(), name)
     names = {module: name for name, module in model.named_modules()}
     for module in model.modules():
-        unit = fsdp_param_group(module) if isinstance(module, FSDPModule) else None
+        unit = _param_group(module) if isinstance(module, FSDPModule) else None
         if unit is not None and unit.modules[0] is module:  # a tied embedding and head have one unit
             assert type(unit) is FSDPParamGroup
             unit.__class__ = _ObservedUnit
@@ -202,6 +215,6 @@ def _unsharded_gradient(parameter: FSDPParam) -> Tensor | None:
     """Return the gradient of a gathered parameter before it is reduced."""
     if not hasattr(parameter, "_unsharded_param"):
         return None
-    if parameter.unsharded_accumulated_grad is not None:
-        return parameter.unsharded_accumulated_grad_data
-    return None if parameter.unsharded_param.grad is None else parameter.unsharded_grad_data
+    accumulated = parameter.unsharded_accumulated_grad  # since torch 2.15 the gradient itself
+    gradient = parameter.unsharded_param.grad if accumulated is None else accumulated
+    return None if gradient is None else local_tensor(gradient)

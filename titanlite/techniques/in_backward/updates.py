@@ -8,7 +8,6 @@ unit. States, groups and learning rates are those of any other step.
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.optim.combined import update
 from titanlite.optim.norm import gradient_norms
-from titanlite.runtime.private_torch.fsdp import fsdp_param_group, release_all_reduce_input, sharded_parameters
+from titanlite.runtime.private_torch.fsdp import release_all_reduce_input, sharded_parameters
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import Gradients
 
@@ -33,8 +32,8 @@ class _Unit:
     parameters: list[nn.Parameter]
     by_group: list[list[nn.Parameter]]
     """Members of each group of the optimizer, in the order of the groups."""
-    fsdp: Any
-    """FSDP's record of the unit. None: FSDP does not shard the parameter."""
+    module: FSDPModule | None
+    """Module whose parameters they are. None: FSDP does not shard the parameter."""
     arrived: int = 0
     """Number of gradients that are there and not used yet."""
 
@@ -97,8 +96,8 @@ class InBackward(Gradients):
         assert parameter not in self._norms, "a gradient came in parts"
         unit = self._unit_of[parameter]
         if unit is not self._reducing:
-            if self._reducing is not None and self._reducing.fsdp is not None:
-                release_all_reduce_input(self._reducing.fsdp)
+            if self._reducing is not None and self._reducing.module is not None:
+                release_all_reduce_input(self._reducing.module)
             self._reducing = unit
         unit.arrived += 1
         if unit.arrived == len(unit.parameters):
@@ -120,15 +119,15 @@ class InBackward(Gradients):
 def _units(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Unit]:
     """Return the trained parameters by FSDP unit; a parameter that FSDP does not shard is a unit of its own."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    found = [(sharded_parameters(module), fsdp_param_group(module)) for module in sharded]
+    found: list[tuple[list[nn.Parameter], FSDPModule | None]] = [(sharded_parameters(it), it) for it in sharded]
     in_fsdp = {parameter for parameters, _ in found for parameter in parameters}
     found += [([parameter], None) for parameter in model.parameters() if parameter not in in_fsdp]
     units = []
-    for parameters, fsdp in found:
+    for parameters, module in found:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
         members = set(trained)
         by_group = [[p for p in group["params"] if p in members] for group in optimizer.param_groups]
-        units += [_Unit(trained, by_group, fsdp)] if trained else []
+        units += [_Unit(trained, by_group, module)] if trained else []
     return units
 
 

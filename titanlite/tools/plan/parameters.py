@@ -3,14 +3,14 @@
 `inspect_ranks` makes that model on fake ranks, as a plan does. `layouts_of` reads any model, a training one too.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from titanlite.mesh import axis_sizes, root_axes
@@ -22,7 +22,7 @@ from titanlite.optim.state_size import local_bytes, local_state_bytes
 from titanlite.parallelize.activation_checkpoint import recompute_policies
 from titanlite.parallelize.materialize import allocate
 from titanlite.runtime.private_torch.compiler import is_compiled
-from titanlite.runtime.private_torch.fsdp import fsdp_param_group, sharded_parameters
+from titanlite.runtime.private_torch.fsdp import mixed_precision, sharded_parameters, unit_of
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.schema import Config
@@ -166,16 +166,16 @@ def _recompute_by_parameter(model: Model, config: Config) -> dict[nn.Parameter, 
     return {it: policy for block, policy in zip(model.layers, policies, strict=True) for it in block.parameters()}
 
 
-def _units(model: Model) -> Iterator[tuple[str, Any, list[nn.Parameter]]]:
+def _units(model: Model) -> Iterator[tuple[str, MixedPrecisionPolicy | None, list[nn.Parameter]]]:
     """Yield (name, mixed-precision policy, parameters) of each FSDP unit. Modules of one unit share its name."""
-    names: dict[int, list[str]] = {}
-    units: dict[int, FSDPModule] = {}
+    names: dict[Hashable, list[str]] = {}
+    units: dict[Hashable, FSDPModule] = {}
     for name, module in model.named_modules():
-        if isinstance(module, FSDPModule) and (group := fsdp_param_group(module)) is not None:
-            names.setdefault(id(group), []).append(name or ROOT)
-            units.setdefault(id(group), module)
+        if isinstance(module, FSDPModule) and (unit := unit_of(module)) is not None:
+            names.setdefault(unit, []).append(name or ROOT)
+            units.setdefault(unit, module)
     for key, module in units.items():
-        yield " + ".join(names[key]), fsdp_param_group(module).mp_policy, sharded_parameters(module)
+        yield " + ".join(names[key]), mixed_precision(module), sharded_parameters(module)
 
 
 def _placements(parameter: Tensor, mesh: DeviceMesh) -> dict[str, str]:
