@@ -463,7 +463,8 @@ def test_packed_attention_and_its_backward() -> None:
     offsets = torch.tensor([0, 8], dtype=torch.int32)
     options: Any = {"offsets": (offsets, offsets), "longest": (8, 8), "sides": (-1, 0), "scale": 0.5}
     with packed_kernel.on_cpu():
-        found = packed_attention(*tensors[1:4], **options)
+        q_TNH, k_TNH, v_TNH = tensors[1:4]
+        found = packed_attention(q_TNH, k_TNH, v_TNH, **options)
         of_q, of_k, of_v = packed_attention_backward(*tensors, lse_NT=lse.detach(), **options)
     torch.testing.assert_close(found, (tensors[4], lse.detach()))
     torch.testing.assert_close([it.transpose(0, 1) for it in (of_q + of_k, of_v)], [d_q, d_v])
