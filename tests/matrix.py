@@ -260,9 +260,9 @@ SAME_BITS |= {
 }
 TECHNIQUES = {
     **rows(TECHNIQUE, {
-        FREE: "--training.max_norm=0", "accumulation": EACH, "accumulation, reduced once": REDUCED_ONCE,
-        "z-loss": "--training.z_loss=1e-3",
+        FREE: "--training.max_norm=0", "accumulation": EACH, "z-loss": "--training.z_loss=1e-3",
     }),
+    "accumulation, reduced once": Row(REDUCED_ONCE, ON_STAGES, slow="s2 p2"),
     "frozen parameters": Row(FROZEN, TECHNIQUE, slow="p2"),
     "average of weights": Row(AVERAGE, TECHNIQUE, slow="c2,t2,s2 e2,p2"),
     **rows("s2,r2", {
@@ -280,7 +280,7 @@ TECHNIQUES = {
         "{match=['tok*','head*','*norm*']}]", "c2,s2 c2"
     ),
     "several optimizers": Row(SEVERAL, "s2,r2 s2", tolerance=ROUNDED),
-    "bfloat16 reduced": Row(REDUCED, "r2,r2 s2", tolerance=ROUNDED),
+    "bfloat16 reduced": Row(REDUCED, "r2,r2 s2,s2 p2", tolerance=ROUNDED),
     **rows("r2,s2,t2", {"completep": COMPLETEP, "completep, Muon": f"{COMPLETEP} {MUON}"}, slow="s2,t2"),
     "completep, two predicted tokens": Row(f"{COMPLETEP} {FURTHER}", "s2,c2,t2,p2"),
     "frozen router and experts": Row(f"{SPARSE} {FROZEN_EXPERTS}", "s2,s2 e2"),
@@ -355,6 +355,9 @@ STAGES = {
     }),
     **rows("p2", {f"schedule {it}, two predicted tokens": f"{SCHEDULE}{it} {FURTHER}" for it in SCHEDULES}),
     **rows("p2", {f"schedule {it}, compiled": f"{SCHEDULE}{it} {COMPILE}" for it in SCHEDULES[1:4]}),
+    **rows("s2 p2", {
+        f"schedule {it}, reduced once": f"{SCHEDULE}{it} {MESH}fsdp_reduce_gradients=last" for it in SCHEDULES
+    }),
     "schedule ZBVZeroBubble, recomputed": Row(f"{SCHEDULE}ZBVZeroBubble {FULL}", "p2,s2 p2", slow="s2 p2"),
     "schedule Interleaved1F1B, recomputed": Row(f"{SCHEDULE}Interleaved1F1B {FULL}", "p2,t2 p2", slow="t2 p2"),
     "schedule DualPipeV, recomputed": Row(f"{SCHEDULE}DualPipeV {FULL}", "p2,s2 p2,s2 e2 p2", slow="s2 e2 p2"),

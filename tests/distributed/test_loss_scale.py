@@ -133,3 +133,11 @@ def test_a_loss_that_is_not_finite_leaves_the_scale(nonfinite: str) -> None:
     scale = LossScale(device=CPU, state={})
     assert skip_reasons(scale, guard_of(nonfinite=nonfinite), [float("inf")], loss=float("nan")) == [NONFINITE]
     assert float(scale.value) == INITIAL_SCALE == 2.0**16
+
+
+def test_the_scale_stays_finite() -> None:
+    """It is saved in checkpoints, and 0 times infinity would make gradients NaN."""
+    state = {"loss_scale": {"value": 2.0**126, "finite_steps": 0}}
+    scale = LossScale(device=CPU, state=state, growth_interval=1)
+    assert skip_reasons(scale, guard_of(), [1.0] * 3) == [TAKEN] * 3
+    assert float(scale.value) == 2.0**127

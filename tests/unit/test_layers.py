@@ -67,6 +67,23 @@ def test_norm_on_a_cpu_is_pytorchs(dtype: torch.dtype) -> None:
     torch.testing.assert_close(gradients(ours, x, norm.weight), gradients(plain, x, norm.weight))
 
 
+@pytest.mark.parametrize("is_changed", [True, False])
+@pytest.mark.parametrize("is_norm", [True, False])
+def test_what_was_changed_before_a_matmul_is_not_recomputed(is_norm: bool, is_changed: bool) -> None:
+    """Backward of a linear layer makes the result of a norm or SwiGLU again, unless it has another value by then."""
+    kernels = CpuKernels()
+    x, weight = torch.randn(B, L, D, requires_grad=True), torch.randn(H, D, requires_grad=True)
+    hidden = kernels.rms_norm(x, torch.ones(D), 1e-3) if is_norm else swiglu(x, x)
+    with torch.no_grad():
+        hidden.mul_(2) if is_changed else None
+    value = hidden.detach().clone()
+    with OperatorNames() as seen:
+        [found] = gradients(kernels.linear(hidden, weight), weight)
+    [expected] = gradients(F.linear(value, weight), weight)
+    torch.testing.assert_close(found, expected)
+    assert ("aten.mul_.Tensor" in seen.names) is not is_changed, "what makes it again"
+
+
 def test_bfloat16_matmul_on_a_cpu_without_hardware_bfloat16() -> None:
     linear = Linear(D, 6).to(torch.bfloat16)
     set_kernels(linear, CpuKernels(hardware_bfloat16=False))

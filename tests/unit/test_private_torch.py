@@ -99,6 +99,7 @@ from titanlite.runtime.private_torch.tensors import (
     reshape_result,
     scale_in_place,
     softmax_gradient,
+    version_of,
     wrapped_tensors,
 )
 from titanlite.runtime.private_torch.tracing import (
@@ -122,6 +123,15 @@ def test_wrapped_tensors() -> None:
     assert list(found) == ["a", "b"]
     assert found["a"] is first
     assert found["b"] is second
+
+
+def test_changes_in_place_are_counted() -> None:
+    tensor = torch.ones(2)
+    before = version_of(tensor)
+    tensor.add_(1)
+    assert version_of(tensor) == before + 1
+    with torch.inference_mode():
+        assert version_of(torch.ones(2).add_(1)) == 0
 
 
 def test_foreach_norms() -> None:

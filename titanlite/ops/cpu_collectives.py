@@ -7,24 +7,30 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from titanlite.runtime.private_torch.tensors import call_after_backward
+from titanlite.runtime.private_torch.tensors import call_after_backward, is_in_backward
 
 
 class InFlight:
-    """The one reduce-scatter that backward does not wait for. All of them end before backward ends."""
+    """The one reduce-scatter that backward does not wait for. All of them end before backward ends.
+
+    A pipeline reduces what it has added up between its backward passes. Such a reduce-scatter is waited for.
+    """
 
     def __init__(self) -> None:
         self._finish: Callable[[], None] | None = None
 
     def start(self, finish: Callable[[], None]) -> None:
-        """Register a reduce-scatter. Call it within backward.
+        """Register a reduce-scatter.
 
         Args:
-            finish: called when the next reduce-scatter is about to start, or when backward ends.
+            finish: called when the next reduce-scatter is about to start, or when backward ends; at once outside of it.
         """
         assert self._finish is None
         self._finish = finish
-        call_after_backward(self.wait)
+        if is_in_backward():
+            call_after_backward(self.wait)
+        else:
+            self.wait()
 
     def wait(self) -> None:
         finish, self._finish = self._finish, None

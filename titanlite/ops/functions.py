@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from titanlite.runtime.private_torch.tensors import has_saved_tensor_hooks
+from titanlite.runtime.private_torch.tensors import has_saved_tensor_hooks, version_of
 
 Activation = Callable[[Tensor, Tensor], Tensor]
 """(gate, up) -> hidden, elementwise."""
@@ -148,7 +148,9 @@ class _SwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
         ctx.again = _SwiGLU.again
-        return _SwiGLU.again(gate, up)
+        out = _SwiGLU.again(gate, up)
+        ctx.version = version_of(out)
+        return out
 
     @staticmethod
     def again(gate: Tensor, up: Tensor) -> Tensor:
@@ -244,7 +246,9 @@ class _RMSNorm(torch.autograd.Function):
         scale = out.mean(dim=-1, keepdim=True).add_(eps).rsqrt_()
         ctx.save_for_backward(x, weight, scale)
         ctx.again = _RMSNorm.again
-        return torch.mul(wide, scale, out=out).mul_(weight).type_as(x)
+        out = torch.mul(wide, scale, out=out).mul_(weight).type_as(x)
+        ctx.version = version_of(out)
+        return out
 
     @staticmethod
     def again(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
@@ -265,9 +269,12 @@ def source_of(x: Tensor) -> Any:
     """Return the node of autograd that makes x, if it is one of `rms_norm` or `swiglu`. `source.again` makes x again
     from `source.saved_tensors`.
 
-    None while hooks see what is kept: those of activation checkpointing recompute x anyway.
+    None if x was changed in place since then, and while hooks see what is kept: those of activation checkpointing
+    recompute x anyway.
     """
-    return x.grad_fn if hasattr(x.grad_fn, "again") and not has_saved_tensor_hooks() else None
+    node: Any = x.grad_fn
+    is_source = hasattr(node, "again") and node.version == version_of(x) and not has_saved_tensor_hooks()
+    return node if is_source else None
 
 
 def linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:

@@ -154,6 +154,11 @@ def has_saved_tensor_hooks() -> bool:
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None  # pyright: ignore[reportAttributeAccessIssue]
 
 
+def version_of(tensor: Tensor) -> int:
+    """Return how often a tensor was changed in place. PyTorch does not count it in inference mode: 0."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def call_after_backward(function: Callable[[], None]) -> None:
     """Call a function when the backward pass that is running ends."""
     Variable._execution_engine.queue_callback(function)

@@ -62,7 +62,8 @@ class LossScale(Gradients):
         finite_steps = self._finite_steps + (skip_reason == SkipReason.TAKEN)
         grows = finite_steps == self._growth_interval
         factor = torch.where(overflows, BACKOFF_FACTOR, torch.where(grows, GROWTH_FACTOR, 1.0))
-        self.value = self.value * factor
+        scaled = self.value * factor
+        self.value = torch.where(scaled.isfinite(), scaled, self.value)
         self._finite_steps = torch.where(overflows | grows, 0, finite_steps)
         return skip_reason
 
