@@ -23,10 +23,8 @@ from titanlite.batch import IGNORE
 from titanlite.checks.preflight import preflight
 from titanlite.loss import token_loss
 from titanlite.models.decoder import Decoder
-from titanlite.models.documents import check_documents_apart, small_model
 from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3Args
-from titanlite.models.registry import resolve_model
 from titanlite.ops.attention import Boundaries, document_arguments
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
@@ -296,35 +294,3 @@ def test_a_model_without_documents_trains_unmasked_and_is_refused_with_a_mask(ti
     train_on_this_rank(tiny.config("--training.steps=2"), 0, 1)
     train_on_this_rank(tiny.config(model, "--training.steps=2", "--job.name=maskless"), 0, 1)
     assert tiny.losses("maskless") == tiny.losses()
-
-
-IGNORES = """
-from titanlite.models.llama3 import Llama3
-
-class Ignores(Llama3):
-    def forward(self, tokens, loss=None, *, documents=None):
-        return super().forward(tokens, loss)
-
-class Keeps(Llama3):
-    pass
-"""
-
-
-@pytest.mark.long
-def test_a_model_that_takes_documents_and_ignores_them_is_refused(tiny: TinyRun) -> None:
-    """The model's own zeros at the start would hide it: it is tried with other values."""
-    (tiny.folder / "ignores.py").write_text(IGNORES)
-    ranks, device = Ranks(0, 1, 0, 1), torch.device("cpu")
-    options = [f"--model.file={tiny.folder}/ignores.py", "--model.name=Ignores"]
-    preflight(tiny.config(*options), ranks, device)
-    for flavor in ("debug", "8B"):
-        with pytest.raises(ConfigError) as error:
-            preflight(tiny.config(*options, "--data.document_mask=true", f"--model.flavor={flavor}"), ranks, device)
-        problem = error.value.problems[0]  # the large one may not fit in memory either
-        assert problem.key == "data.document_mask"
-        assert mentions(problem.message, "Ignores")
-    preflight(tiny.config(options[0], "--model.name=Keeps", "--data.document_mask=true"), ranks, device)
-    for flavor in ("debug", "1.5B"):
-        spec = resolve_model(None, flavor, {}, "examples/my_model/gpt2.py")
-        assert small_model(spec) is not None
-        check_documents_apart(spec)

@@ -7,6 +7,8 @@ import torch
 from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.models.base import Model, added_parameters, initial_values, unique_parameters
 from titanlite.models.quantized import scales_of
+from titanlite.models.registry import ModelSpec
+from titanlite.models.trial import check_buffers, check_causal
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, is_quantized_size
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
@@ -16,14 +18,16 @@ from titanlite.schema import Checkpoint, Config
 from titanlite.techniques import used
 
 
-def check_own_model(model: Model) -> None:
-    """Check that a model of the user's own defines all its methods and gives every parameter its initial values.
+def check_own_model(spec: ModelSpec, model: Model, *, predicts_next: bool) -> None:
+    """Check that a model of the user's own defines all its methods and gives every parameter and buffer a value.
 
     Args:
         model: on the meta device.
+        predicts_next: whether the loss is that of the next token, which the model must not see.
 
     Raises:
-        UserError: a method is missing, or `init_weight` fails or returns no distribution.
+        UserError: a method is missing, `init_weight` fails or returns no distribution, `init_buffers` leaves a buffer
+            without a value, or the model sees the tokens that it is to predict.
     """
     name = type(model).__name__
     for method in ("forward", "init_weight", "flops_per_token"):
@@ -40,6 +44,9 @@ def check_own_model(model: Model) -> None:
             reason = "" if isinstance(error, AssertionError) else f": {type(error).__name__}: {error}"
             kind = type(values).__name__
             raise UserError(f"{kind}.values must return a finite number for each index of {name}{reason}") from error
+    check_buffers(spec)
+    if predicts_next:
+        check_causal(spec)
 
 
 def check_exports(config: Checkpoint, model: Model | None) -> None:

@@ -162,7 +162,8 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
     if model is None:
         return None
     if config.model.file:
-        report.attempt("model.file", [], lambda: check_own_model(model))
+        predicts_next = config.training.loss is None
+        report.attempt("model.file", [], lambda: check_own_model(spec, model, predicts_next=predicts_next))
     report.ask(lambda it: it.choose_trained, model, config)
     return model
 

@@ -3,6 +3,7 @@
 Shape suffixes: see `layers`.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -84,6 +85,13 @@ class DecoderArgs(ModelArgs):
         for name in ("dim", "n_layers", "n_heads", "n_kv_heads", "hidden_dim", "vocab_size", "max_seq_len"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        for name, value in vars(self).items():
+            if isinstance(value, float) and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
+            if name.endswith("rope_theta") and value <= 0:
+                raise ValueError(f"{name} must be more than 0, got {value}")
+        if self.norm_eps < 0:
+            raise ValueError(f"norm_eps must be at least 0, got {self.norm_eps}")
         if self.n_layers > MAX_LAYERS:  # a mistake in a file: building them would take hours
             raise ValueError(f"n_layers {self.n_layers:,} is more than {MAX_LAYERS:,}")
         if type(self).head_size is DecoderArgs.head_size and self.dim % (2 * self.n_heads):

@@ -1,6 +1,7 @@
 """Models by name: the class and the shape that `[model]` selects."""
 
 import importlib
+import math
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import fields, replace
@@ -184,7 +185,7 @@ def _fits(value: Any, expected: Any) -> bool:
     if isinstance(expected, UnionType) or get_origin(expected) is Union:
         return any(_fits(value, branch) for branch in get_args(expected))
     if expected is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
+        return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
     if expected in (int, bool, str):
         return type(value) is expected
     return False

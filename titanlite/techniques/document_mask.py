@@ -1,4 +1,4 @@
-"""Attention within documents. Data marks them and models keep them apart, which `models/documents.py` checks."""
+"""Attention within documents. Data marks them and models keep them apart, which `models/trial.py` checks."""
 
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ class DocumentMask(Technique):
 
     @reads(option)
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:
-        from titanlite.models.documents import check_documents, check_documents_apart
+        from titanlite.models.trial import check_documents, check_documents_apart
 
         check_documents(model)
         if config.model.file:

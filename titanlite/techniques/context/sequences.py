@@ -19,8 +19,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.batch import Batch
 from titanlite.mesh import context_group, context_rank
 from titanlite.models.base import Model
-from titanlite.models.documents import takes_documents
 from titanlite.models.layers import LayerOfHeads
+from titanlite.models.trial import takes_documents
 from titanlite.ops.attention import (
     AttentionMask,
     Boundaries,

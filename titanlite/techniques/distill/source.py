@@ -9,9 +9,9 @@ import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.loss import Targets
-from titanlite.models.documents import check_documents
 from titanlite.models.frozen import FrozenModel, ModelWeights, OpenModel
 from titanlite.models.registry import ModelSpec
+from titanlite.models.trial import check_documents
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.techniques.distill.cache import data_settings, open_cache, planned_cache

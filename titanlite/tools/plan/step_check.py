@@ -18,7 +18,9 @@ from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import open_sources, store_of
+from titanlite.loss import token_loss
 from titanlite.models.registry import ModelSpec
+from titanlite.models.trial import unused_parameters
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tracing import ValueNeeded
 from titanlite.runtime.process_group import Ranks
@@ -41,6 +43,9 @@ def check_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: t
     data = _try_data(config, resolved)
     yield _try_step(config, resolved, ranks, device)
     yield data
+    if config.model.file and (unused := unused_parameters(resolved.model, token_loss)):
+        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if unused[3:] else "")
+        yield f"{names} without a gradient: forward does not use them"
     if config.model.file and resolved.model.model_cls.formats.hugging_face is None:
         yield "export to Hugging Face would need `formats` in the model (docs/add_a_model.md)"
 
