@@ -27,10 +27,4 @@ Only with multi-token prediction (`training.multi_token_weight`), made before se
 
 - `next_tokens` [B, L] int64: for each token the next one of its sequence.
 - `next_labels` [B, L] int64: the label after the next, or IGNORE.
-
-Only with a cache of a teacher (`teacher.cache`), of the K tokens that the teacher finds most probable next:
-
-- `teacher_ids` [B, L, K] int32: token ids.
-- `teacher_log_probs` [B, L, K] float16 or float32: logarithms of their probabilities, at `distill.temperature`.
-- `teacher_log_tail` [B, L] float32: logarithm of the probability of all other tokens together; -inf if K is all.
 """

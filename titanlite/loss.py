@@ -24,7 +24,6 @@ from titanlite.runtime.user_code import check_call, find_object
 from titanlite.schema import Training
 
 if TYPE_CHECKING:
-    from titanlite.data.samples import Source
     from titanlite.models.base import Model
     from titanlite.models.frozen import FrozenModel
     from titanlite.ops.divergence import ChunkDivergence
@@ -151,18 +150,6 @@ class Targets:
 
     def use(self, model: "Model") -> None:
         """Compute them with a model that was made of `frozen`."""
-
-    def added_to(self, source: "Source") -> "Source":
-        """Return a source to train on with what `__call__` reads in batches.
-
-        Raises:
-            UserError: it is not there, or not complete.
-        """
-        return source
-
-    def empty(self, sequences: int, seq_len: int) -> Batch:
-        """Return what `added_to` adds to batches, without values."""
-        return {}
 
     def __call__(self, batch: Batch, observer: StepObserver) -> dict[str, Any]:
         """Return further arguments of the loss function, for a micro-batch whose forward pass comes next."""

@@ -162,10 +162,6 @@ class Teacher(Section):
     path: Name | None = None
     """Weights of the teacher: a checkpoint, the folder of a run (its newest complete checkpoint), a URL of either, or a
     Hugging Face folder. The teacher has the vocabulary of the model, is frozen, and is never in a checkpoint."""
-    cache: Name | None = None
-    """Folder with the teacher's most probable tokens for all of the training data, which training reads instead of
-    running the teacher. `titanlite distill cache` writes it, from teacher.path. If that is set in training, too, the
-    cache must be of that teacher."""
     config: Name | None = None
     """Config file with the model of the teacher, where the weights do not describe it. Default: what is beside the
     weights."""
@@ -173,16 +169,6 @@ class Teacher(Section):
     """Dtype of the teacher's weights and compute. Default: training.mixed_precision_param."""
     enable_cpu_offload: bool = False
     """Keep the shards of the teacher in host memory."""
-
-    @property
-    def is_set(self) -> bool:
-        """Return whether training has a teacher, or a cache of one."""
-        return self.path is not None or self.cache is not None
-
-    @property
-    def is_live(self) -> bool:
-        """Return whether the teacher runs in training."""
-        return self.path is not None and self.cache is None
 
 
 class Distill(Section):

@@ -183,7 +183,6 @@ def build(
         cache_folder=folder.data_cache,
         group=world,
         prepare_text=prepare_text,
-        add_targets=targets.added_to,
     )
     check_same_everywhere(str(samples.settings()), "the training data", group=world)
     if resolved.tasks:

@@ -176,7 +176,7 @@ LEFT = {
     "docs/checkpoints.md": ["full.pt"],
     "docs/convert.md": ["outputs/qwen3/step-00000000/manifest.json", "debug_hf/config.json"],
     "docs/data.md": ["tok/index.json", "tokens/chats/index.json", "tokenizer"],
-    "docs/distill.md": ["outputs/distill_example/metrics.jsonl", "teacher_cache/teacher.json", "outputs/my/run.json"],
+    "docs/distill.md": ["outputs/distill_example/metrics.jsonl", "outputs/my/run.json"],
     "docs/finetune.md": ["outputs/sft_example/run.json", "tuned_adapters/adapter_config.json", "tuned_hf/config.json"],
     "docs/generate.md": ["debug_hf/config.json"],
     "docs/index.md": [

@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +45,7 @@ def planned(options: list[str], *more: str) -> Plan:
 
 
 def frozen_of(config: Config) -> FrozenModel:
-    frozen = planned_targets(config, vocab_size=512).frozen
+    frozen = planned_targets(config).frozen
     assert frozen is not None
     return frozen
 
@@ -115,26 +114,3 @@ def test_the_command(options: list[str], capsys: pytest.CaptureFixture[str]) -> 
     assert cli.run(unknown) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "nowhere" in line
-
-
-@pytest.mark.long
-def test_a_cache_of_the_teacher_is_read_instead(tmp_path: Path) -> None:
-    """Inputs of 20 tokens a position are added to memory, and no collective and no weights."""
-    (tmp_path / "cache" / "source").mkdir(parents=True)
-    settings = {
-        "teacher": "", "compute_dtype": "bfloat16", "vocab_size": 512, "tokenizer": "", "seq_len": 64,
-        "packing": "stream", "document_mask": False, "temperature": 1.0, "top_k": 20, "dtype": "float16",
-        "block_sequences": 4,
-    }  # fmt: skip
-    (tmp_path / "cache" / "teacher.json").write_text(json.dumps({"format": 1, **settings}))
-    (tmp_path / "cache" / "source" / "0000000.topk").write_bytes(bytes(1000))
-    offload = ["--teacher.enable_cpu_offload", "--teacher.path=nowhere"]
-    without, found = planned([]), planned([f"--teacher.cache={tmp_path}/cache", "--distill.ratio=0.5", *offload])
-    assert found.most("teacher") == found.host == 0
-    of_metrics = ("all_reduce", "shard")
-    assert found.traffic == {**without.traffic, of_metrics: without.traffic[of_metrics] + 4}, "the sum of distill_loss"
-    assert found.model_flops == without.model_flops
-    tokens = found.micro_batch_size * 64 * found.accumulation
-    assert found.most("other") - without.most("other") == pytest.approx(tokens * (20 * (4 + 2) + 4), rel=0.05)
-    unwritten = planned_targets(config_of([f"--teacher.cache={tmp_path}/none", "--distill.ratio=0.5"]), vocab_size=512)
-    assert sum(it.nbytes for it in unwritten.empty(1, 64).values()) == 64 * (64 * (4 + 2) + 4)

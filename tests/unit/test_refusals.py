@@ -183,12 +183,10 @@ REFUSED: dict[str, dict[int, list[str]]] = {
         1: [
             "--distill.ratio=0.5",
             "--teacher.path=.",
-            "--teacher.cache=x",
             f"{TEACHER} {TRAIN}loss=a:b",
         ],
     },
-    "distill.kind": {1: ["--teacher.cache=cache --distill.ratio=0.5 --distill.kind=reverse_kl"]},
-    "teacher.path": {1: ["--teacher.cache=x --distill.ratio=1 --teacher.dtype=float32"]},
+    "teacher.path": {1: ["--teacher.dtype=float32"]},
 }  # fmt: skip
 """Options by the keys of the problems, and by the number of processes."""
 

@@ -293,12 +293,11 @@ def test_samples_resume_in_any_stage_and_later_stages_may_change(at: int) -> Non
 @pytest.mark.parametrize("mark", [False, True])
 def test_cut_sequences_have_the_same_tokens(mark: bool) -> None:
     tokens = np.arange(24)
-    one = TokenSequence(tokens[:12], tokens[:12] + 1, np.array([0, 3, 10]), {"weight": np.ones((12, 2))})
-    other = TokenSequence(tokens[12:], tokens[12:] + 1, np.array([0, 4]), {"weight": np.zeros((12, 2))})
+    one = TokenSequence(tokens[:12], tokens[:12] + 1, np.array([0, 3, 10]))
+    other = TokenSequence(tokens[12:], tokens[12:] + 1, np.array([0, 4]))
     batch = as_batch([one, other], mark_documents=mark)
     cut = cut_sequences(batch, 4)
     assert cut["tokens"].shape == cut["labels"].shape == (6, 4)
-    assert cut["weight"].shape == (6, 4, 2)
     for name in set(batch) - {"boundaries"}:
         assert torch.equal(cut[name].flatten(), batch[name].flatten())
     if mark:

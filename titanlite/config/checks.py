@@ -24,7 +24,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
     checks: list[tuple[tuple[str, ...], Callable[[], Iterator[Conflict]]]] = [
         (("data.path", "data.sources"), lambda: _sources(config.data, "data")),
         (("data.path", "data.sources", "data.stages"), lambda: _data_stages(config.data)),
-        (("data", "training.epochs", "teacher.cache"), lambda: _background(config)),
+        (("data", "training.epochs"), lambda: _background(config)),
         (
             ("validation.enable", "validation.path", "validation.sources", "validation.tasks"),
             lambda: _sources(config.validation, "validation"),
@@ -153,7 +153,6 @@ def _background(config: Config) -> Iterator[Conflict]:
         "data.shuffle": data.shuffle and data.shuffle_window is None,
         "data.packing": data.packing == "best_fit",
         "training.epochs": config.training.epochs is not None,
-        "teacher.cache": config.teacher.cache is not None,
     }
     for key, needs in needs_all.items():
         if data.prepare == "background" and needs:

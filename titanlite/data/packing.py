@@ -11,10 +11,8 @@ import os
 import platform
 import shutil
 from bisect import bisect_left, insort
-from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -43,8 +41,6 @@ class TokenSequence(NamedTuple):
     """[L], int64: the next token, or IGNORE."""
     starts: np.ndarray
     """int64, ascending from 0: positions at which documents, and the padding, begin."""
-    added: Mapping[str, np.ndarray] = MappingProxyType({})
-    """[L, ...]: what `Targets` add to the batch, by name."""
 
 
 class SequenceReader(Protocol):

@@ -8,7 +8,7 @@ samples that it has consumed and, if its data was changed, the origin of the pre
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from fractions import Fraction
 from typing import Any, Literal, NamedTuple
@@ -174,8 +174,6 @@ class Source:
     weight: float = 1.0
     marks_documents: bool = False
     """Whether batches have what `titanlite.batch` lists for documents that attention keeps apart."""
-    add: Callable[[int, TokenSequence], TokenSequence] | None = None
-    """Adds what `Targets` need to the sequence of a number."""
 
     @property
     def is_growing(self) -> bool:
@@ -183,8 +181,7 @@ class Source:
         return isinstance(self.sequences, Stream) and not self.sequences.store.is_complete
 
     def read(self, number: int) -> TokenSequence:
-        sequence = self.sequences.read(number)
-        return self.add(number, sequence) if self.add else sequence
+        return self.sequences.read(number)
 
 
 @dataclass(frozen=True)
@@ -383,8 +380,6 @@ def as_batch(sequences: Sequence[TokenSequence], *, mark_documents: bool) -> Bat
         "tokens": torch.from_numpy(np.stack([sequence.tokens for sequence in sequences])),
         "labels": torch.from_numpy(np.stack([sequence.labels for sequence in sequences])),
     }
-    for name in sequences[0].added:
-        batch[name] = torch.from_numpy(np.stack([sequence.added[name] for sequence in sequences]))
     if not mark_documents:
         return batch
     seq_len = len(sequences[0].tokens)

@@ -38,13 +38,11 @@ def open_data(
     cache_folder: Path,
     group: dist.ProcessGroup,
     prepare_text: PrepareText | None = None,
-    add_targets: Callable[[Source], Source] = lambda source: source,
 ) -> tuple[Samples, list[Source]]:
     """Return the samples to train on, and the sources to validate on. An error of one rank is raised on all.
 
     Args:
         group: all ranks; each opens the same.
-        add_targets: as `Targets.added_to`, for sources to train on.
 
     Other arguments and errors: see `open_sources`.
     """
@@ -63,7 +61,6 @@ def open_data(
                     prepare_text=prepare_text,
                 )
             )
-        opened[0] = [add_targets(source) for source in opened[0]]
 
     on_all(group, open_on_this_rank)
     sources, validation_sources = opened

@@ -13,15 +13,9 @@ All of it is computed from log(p) and log(q). Where a logit is -inf, 0 log 0 = 0
 0, and forward_kl where only p is. With d = log(q / p), log(m / p) is
 max(d, 0) + log(1 + (exp(-|d|) - 1) / 2): no exp overflows, no log is of 0, and d = 0 gives 0.
 
-Of a teacher whose K most probable tokens are known, the divergence is that of K + 1 outcomes: those tokens, and the
-tail, which is all others together. The tail has the logit t = T log(sum_r exp(z_r / T)) over the other tokens r, so
-that its probability is their sum. The gradient of a tail token's logit is that of t, times its share of the tail:
-dt/dz_r = exp((z_r - t) / T).
-
-Shape suffixes: see `layers`; C the tokens of a chunk, K the known tokens.
+Shape suffixes: see `layers`; C the tokens of a chunk.
 """
 
-from collections.abc import Callable
 from typing import Literal, NamedTuple
 
 import torch
@@ -90,53 +84,3 @@ def _finite(log_ratio_CV: Tensor, *, above: bool) -> Tensor:
 
 def _log_softmax(logits_CV: Tensor, temperature: float) -> Tensor:
     return torch.log_softmax(logits_CV if temperature == 1 else logits_CV / temperature, dim=1)
-
-
-def most_probable(logits_CV: Tensor, k: int, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Return what `top_k_divergence` needs of a teacher: the ids of its k most probable tokens [C, K], the logarithms
-    of their probabilities, and that of the probability of all others [C]; -inf if there are none."""
-    log_q_CV = _log_softmax(logits_CV, temperature)
-    log_q_CK, ids_CK = log_q_CV.topk(k, dim=1)
-    return ids_CK, log_q_CK, log_q_CV.scatter_(1, ids_CK, -torch.inf).logsumexp(1)
-
-
-def top_k_divergence(
-    logits_CV: Tensor,
-    ids_CK: Tensor,
-    log_q_CK: Tensor,
-    log_tail_C: Tensor,
-    *,
-    kind: Kind,
-    temperature: float,
-    weight_C: Tensor | None,
-    divergence: Callable[..., ChunkDivergence] = divergence,
-) -> ChunkDivergence:
-    """Compute T^2 D of K + 1 outcomes and its gradient. For K = V there is no tail, and D is that of all tokens.
-
-    The teacher's outcomes are scaled so that their probabilities add up to 1: they may have been rounded.
-
-    Args:
-        logits_CV: of the student, float32. They are kept.
-        ids_CK: tokens that the teacher finds most probable, int64; different ones.
-        log_q_CK: logarithms of their probabilities by the teacher at the temperature, float32.
-        log_tail_C: logarithm of the probability of all other tokens together, float32. Not read for K = V.
-        weight_C: weight of each token in the gradient. None: no gradient.
-        divergence: computes that of the outcomes.
-    """
-    options = {"kind": kind, "temperature": temperature, "weight_C": weight_C}
-    known_CK = logits_CV.gather(1, ids_CK)
-    if ids_CK.shape[1] == logits_CV.shape[1]:
-        value_C, d_known_CK = divergence(known_CK, log_q_CK * temperature, **options)
-        return ChunkDivergence(
-            value_C, None if d_known_CK is None else torch.empty_like(logits_CV).scatter_(1, ids_CK, d_known_CK)
-        )
-    tail_CV = (logits_CV / temperature).scatter_(1, ids_CK, -torch.inf)
-    tail_C1 = tail_CV.logsumexp(1, keepdim=True)
-    log_q = torch.cat([log_q_CK, log_tail_C.unsqueeze(1)], dim=1)
-    value_C, d_outcomes = divergence(
-        torch.cat([known_CK, tail_C1 * temperature], dim=1), log_q * temperature, **options
-    )
-    if d_outcomes is None:
-        return ChunkDivergence(value_C, None)
-    d_logits_CV = tail_CV.sub_(tail_C1).exp_().mul_(d_outcomes[:, -1:])
-    return ChunkDivergence(value_C, d_logits_CV.scatter_(1, ids_CK, d_outcomes[:, :-1]))

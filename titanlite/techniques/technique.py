@@ -249,7 +249,7 @@ class Technique:
         """Return the targets for a plan, which need not be there yet. Only asked if it is used.
 
         Args:
-            parts: vocab_size, and read_spec: (path, config, section) -> the model of weights.
+            parts: read_spec, (path, config, section) -> the model of weights.
         """
         return None
 

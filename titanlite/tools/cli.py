@@ -66,7 +66,6 @@ COMMANDS = {
     "checkpoint merge": "convert.merge.merge",
     "generate": "convert.generate.generate",
     "evaluate": "convert.evaluate.evaluate",
-    "distill cache": "convert.teacher_cache.cache_teacher",
     "config check": "cli.check",
     "config show": "cli.show",
     "config schema": "cli.schema",
@@ -76,7 +75,6 @@ COMMANDS = {
 GROUPS = {
     "data": "prepare text, inspect token shards, train tokenizers",
     "checkpoint": "list, verify, show, export, merge and delete checkpoints",
-    "distill": "write the output of a teacher for the training data",
     "config": "check, show and translate configs",
 }
 

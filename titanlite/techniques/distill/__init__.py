@@ -1,4 +1,4 @@
-"""Distillation from a teacher that runs in training, or from a cache of its output."""
+"""Distillation from a teacher that runs in training."""
 
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
@@ -15,20 +15,12 @@ class Distillation(Technique):
     loss_arguments = ("teacher",)
 
     def is_used(self, config: Config) -> bool:
-        return config.teacher.is_set
+        return config.teacher.path is not None
 
     @reads("teacher", "distill", "training.loss")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
         teacher, distill, loss = config.teacher, config.distill, config.training.loss
-        if teacher.path is None and teacher.cache is not None and teacher != Teacher(cache=teacher.cache):
-            yield (
-                "teacher.path",
-                "is not set, and other options of [teacher] are of its weights: set it, or leave them out",
-            )
-        if teacher.cache is not None and distill.kind == "reverse_kl":
-            problem = "reverse_kl depends on what the teacher finds improbable, which a cache does not hold"
-            yield "distill.kind", f"{problem}: set forward_kl, or leave teacher.cache out"
-        if not teacher.is_set:
+        if teacher.path is None:
             if teacher != Teacher():
                 yield "teacher.path", "is not set: name the weights of the teacher, or leave [teacher] out"
             if distill != Distill():
@@ -47,7 +39,7 @@ class Distillation(Technique):
         return open_targets(config, **parts)
 
     def places(self, config: Config) -> dict[str, str]:
-        return {"teacher": "host"} if config.teacher.is_live and config.teacher.enable_cpu_offload else {}
+        return {"teacher": "host"} if config.teacher.enable_cpu_offload else {}
 
     def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
         return accumulation * sizes["teacher"] if self.places(config) else 0.0, 0.0
@@ -58,9 +50,7 @@ class Distillation(Technique):
         return planned_targets(config, **parts)
 
     def summary(self, config: Config) -> str:
-        if config.teacher.is_live:
-            return f"a teacher ({config.teacher.path})"
-        return f"a teacher's cache ({config.teacher.cache})"
+        return f"a teacher ({config.teacher.path})"
 
 
 TECHNIQUE = Distillation()

@@ -1,21 +1,19 @@
 """The loss with a teacher, whose distribution of each next token is computed chunk by chunk.
 
-`teacher.py` has the teacher itself, whose logits `head_logits` computes. `TopK` is what a cache on disk holds
-of a teacher.
+`teacher.py` has the teacher itself, whose logits `head_logits` computes.
 
-Shape suffixes: see `models.layers`; C the tokens of a chunk, K the tokens that a cache holds for each.
+Shape suffixes: see `models.layers`; C the tokens of a chunk.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from titanlite.loss import LossTerm, TokenLoss, token_loss
-from titanlite.ops.divergence import ChunkDivergence, top_k_divergence
+from titanlite.ops.divergence import ChunkDivergence
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.schema import Distill
 
@@ -78,29 +76,3 @@ def head_divergence(hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kern
         return divergence(logits_CV, logits(part), weight_C=weight_C, **options)
 
     return LossTerm(METRIC, distill.ratio, of_chunk)
-
-
-@dataclass(frozen=True)
-class TopK:
-    """`TeacherOutput` of a cache: the teacher's most probable tokens, and the probability of all others together."""
-
-    ids_BLK: Tensor
-    """Token ids, int32."""
-    log_probs_BLK: Tensor
-    """Logarithms of their probabilities at the temperature of `[distill]`, float16 or float32."""
-    log_tail_BL: Tensor
-    """Logarithm of the probability of the other tokens, float32. -inf if there are none."""
-
-    @contextmanager
-    def divergence(self, distill: Distill, kernels: Kernels) -> Iterator[LossTerm]:
-        """Yield the divergence of K + 1 outcomes; see `ops.divergence`."""
-        ids_TK, log_probs_TK = self.ids_BLK.flatten(0, 1), self.log_probs_BLK.flatten(0, 1)
-        log_tail_T, divergence = self.log_tail_BL.flatten(), kernels.divergence(self.ids_BLK.device)
-        options: dict[str, Any] = {"kind": distill.kind, "temperature": distill.temperature, "divergence": divergence}
-
-        @torch.no_grad()
-        def of_chunk(logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
-            known = ids_TK[part].long(), log_probs_TK[part].float(), log_tail_T[part]
-            return top_k_divergence(logits_CV, *known, weight_C=weight_C, **options)
-
-        yield LossTerm(METRIC, distill.ratio, of_chunk)

@@ -14,7 +14,6 @@ from titanlite.models.registry import ModelSpec
 from titanlite.models.trial import check_documents
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.distill.cache import data_settings, open_cache, planned_cache
 from titanlite.techniques.distill.teacher import Teacher
 from titanlite.techniques.technique import Attempt
 
@@ -25,27 +24,23 @@ SHOWN = 3
 def open_targets(
     config: Config, *, student: ModelSpec, tokenizer: Tokenizer | None, open_model: OpenModel | None, attempt: Attempt
 ) -> Targets | None:
-    """Return a teacher that runs in training, or the cache of one. If weights are named too, it must be of those.
+    """Return the teacher that `[teacher]` names; None if a problem was reported.
 
     Args:
         tokenizer: of the data. None if it is not known.
     """
-    reads, cache, seq_len = ["teacher", "distill", "training.seq_len"], config.teacher.cache, config.training.seq_len
     open_weights = partial(open_teacher, config, student=student, tokenizer=tokenizer, open_model=open_model)
-    teacher = attempt("teacher.path", reads, open_weights)
+    teacher = attempt("teacher.path", ["teacher", "distill", "training.seq_len"], open_weights)
     if teacher and config.data.document_mask:
-        attempt("teacher.path", ["data.document_mask"], lambda: check_documents(teacher.frozen.build(seq_len)))
-    if cache is None or tokenizer is None:
-        return teacher if cache is None else None
-    wanted = data_settings(config, tokenizer=tokenizer.fingerprint, vocab_size=student.args.vocab_size)
-    wanted |= teacher.settings if teacher else {}
-    return attempt("teacher.cache", [*reads, "data"], partial(open_cache, cache, config.distill, wanted))
+        build = partial(teacher.frozen.build, config.training.seq_len)
+        attempt("teacher.path", ["data.document_mask"], lambda: check_documents(build()))
+    return teacher
 
 
 def open_teacher(
     config: Config, *, student: ModelSpec, tokenizer: Tokenizer | None, open_model: OpenModel | None
-) -> Teacher | None:
-    """Open the weights that `[teacher]` names, if any, and check that they fit the student.
+) -> Teacher:
+    """Open the weights that `[teacher]` names, and check that they fit the student.
 
     Args:
         tokenizer: of the data. None if it is not known.
@@ -54,11 +49,9 @@ def open_teacher(
         UserError: there are no such weights, the vocabularies differ, or sequences are too long for the teacher.
     """
     teacher, seq_len = config.teacher, config.training.seq_len
-    if teacher.path is None:
-        return None
     if open_model is None:
         raise UserError("teacher.path: this command reads no teacher")
-    weights = open_model(teacher.path, teacher.config, "teacher")
+    weights = open_model(str(teacher.path), teacher.config, "teacher")
     if (most := weights.spec.args.max_seq_len) < seq_len:
         raise UserError(f"{weights.where} has {most} positions, and training.seq_len is {seq_len}: lower it")
     _check_vocabulary(weights, student, tokenizer)
@@ -66,13 +59,9 @@ def open_teacher(
     return Teacher(frozen, config.distill, fingerprint=fingerprint(weights))
 
 
-def planned_targets(
-    config: Config, *, vocab_size: int, read_spec: Callable[[str, str | None, str], ModelSpec]
-) -> Targets:
-    """Return the teacher or the cache for a plan."""
+def planned_targets(config: Config, *, read_spec: Callable[[str, str | None, str], ModelSpec]) -> Targets:
+    """Return the teacher for a plan."""
     teacher = config.teacher
-    if teacher.cache is not None:
-        return planned_cache(teacher.cache, config.distill, vocab_size=vocab_size)
     spec = read_spec(str(teacher.path), teacher.config, "teacher")
     return Teacher(frozen_teacher(config, spec, None), config.distill, fingerprint="")
 

@@ -40,7 +40,7 @@ class PipelineParallel(Technique):
             hint = 'set another schedule or parallelism.fsdp_reshard_after_forward = "never"'
             yield key, f"{later} and would lose those of weights that FSDP has freed: {hint}"
         others = {
-            "teacher.path": config.teacher.path is not None or config.teacher.cache is not None,
+            "teacher.path": config.teacher.path is not None,
             "metrics.layers.freq": config.metrics.layers.freq > 0,
             "offload": "disk" in (config.offload.parameters, config.offload.optimizer),
             "parallelism.fsdp_min_unit_params": config.parallelism.fsdp_min_unit_params > 0,

@@ -75,7 +75,7 @@ class ReproducibleLayouts(Technique):
         refused_by_parts = {
             "compile.enable": config.compile.enable,
             "parallelism.expert_parallel_degree": parallelism.expert_parallel_degree > 1,
-            "teacher": config.teacher.is_set,
+            "teacher": config.teacher.path is not None,
             "training.multi_token_weight": training.multi_token_weight > 0,
         }
         for other, is_set in refused_by_parts.items():

@@ -205,7 +205,7 @@ def plan_stages(config: Config, layout: Layout) -> Plan:
     spec, parallelism = model_of(config), config.parallelism
     degree = parallelism.pipeline_parallel_degree
     ranks, of_rank = traced_ranks(degree), layout.world_size // degree
-    model, targets = trained_model(spec, config), planned_targets(config, vocab_size=spec.args.vocab_size)
+    model, targets = trained_model(spec, config), planned_targets(config)
     _, accumulation = config.training.batch_split(parallelism.degrees(layout.world_size).data_parallel)
     untraced = accumulation - traced_micro_batches(config, accumulation)
     plans, workloads = list[Plan](), list[Workload]()
@@ -270,7 +270,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     if not whole and not groups and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
-    targets = planned_targets(config, vocab_size=spec.args.vocab_size)
+    targets = planned_targets(config)
     traces = [trace_model(config, spec.model_cls, shape, targets, layout) for shape in shapes]
     found = traces[0]
     if len(traces) > 1:
@@ -365,13 +365,13 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
 # Targets
 
 
-def planned_targets(config: Config, *, vocab_size: int) -> Targets:
+def planned_targets(config: Config) -> Targets:
     """Return the targets of a config. Weights need not be there if a config of theirs is.
 
     Raises:
         UserError: there are no such weights, or they do not describe their model.
     """
-    found = (it.planned_targets(config, vocab_size=vocab_size, read_spec=_read_spec) for it in used(config))
+    found = (it.planned_targets(config, read_spec=_read_spec) for it in used(config))
     return next(filter(None, found), None) or Targets()
 
 

@@ -235,7 +235,7 @@ class Layouts:
         self.degrees = [it for it in every if not has_experts or can_have(config, {}, layout.world_size, it.replicate)]
         sizes = range(1, min(share, LARGEST_BATCH) + 1)
         self.batches = [size for size in sizes if share % size == 0 and not self._is_refused(size)]
-        frozen = planned_targets(config, vocab_size=model_of(config).args.vocab_size).frozen
+        frozen = planned_targets(config).frozen
         self.frozen = frozen.section if frozen else None
         self.variants = variants_of(config, layout)
         [(self.resort_words, self.resort_switch)] = [it.last_resort for it in every_technique() if it.last_resort]

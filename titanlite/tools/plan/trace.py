@@ -115,7 +115,7 @@ def trace_step(
                 with recorder.category("other"):
                     fill_states(optimizer, one_by_one=not keeps_gradients(config))
                     average = weight_average(config, model, StateMemory())
-                    batches = [*map(split_batch(config, mesh), _batches(config, data_parallel_rank(mesh)[1], targets))]
+                    batches = [*map(split_batch(config, mesh), _batches(config, data_parallel_rank(mesh)[1]))]
                     recorder.micro_batches = len(batches)
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
@@ -271,7 +271,7 @@ def traced_micro_batches(config: Config, accumulation: int) -> int:
     return min(accumulation, MICRO_BATCHES if ranks == 1 else ranks + 1 if schedule == "1F1B" else 2 * ranks)
 
 
-def _batches(config: Config, ranks: int, targets: Targets) -> list[Batch]:
+def _batches(config: Config, ranks: int) -> list[Batch]:
     size, accumulation = config.training.batch_split(ranks)
     seq_len = config.training.seq_len
     batches = []
@@ -282,7 +282,7 @@ def _batches(config: Config, ranks: int, targets: Targets) -> list[Batch]:
             batch["positions"] = torch.zeros_like(tokens)
             batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
             batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
-        batches.append(batch | targets.empty(size, seq_len))
+        batches.append(batch)
     return batches
 
 
