@@ -129,7 +129,6 @@ def cases() -> list[Case]:
             "bfloat16 weights and moments": HALF,
             "the same, updated in backward": [*HALF, "--optimizer.in_backward=true", "--training.max_norm=0.0"],
             "LoRA on bfloat16": LORA,
-            "LoRA on 8 bits": [*LORA, "--lora.quantize_base=int8"],
         }.items()
     ]
     experts = [

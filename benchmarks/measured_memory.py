@@ -219,7 +219,7 @@ def train(
     with torch.device("meta"):
         model = kind(replace(args, max_seq_len=training.seq_len))
     kernels = pick_kernels(device)
-    parallelize_student(model, config, mesh=mesh, kernels=kernels, has_other_sizes=config.teacher.is_live)
+    parallelize_student(model, config, mesh=mesh, kernels=kernels, has_other_sizes=config.teacher.path is not None)
     memory = state_memory(config, Path(config.job.dump_folder))
     on_host = "parameters" in places(config)
     materialize(model, device=device, dtype=DTYPES[training.dtype], seed=seed, on_host=on_host, memory=memory)
@@ -231,7 +231,7 @@ def train(
     reader, readers = data_parallel_rank(mesh)
     micro_batch_size, accumulation = training.batch_split(readers)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=reader)
-    targets = planned_targets(config, vocab_size=args.vocab_size)
+    targets = planned_targets(config)
     draw_frozen(targets, config, mesh=mesh, kernels=kernels)
     loss_function = build_loss(training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
     add_up, split = passes_of_step(config, model, mesh), split_batch(config, mesh)

@@ -99,8 +99,6 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("Muon", 1, [*SHAPE, "--training.global_batch_size=4", "--optimizer.name=Muon",
                  '--optimizer.args.ns_dtype="float32"']),
     ("adapters", 2, [*SHAPE, "--training.global_batch_size=8", "--lora.rank=8", "--freeze.dtype=bfloat16"]),
-    ("adapters on 8 bits, recompute full", 2,
-     [*SHAPE, "--training.global_batch_size=8", "--lora.rank=8", "--lora.quantize_base=int8", RECOMPUTE + "full"]),
     ("teacher", 2, [*SHAPE, "--training.global_batch_size=8", *TEACHER]),
     ("two predicted tokens, context 2", 2,
      [*SHAPE, "--training.global_batch_size=8", RECOMPUTE + "selective", "--training.multi_token_weight=0.3",

@@ -18,11 +18,11 @@ FROZEN_BASE = Freeze()
 
 def adapted(
     family: str = "llama3", *, rank: int | None = 4, targets: Sequence[str] = (), freeze: Freeze = FROZEN_BASE,
-    quantize_base: Any = "none", **args: Any,
+    **args: Any,
 ) -> Any:  # fmt: skip
     """Return a model on the meta device."""
     model = resolve_model(family, "debug", {**SMALL, "max_seq_len": 16, **args}).build()
-    lora = Lora(rank=rank, targets=[*targets], quantize_base=quantize_base)
+    lora = Lora(rank=rank, targets=[*targets])
     choose_trained(model, Config(freeze=freeze, lora=lora))
     return model
 

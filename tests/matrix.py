@@ -110,7 +110,7 @@ COMPLETEP = (
 RESUMED, AVERAGE = "--checkpoint.enable=true", "--average.decay=0.75"
 OFFLOAD = "--training.enable_cpu_offload"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
-LORA, INT8 = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01", "--lora.quantize_base=int8"
+LORA = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01"
 SLOWLY, FURTHER = "--optimizer.lr=1e-3", "--training.multi_token_weight=0.3"
 FROZEN = "--freeze.parameters=['tok*','layers.0.attention.*']"
 FROZEN_EXPERTS = "--freeze.parameters=['layers.0.feed_forward.w?','layers.1.feed_forward.router']"
@@ -270,7 +270,7 @@ TECHNIQUES = {
         "average of weights, CPU offload": f"{AVERAGE} {OFFLOAD}",
         "average of weights on the host": f"{AVERAGE} --average.enable_cpu_offload",
         "average of weights, moments on disk": f"{AVERAGE} --offload.optimizer=disk",
-        "average of weights, LoRA, int8": f"{AVERAGE} {LORA} {INT8}",
+        "average of weights, LoRA": f"{AVERAGE} {LORA}",
     }, tolerance=ROUGH, slow="s2"),
     "average of weights, bfloat16 weights": Row(f"{AVERAGE} {NARROW}", "s2", tolerance=ROUNDED, slow="s2"),
     "tied head": Row("--model.args.tied_head=true", ON_SPLIT, slow="s2,t2", refused={"p2": OF_STAGES}),
@@ -299,8 +299,7 @@ TECHNIQUES = {
         "frozen, bfloat16": "--freeze.parameters=['tok*','layers.0.*'] --freeze.dtype=bfloat16",
         "LoRA, bfloat16": f"{LORA} --freeze.dtype=bfloat16",
         "LoRA, recomputed, reduced once": f"{LORA} {OP} {REDUCED_ONCE}",
-        "LoRA, updates in backward": f"{LORA} {IN_BACKWARD}", "LoRA, int8": f"{LORA} {INT8} {SLOWLY}",
-        "LoRA, int8, on disk": f"{LORA} {INT8} {DISK} {SLOWLY}",
+        "LoRA, updates in backward": f"{LORA} {IN_BACKWARD}", "LoRA, on disk": f"{LORA} {DISK} {SLOWLY}",
     }, tolerance=ROUGH),
     "LoRA": Row(LORA, f"{UNSPLIT},s4,p2", tolerance=ROUGH, refused={"t2": OF_TENSOR}),
     "LoRA of Qwen3-Next, recomputed": Row(
@@ -378,7 +377,7 @@ COMPILED = {
     "Qwen3-Next, compiled, split": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "c2,t2", tolerance=ROUGH),
     **rows("s2", {
         "LoRA, compiled": f"{LORA} {COMPILE}",
-        "LoRA, int8, compiled, recomputed": f"{LORA} {INT8} {COMPILE} {FULL}",
+        "LoRA, compiled, recomputed": f"{LORA} {COMPILE} {FULL}",
     }),
 }  # fmt: skip
 LESS_PRECISE = {

@@ -359,9 +359,6 @@ class Lora(Section):
     targets: list[Name] = []
     """Globs of the names of linear layers that get an adapter, for example layers.*.attention.w[qv]. Default: all
     linear layers of the blocks."""
-    quantize_base: Literal["none", "int8"] = "none"
-    """Format of the frozen weights of layers with an adapter: int8 is 8 bits for each weight, and a scale for each
-    row."""
 
 
 class Offload(Section):

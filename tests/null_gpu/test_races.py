@@ -56,7 +56,6 @@ CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
     "tied head": (2, ("--model.args.tied_head=true",)),
     "z-loss": (2, ("--training.z_loss=1e-4",)),
     "LoRA": (2, LORA),
-    "LoRA on int8": (2, (*LORA, "--lora.quantize_base=int8")),
     "frozen embedding": (2, ('--freeze.parameters=["tok_embeddings.*"]',)),
     "context 2": (4, CONTEXT),
     "context 2, documents": (

@@ -200,3 +200,16 @@ def test_adapters_need_no_place_in_the_table_of_names(tiny: TinyRun) -> None:
     """`check_exports` passes, because PEFT's format has a place for them."""
     config = tiny.config("--lora.rank=4", "--checkpoint.last_save_in_hf=true")
     assert preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))
+
+
+def test_a_base_of_8_bits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Releases before 0.2 saved such checkpoints. Their codes must not be taken for weights."""
+    toml = tmp_path / "small.toml"
+    toml.write_text(small_toml("llama3") + LORA)
+    model = random_model(toml)
+    for layer in model.modules():
+        if hasattr(layer, "lora_a"):
+            layer.weight_scale = torch.nn.Parameter(torch.ones(1))  # pyright: ignore[reportAttributeAccessIssue]
+    with one_process():
+        checkpoint = save_model(tmp_path, model, toml)
+    assert mentions(refusal(capsys, checkpoint, "--out", tmp_path / "hf"), "8", "--merge")

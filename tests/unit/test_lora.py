@@ -19,10 +19,8 @@ from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.registry import resolve_model
 from titanlite.optim.groups import parameter_groups
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
-from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Freeze, Lora
 from titanlite.techniques import choose_trained
-from titanlite.techniques.lora import check_quantized_base
 from titanlite.tools.plan.estimate import Layout, plan
 from titanlite.tools.plan.hardware import find_hardware
 
@@ -107,8 +105,8 @@ def test_a_model_of_the_users_own_gets_adapters_too() -> None:
 @pytest.mark.parametrize(("is_compiled", "kept"), [(False, [4, 6]), (True, [1, 5, 7])])
 def test_policy_op_keeps_the_same_matmuls_with_adapters_as_without(is_compiled: bool, kept: list[int]) -> None:
     """Matmuls of each layer: the base's, A's, B's."""
-    for rank, stride, quantize_base in ((None, 1, "none"), (4, 3, "none"), (4, 3, "int8")):
-        model = filled(adapted(rank=rank, quantize_base=quantize_base, n_layers=1))
+    for rank, stride in ((None, 1), (4, 3)):
+        model = filled(adapted(rank=rank, n_layers=1))
         for parameter in model.parameters():  # else nothing is kept without adapters
             parameter.requires_grad_(parameter.is_floating_point())
         apply_activation_checkpoint(model, ["op"], is_compiled=is_compiled)
@@ -177,11 +175,3 @@ def test_other_adapters_are_another_experiment(tiny: TinyRun) -> None:
     ]
     added = {"lora.rank": 4, "lora.alpha": 16.0, "lora.targets": []}
     assert (one, other) == (plain | added, plain | added | {"lora.alpha": 8.0})
-
-
-def test_a_quantized_base_needs_a_pytorch_that_shards_integers(tiny: TinyRun) -> None:
-    quantized, plain = tiny.config("--lora.rank=4", "--lora.quantize_base=int8"), tiny.config("--lora.rank=4")
-    with pytest.raises(UserError, match=r"2\.11\.0\+cu130 .* 2\.12"):
-        check_quantized_base(quantized, torch_version="2.11.0+cu130")
-    check_quantized_base(quantized, torch_version="2.12.0")
-    check_quantized_base(plain, torch_version="2.11.0")

@@ -59,7 +59,6 @@ from titanlite.runtime.private_torch.fsdp import (
     gather_asynchronously,
     gather_in_place,
     gather_local_parts,
-    keep_dtypes,
     mixed_precision,
     observe_fsdp,
     release_all_reduce_input,
@@ -533,30 +532,6 @@ def test_gathering_in_place_copies_nothing_and_follows_the_weights() -> None:
 def test_rows_that_are_sent_come_back_from_one_process() -> None:
     x = torch.randn(2, 3).t()
     assert torch.equal(wait_for_rows(send_rows(x, [3], [3], world().group_name)), x)
-
-
-@pytest.mark.parametrize("keeps", [False, True])
-@pytest.mark.usefixtures("single_process_group")
-def test_parameters_are_gathered_in_their_own_dtype_with_mixed_precision(keeps: bool) -> None:
-    model: Any = nn.Linear(4, 4, bias=False)
-    values = {"int8": torch.arange(4), "float8_e4m3fn": torch.tensor([0.5, 448.0, -3.5]), "float32": torch.rand(4)}
-    for name, value in values.items():
-        model.register_parameter(name, nn.Parameter(value.to(getattr(torch, name)), requires_grad=False))
-    fully_shard(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    if keeps:
-        keep_dtypes(model, {parameter for parameter in model.parameters() if not parameter.requires_grad})
-    gathered: dict[str, Tensor] = {}
-    model.register_forward_pre_hook(
-        lambda *_: gathered.update({name: it.detach().clone() for name, it in model.named_parameters()})
-    )
-    model(torch.ones(2, 4)).float().sum().backward()
-    assert gathered["weight"].dtype == torch.bfloat16
-    for name, value in values.items():
-        own = getattr(torch, name)
-        assert gathered[name].dtype == (own if keeps or name == "int8" else torch.bfloat16)
-        if keeps:
-            assert torch.equal(gathered[name].float(), value.to(own).float())
-    assert model.weight.grad.dtype == torch.float32
 
 
 @pytest.mark.usefixtures("single_process_group")

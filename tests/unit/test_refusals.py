@@ -166,19 +166,18 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "optimizer.groups.0.match": {
         1: [f"{THREE_BLOCKS} --freeze.parameters='[\"tok_embeddings.*\"]' {OPTIM}groups='{OTHER_GROUPS}'"],
     },
-    "lora.rank": {1: ["--lora.rank=15", "--lora.alpha=2.0", "--lora.quantize_base=int8"]},
+    "lora.rank": {1: ["--lora.rank=15", "--lora.alpha=2.0"]},
     "lora.targets": {
         1: [
             "--lora.rank=2 --lora.targets='[\"layers.9.*\"]'", "--lora.rank=2 --lora.targets='[\"head.*\"]'",
             f"{MOE} --lora.rank=2 --lora.targets='[\"layers.*.feed_forward.w1\"]'",
         ],
     },
-    "lora.quantize_base": {1: ["--lora.rank=4 --lora.quantize_base=float8"]},
     "quantize.linear.float8.recipe_name": {
         1: [f"{EIGHTH}.enable --compile.enable {EIGHTH}.recipe_name=mxfp8 {TRAIN}mixed_precision_param=float32"],
     },
-    "quantize.linear.float8.enable": {1: [f"--lora.rank=2 --lora.quantize_base=int8 {FLOAT8}"]},
-    "optimizer.name": {1: [f"--lora.rank=2 --lora.quantize_base=int8 {OPTIM}name=Muon"]},
+    "quantize.linear.float8.enable": {1: [f"--lora.rank=2 {FLOAT8}"]},
+    "optimizer.name": {1: [f"--lora.rank=2 {OPTIM}name=Muon"]},
     "distill.ratio": {
         1: [
             "--distill.ratio=0.5",

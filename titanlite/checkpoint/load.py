@@ -7,14 +7,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
@@ -30,11 +28,9 @@ from titanlite.checkpoint.state import (
     model_state,
     selected,
 )
-from titanlite.models.quantized import quantize, scales_of
 from titanlite.models.registry import ModelSpec
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
-from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import error_of_ranks, gather, on_each, on_rank_0
 from titanlite.schema import Checkpoint, Config
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
@@ -78,52 +74,6 @@ def model_settings(title: str, model_args: Any) -> dict[str, Any]:
     """
     args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
     return {"model.name": title, **args}
-
-
-# Reading of unquantized weights into a model whose frozen weights are quantized, a few rows at a time.
-
-
-def to_quantize(wanted: Mapping[str, Tensor], there: Metadata, where: str) -> dict[str, Tensor]:
-    """Return the scales for each weight that is quantized here and not there, by the weight's name.
-
-    Raises:
-        UserError: the format of a weight differs, other than by being quantized here only.
-    """
-    scales, stored = scales_of(wanted), there.state_dict_metadata
-    for name in wanted.keys() & stored.keys():
-        ours = wanted[name].dtype if name in scales else None
-        theirs = stored[name].properties.dtype if f"{name}_scale" in stored else None  # pyright: ignore
-        if theirs in (torch.int8, torch.float8_e4m3fn) and theirs != ours:  # float8: of an older release
-            formats = f"is quantized as {theirs}, and this run's {'is not' if ours is None else f'as {ours}'}"
-            raise UserError(f"lora.quantize_base: the base of {where} {formats}: give them the same format")
-    return {name: wanted[scale] for name, scale in scales.items() if scale not in stored}
-
-
-class QuantizingPlanner(DefaultLoadPlanner):
-    """Load planner that lets some weights be read in float32, and writes their codes and scales.
-
-    Args:
-        scales: of each such weight, by its name in the state.
-    """
-
-    def __init__(self, scales: Mapping[str, Tensor]) -> None:
-        super().__init__(allow_partial_load=False)
-        self._scales = scales
-
-    def transform_tensor(self, read_item: ReadItem, tensor: Tensor) -> Tensor:
-        name = read_item.dest_index.fqn
-        if name not in self._scales:
-            return super().transform_tensor(read_item, tensor)
-        if read_item.lengths[1] < tensor.shape[1]:
-            raise UserError(f"{name} is stored in parts of rows, and rows are quantized as a whole")
-        return torch.empty(read_item.lengths, dtype=torch.float32, device=tensor.device)
-
-    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
-        name = read_item.dest_index.fqn
-        if name in self._scales:
-            targets = self.lookup_tensor(read_item.dest_index), local_tensor(self._scales[name])
-            for target, values in zip(targets, quantize(tensor), strict=True):
-                target.narrow(0, read_item.dest_offsets[0], len(values)).copy_(values)
 
 
 PROGRESS = "progress"
@@ -206,7 +156,6 @@ class Loader:
         folder = folder_name(manifest.step)
         where = self.storage.url_of(folder)
         reader = on_each(self.group, lambda: ShardReader(self.storage, folder, manifest))
-        to_quantize(flat(state), reader.metadata, where)
         found = self._difference(flat(state), reader.metadata, ["*"])
         if AVERAGE in state and found != found.without(missing=[AVERAGE], unexpected=[AVERAGE]):
             for tensor in state[AVERAGE].values():
@@ -250,11 +199,9 @@ class Loader:
         if isinstance(reader, ForeignWeights):
             chosen = {name: tensor for name, tensor in chosen.items() if name not in reader.kept}
         stored = reader.metadata.state_dict_metadata
-        scales = to_quantize(names, reader.metadata, where)
         new = {f"model.{name}" for name in added} - stored.keys()
         if isinstance(reader, ShardReader) and len(new) < len(added):
             self._check_scale(reader, where)
-        new |= {f"{name}_scale" for name in scales}
         chosen = {name: tensor for name, tensor in chosen.items() if name not in new}
         found = self._difference(chosen, reader.metadata, wanted)
         if isinstance(reader, ForeignWeights) and selected("model", wanted):
@@ -270,7 +217,7 @@ class Loader:
             logger.warning(f"from {where} are not loaded, as allowed:\n{found}")
         try:
             there = {name: tensor for name, tensor in chosen.items() if name not in found.missing}
-            _read(reader, {"": there}, self.group, QuantizingPlanner(scales))
+            _read(reader, {"": there}, self.group)
         except DamagedCheckpoint as damage:
             raise UserError(f"checkpoint.initial_load_path: {damage}") from None
         logger.info(f"initial {', '.join(self.config.initial_load)} from {where}")
@@ -391,10 +338,8 @@ def _check_fits(wrong: Difference, where: str) -> None:
         raise UserError(f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.options()}")
 
 
-def _read(
-    reader: StorageReader, state: State, group: dist.ProcessGroup, planner: QuantizingPlanner | None = None
-) -> None:
-    planner = planner or QuantizingPlanner({})
+def _read(reader: StorageReader, state: State, group: dist.ProcessGroup) -> None:
+    planner = DefaultLoadPlanner(allow_partial_load=False)
     try:
         dcp.load(_nested(state), storage_reader=reader, planner=planner, process_group=group)
     except CheckpointException as error:

@@ -4,7 +4,6 @@ import torch
 
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.frozen import FrozenModel
-from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.state_size import state_bytes
 from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.errors import UserError
@@ -63,12 +62,11 @@ def weight_bytes(model: Model, config: Config) -> int:
     """Return the bytes of a model's parameters, unsharded.
 
     Args:
-        model: with its frozen and quantized parameters.
+        model: with its frozen parameters.
     """
-    quantized, dtype = quantized_parameters(model), config.training.dtype
+    dtype = config.training.dtype
     sizes = {True: DTYPES[dtype].size, False: DTYPES[config.freeze.dtype or dtype].size}
-    parameters = [parameter for _, parameter in unique_parameters(model)]
-    return sum(it.numel() * (it.itemsize if it in quantized else sizes[it.requires_grad]) for it in parameters)
+    return sum(parameter.numel() * sizes[parameter.requires_grad] for _, parameter in unique_parameters(model))
 
 
 def even_share(model: Model, degrees: Degrees) -> float:

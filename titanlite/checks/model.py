@@ -6,7 +6,6 @@ import torch
 
 from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.models.base import Model, added_parameters, initial_values, unique_parameters
-from titanlite.models.quantized import scales_of
 from titanlite.models.registry import ModelSpec
 from titanlite.models.trial import check_buffers, check_causal
 from titanlite.optim.groups import parameter_groups
@@ -66,7 +65,7 @@ def check_exports(config: Checkpoint, model: Model | None) -> None:
         reason = f"{type(model).__name__} has no table of Hugging Face's names: give it `formats`"
         raise ConfigError([Problem(key, f"{reason} (docs/add_a_model.md)")])
     state = model_state(model)
-    known = {*added_parameters(model), *scales_of(state).values()}  # PEFT's format has a place for adapters
+    known = added_parameters(model)  # PEFT's format has a place for adapters
     if needed := to_globs(name for name in state if selected(name, config.export_drop) and form.tensors.find(name)):
         reason = (
             f"{form.architecture} needs {', '.join(needed[:3])}: only tensors without a place there can be left out"

@@ -21,6 +21,7 @@ REMOVED: dict[str, tuple[Any, str]] = {
     "checkpoint.local_folder": (None, "checkpoints are written to checkpoint.folder, in the background"),
     "comm.compile_timeout_seconds": (1800, "comm.init_timeout_seconds also holds for the first two steps"),
     "data.sources.epochs": (None, "weights set the shares of sources, and training.epochs limits the passes over each"),
+    "lora.quantize_base": ("none", 'freeze.dtype = "bfloat16" halves the weights that adapters do not train'),
     "metrics.loss_by_source": (False, "validation.sources gives the loss of each source"),
     "teacher.cache": (None, "the teacher runs in training; teacher.enable_cpu_offload keeps its weights on the host"),
     "teacher.fsdp_reshard_after_forward": ("always", "each unit of a teacher is freed after its forward"),

@@ -18,12 +18,10 @@ from torch.distributed.tensor import Shard
 
 from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh
 from titanlite.models.base import Model, head_of
-from titanlite.models.quantized import quantized_parameters
 from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.runtime.gradient_memory import ReduceScatter
-from titanlite.runtime.private_torch.fsdp import keep_dtypes
 from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
@@ -115,8 +113,7 @@ def shard(
         pin_memory: whether parameters in host memory are copied to pinned memory, with a GPU.
     """
     compute_dtype = DTYPES[training.mixed_precision_param]
-    quantized = quantized_parameters(model)
-    has_compute_dtype = all(it.dtype == compute_dtype for it in model.parameters() if it not in quantized)
+    has_compute_dtype = all(parameter.dtype == compute_dtype for parameter in model.parameters())
     policy = MixedPrecisionPolicy(
         param_dtype=None if has_compute_dtype else compute_dtype,  # None: weights are not copied
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
@@ -165,12 +162,9 @@ def shard(
         others = separate.shard(reshard_after_forward=not parallelism.keeps_gathered, **options)
         adapt(others, shard_degree=separate.mesh.size(-1))
     _prefetch(sharded[: len(units)], parallelism)
-    quantized = quantized_parameters(model)  # they are others now
     for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
-        if quantized and not has_compute_dtype:
-            keep_dtypes(unit, quantized)
 
 
 def placement_of(parameter: Tensor, *, shard_degree: int) -> Shard | None:

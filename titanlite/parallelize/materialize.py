@@ -6,7 +6,6 @@ from torch import nn
 
 from titanlite.models.base import Model, initial_values, unique_parameters
 from titanlite.models.initial import Constant, free_tables
-from titanlite.models.quantized import quantize, scales_of
 from titanlite.runtime.dtensor import GlobalIndices
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.hash_random import random_bits, salt
@@ -76,20 +75,15 @@ def allocate(
 
 @torch.no_grad()
 def draw_weights(model: Model, *, device: torch.device, seed: int, memory: StateMemory | None = None) -> None:
-    """Give every parameter its initial values, slice by slice. Quantized weights are drawn in float32, one at a time.
+    """Give every parameter its initial values, slice by slice.
 
     Args:
         device: computes the values. It may be another than that of the parameters.
     """
     parameters, memory = dict(unique_parameters(model)), memory or StateMemory()
-    scales = scales_of(parameters)
     for name, parameter in parameters.items():
-        if name in scales.values():
-            continue  # they follow from the weight
         values = initial_values(model, name, parameter.shape)
-        local = local_tensor(parameter)
-        drawn = torch.empty_like(local, dtype=torch.float32) if name in scales else local
-        flat = drawn.view(-1)
+        flat = local_tensor(parameter).view(-1)
         indices, name_salt = GlobalIndices(parameter), salt(f"{seed}/{name}/initial")
         size = SLICE * torch.get_num_threads()
         for start in range(0, len(flat), size):
@@ -100,11 +94,6 @@ def draw_weights(model: Model, *, device: torch.device, seed: int, memory: State
                 here = indices(start, len(part), device)
                 part.copy_(values.values(random_bits(name_salt, here), here).float())
             memory.changed(part)
-        if name in scales:
-            targets = local, local_tensor(parameters[scales[name]])
-            for target, value in zip(targets, quantize(drawn), strict=True):
-                target.copy_(value)
-                memory.changed(target)
     free_tables()
 
 

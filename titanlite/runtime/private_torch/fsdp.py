@@ -1,7 +1,6 @@
 """What FSDP2 does not offer by public names.
 
 - `gather_local_parts`: modules that tensor parallelism splits compute with plain tensors. FSDP gathers DTensors.
-- `keep_dtypes`: quantized weights are gathered as they are. FSDP's mixed precision would convert them.
 - `gather_in_place`: at shard degree 1, where the weights have the compute dtype, FSDP would copy them. What prevents it
   is its public interface for tensors that gather themselves; which tensors that are is not public.
 - `gather_asynchronously`: on CPUs, all-gathers beside compute. FSDP has the setting, and no public name for it.
@@ -11,7 +10,7 @@
 """
 
 import weakref
-from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
@@ -82,23 +81,6 @@ def gather_in_place(model: nn.Module) -> None:
 
 def _the_tensor_itself(local: weakref.ReferenceType[Any], *gathered: Any, out: Tensor | None = None) -> Any:
     return (local(), ()) if out is None else None
-
-
-def keep_dtypes(module: FSDPModule, parameters: Collection[nn.Parameter]) -> None:
-    """Let FSDP gather some sharded parameters of a unit in their own dtype, whatever its mixed precision."""
-    unit = _param_group(module)
-    for parameter in unit.fsdp_params if unit else ():
-        if parameter.sharded_param in parameters:
-            assert type(parameter) is FSDPParam
-            parameter.__class__ = _KeptDtypeParam
-
-
-class _KeptDtypeParam(FSDPParam):
-    """FSDPParam without mixed precision."""
-
-    def init_dtype_attrs(self, mp_policy: Any) -> None:
-        super().init_dtype_attrs(mp_policy)
-        self.param_dtype = None
 
 
 def gather_local_parts(

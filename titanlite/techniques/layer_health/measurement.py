@@ -14,7 +14,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.models.base import Model
-from titanlite.models.quantized import quantized_parameters
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.private_torch.tensors import local_tensor
 
@@ -53,7 +52,6 @@ class LayerHealth(StepObserver):
         self._model, self._freq, self._file = model, freq, file
         self._replicas, self._outputs, self._world, self._device = replicas, outputs, world, device
         self._layers = layers_of(model)
-        self._quantized = quantized_parameters(model)
         self._step = 0
         """Step that is measured; 0: none is."""
         self._is_forward = False
@@ -81,7 +79,7 @@ class LayerHealth(StepObserver):
                 self._hooks.pop().remove()
             self._measure_parameters("gradients", lambda p: None if p.grad is None else local_tensor(p.grad))
         elif name is Phase.METRICS:
-            self._measure_parameters("parameters", lambda p: None if p in self._quantized else local_tensor(p))
+            self._measure_parameters("parameters", local_tensor)
             self._measure_parameters("updates", self._update_of)
             step, self._step = self._step, 0
             self._before = {}

@@ -3,7 +3,7 @@
 A layer with an adapter computes W x + (alpha / rank) B (A x), with A [rank, in] and B [out, rank]. B begins as zero, so
 the first step computes what the base does. A and B are parameters of the layer: `<layer>.lora_a` and `<layer>.lora_b`.
 No name of the base changes. So sharding, initial values, the optimizer and checkpoints treat adapters like any other
-parameters. The weights of such layers can be quantized (QLoRA, arXiv:2305.14314, with 8 bits; `models/quantized.py`).
+parameters.
 """
 
 from collections.abc import Iterable
@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from titanlite.models.base import AddsParameters, Model, head_of, unique_parameters
 from titanlite.models.initial import Constant, InitialValues, Uniform
 from titanlite.models.layers import Linear
-from titanlite.models.quantized import SCALE, QuantizedLinear
 from titanlite.optim.groups import collapse_names
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Lora
@@ -40,19 +39,9 @@ class LoraLinear(AddsParameters, Linear):
         self.lora_a = nn.Parameter(self.weight.new_empty(rank, base.in_features))
         self.lora_b = nn.Parameter(self.weight.new_empty(base.out_features, rank))
         self.scale = alpha / rank
-        self.register_parameter(SCALE, None)
-
-    def quantize_base(self) -> None:
-        """Replace the weight by codes and their scales, without values."""
-        with torch.device(self.weight.device):
-            self.weight = nn.Parameter(torch.empty(self.weight.shape, dtype=torch.int8), requires_grad=False)
-            self.weight_scale = nn.Parameter(torch.empty(self.out_features), requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.weight_scale is None:
-            out = self.kernels.linear(x, self.weight)
-        else:
-            out = QuantizedLinear.apply(x, self.weight, self.weight_scale, self.kernels.matmul_dtype(x))
+        out = self.kernels.linear(x, self.weight)
         return self.add_bias(out) + self.kernels.linear(self.kernels.linear(x, self.lora_a) * self.scale, self.lora_b)
 
     def added_values(self, name: str) -> InitialValues:
@@ -78,8 +67,6 @@ def add_adapters(model: Model, lora: Lora, *, dtype: str | None) -> None:
     for name, adapter in adapters.items():
         model.set_submodule(name, adapter)
     freeze_parameters(base, dtype=dtype)
-    for adapter in adapters.values() if lora.quantize_base != "none" else ():
-        adapter.quantize_base()
 
 
 def target_layers(model: Model, lora: Lora) -> dict[str, nn.Linear]:

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from titanlite.checkpoint.dcp_read import RankReader
 from titanlite.checkpoint.load import LORA_ALPHA
-from titanlite.models.quantized import SCALE, dequantize
+from titanlite.runtime.errors import UserError
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.convert.reader import read_whole
 
@@ -36,9 +36,6 @@ class Adapters:
     reader: RankReader
     """Reader of the checkpoint, with adapters beside their weights."""
 
-    def is_quantized(self, layer: str) -> bool:
-        return f"model.{layer}.{SCALE}" in self.reader.metadata.state_dict_metadata
-
     def read(self, name: str) -> Tensor:
         """Return a whole tensor of the checkpoint as it is, by the model's name."""
         return read_whole(self.reader, name)
@@ -46,8 +43,6 @@ class Adapters:
     def merged(self, layer: str) -> Tensor:
         """Return the merged weight of a layer, in float32."""
         weight, a, b = (self.read(f"{layer}.{part}").float() for part in ("weight", LORA_A, LORA_B))
-        if self.is_quantized(layer):
-            weight = dequantize(weight, self.read(f"{layer}.{SCALE}"))
         return weight.addmm_(b, a, alpha=self.alpha / self.rank)
 
 
@@ -56,6 +51,9 @@ def find_adapters(reader: RankReader, settings: Mapping[str, Any]) -> Adapters |
 
     Args:
         settings: of its manifest.
+
+    Raises:
+        UserError: the base is quantized, as releases before 0.2 could train it.
     """
     ending = f".{LORA_A}"
     entries = {name: it for name, it in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
@@ -63,6 +61,8 @@ def find_adapters(reader: RankReader, settings: Mapping[str, Any]) -> Adapters |
     layers = [name.removesuffix(ending) for name in shapes if name.endswith(ending)]
     if not layers or LORA_ALPHA not in settings:
         return None
+    if f"{layers[0]}.weight_scale" in entries:
+        raise UserError("its base has 8 bits, which only titanlite 0.1 reads: export it there with --merge")
     return Adapters(
         layers=tuple(layer.removeprefix("model.") for layer in layers),
         rank=shapes[f"{layers[0]}{ending}"][0],
@@ -74,20 +74,18 @@ def find_adapters(reader: RankReader, settings: Mapping[str, Any]) -> Adapters |
 class MergedReader(RankReader):
     """Reader of a checkpoint with adapters, as if it were of the merged model.
 
-    A merged weight has the wider dtype of base and adapter, or the adapter's if the base is quantized. The others are
-    as they are stored.
+    A merged weight has the wider dtype of base and adapter. The others are as they are stored.
     """
 
     def __init__(self, adapters: Adapters) -> None:
         self.adapters = adapters
         self._layers = {f"model.{layer}.weight": layer for layer in adapters.layers}
-        parts = {f"model.{layer}.{part}" for layer in adapters.layers for part in (LORA_A, LORA_B, SCALE)}
+        parts = {f"model.{layer}.{part}" for layer in adapters.layers for part in (LORA_A, LORA_B)}
         stored: dict[str, Any] = dict(adapters.reader.metadata.state_dict_metadata)
         entries = {name: entry for name, entry in stored.items() if name not in parts}
         for name, layer in self._layers.items():
             size, dtype = entries[name].size, stored[f"model.{layer}.{LORA_A}"].properties.dtype
-            if not adapters.is_quantized(layer):
-                dtype = torch.promote_types(dtype, entries[name].properties.dtype)
+            dtype = torch.promote_types(dtype, entries[name].properties.dtype)
             whole = ChunkStorageMetadata(torch.Size([0] * len(size)), size)
             entries[name] = TensorStorageMetadata(TensorProperties(dtype=dtype), size, [whole])
         self.metadata = Metadata(entries)

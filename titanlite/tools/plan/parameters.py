@@ -15,7 +15,6 @@ from torch.distributed.tensor import DTensor
 
 from titanlite.mesh import axis_sizes, root_axes
 from titanlite.models.base import Model, unique_parameters
-from titanlite.models.quantized import quantized_parameters
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.registry import accepts, find_optimizer_cls
 from titanlite.optim.state_size import local_bytes, local_state_bytes
@@ -123,7 +122,6 @@ def layouts_of(
     compiled = {it for module in model.modules() if is_compiled(module) for it in module.parameters()}
     techniques = every_technique()
     facts = [it.parameter_facts(model, config) for it in techniques]
-    quantized = quantized_parameters(model)
     groups = {it: group for group in parameter_groups(config.optimizer, model)
               for it in group.parameters.values()}  # fmt: skip
     units = {it: (unit, policy) for unit, policy, parameters in _units(model) for it in parameters}
@@ -131,7 +129,7 @@ def layouts_of(
     for name, parameter in unique_parameters(model):
         local = local_tensor(parameter)
         unit, policy = units.get(parameter, (ROOT, None))
-        compute = (policy and parameter not in quantized and policy.param_dtype) or parameter.dtype
+        compute = (policy and policy.param_dtype) or parameter.dtype
         size = local_bytes(parameter)
         keeps_gradient = parameter.requires_grad and keeps_gradients(config)
         found.append(
