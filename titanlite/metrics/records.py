@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import quarantine_path, write_atomically
+from titanlite.runtime.files import quarantine_path, write_all, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -100,9 +100,7 @@ class RecordFile:
             record = self._waiting[0]
             before = self._file.seek(0, os.SEEK_END)
             try:
-                written = self._file.write(record)
-                while written < len(record):
-                    written += self._file.write(record[written:])
+                write_all(self._file, record)
             except OSError:
                 with suppress(OSError):
                     self._file.truncate(before)

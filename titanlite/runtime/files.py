@@ -12,9 +12,10 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from titanlite.runtime.errors import UserError
 
@@ -95,6 +96,31 @@ def read_small(path: Path) -> bytes:
     return path.read_bytes()
 
 
+def write_all(file: Any, data: bytes | memoryview) -> None:
+    """Write all of `data` to a file without a buffer, which may take only a part (a full disk, a quota, NFS, FUSE).
+
+    Raises:
+        OSError: not all of it can be written.
+    """
+    rest = memoryview(data).cast("B")
+    while rest:
+        taken = file.write(rest)
+        if not taken:
+            raise OSError(errno.EIO, "nothing more can be written")
+        rest = rest[taken:]
+
+
+@contextmanager
+def naming_path(path: Path) -> Iterator[None]:
+    """Add the path to errors of reading, writing and syncing, which lack it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
 def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
     """Write a file so that it holds the old text or the new text, never a part, also after a loss of power.
 
@@ -103,9 +129,8 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> 
     """
     staging = path.with_name(f".{path.name}.staging")
     staging.unlink(missing_ok=True)  # a killed process may have left it with other permissions
-    with open(staging, "wb", opener=lambda file, flags: os.open(file, flags, mode)) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
+    with naming_path(path), open(staging, "wb", 0, opener=lambda file, flags: os.open(file, flags, mode)) as file:
+        write_all(file, content.encode() if isinstance(content, str) else content)
         os.fsync(file.fileno())
     os.replace(staging, path)
 
