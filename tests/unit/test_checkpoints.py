@@ -28,6 +28,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging as staging_module
 from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
 from titanlite.checkpoint.dcp_write import ShardWriter
+from titanlite.checkpoint.load import find_checkpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, folder_name
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.staging import Staging
@@ -255,6 +256,35 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert not staging.exists()
     storage = LocalStorage(str(folder(tiny, name)), "")
     manifests.verify(storage, folder_name(4), storage.list()[folder_name(4)])
+
+
+@pytest.mark.long
+def test_links_among_checkpoints_are_no_checkpoints(trained_once: TinyRun, warnings: Callable[[], list[str]]) -> None:
+    tiny = trained_once
+    copy_run(tiny, "links")
+    place, outside = folder(tiny, "links"), tiny.folder / "outside"
+    shutil.move(place, outside)
+    place.symlink_to(outside)  # of the whole folder: its user's choice
+    shutil.copytree(outside / folder_name(4), tiny.folder / "other" / folder_name(4))
+    links = {97: folder_name(4), 98: "nothing", 99: str(tiny.folder / "other" / folder_name(4)), 96: folder_name(96)}
+    for step, target in links.items():
+        (place / folder_name(step)).symlink_to(target)
+    (place / folder_name(12)).write_text("a file")
+    before = {path: path.read_bytes() for path in tiny.folder.glob("o*/step-00000004/*")}
+    assert steps(tiny, "links") == [2, 4]
+    options = ("--job.name=links", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2")
+    trained(tiny.config("--training.steps=5", *options))
+    assert {path: path.read_bytes() for path in tiny.folder.glob("o*/step-00000004/*")} == before
+    assert steps(tiny, "links") == [4, 5]
+    assert {step: os.readlink(place / folder_name(step)) for step in links} == links
+    trained(tiny.config("--training.steps=6", "--checkpoint.load_step=4", *options))  # quarantines what is newer
+    assert steps(tiny, "links") == [5, 6]
+    assert {step: os.readlink(place / folder_name(step)) for step in links} == links
+    assert (tiny.folder / "other" / folder_name(4) / MANIFEST).is_file()
+    with pytest.raises(UserError, match=r"load_step.*\b97\b"):
+        trained(tiny.config("--checkpoint.load_step=97", *options))
+    assert find_checkpoint(str(place / folder_name(99)))[:2] == (str(tiny.folder / "other"), folder_name(4))
+    assert not [line for line in warnings() if "superseded" in line or "step-00000097" in line]
 
 
 @pytest.mark.long

@@ -1,6 +1,7 @@
 """Choice of the checkpoint at which a run resumes, its checks, and loading in place."""
 
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -469,6 +470,8 @@ def find_checkpoint(path: str, key: str = "") -> tuple[str, str, Manifest]:
     Raises:
         UserError: there is no complete checkpoint.
     """
+    if "://" not in path and os.path.islink(path.rstrip("/")):  # one that its user names; links are not listed
+        path = os.path.realpath(path)
     place, _, folder = path.rstrip("/").rpartition("/")
     if manifests.step_of(folder) is not None:
         storage, candidates = open_storage(place or "."), [folder]

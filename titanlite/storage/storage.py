@@ -53,7 +53,10 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self) -> dict[str, dict[str, int]]:
-        """Return {folder: {file: bytes}}, with unfinished and hidden folders. An object store is listed once."""
+        """Return {folder: {file: bytes}}, with unfinished and hidden folders; links to folders are none of them.
+
+        An object store is listed once.
+        """
 
     @abstractmethod
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
@@ -128,8 +131,8 @@ class LocalStorage(Storage):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for folder in os.scandir(self.root):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
-                    if _is(folder.is_dir):
-                        entries = [entry for entry in os.scandir(folder) if _is(entry.is_file)]
+                    if folder.is_dir(follow_symlinks=False):  # a link's manifest is that of another folder
+                        entries = [entry for entry in os.scandir(folder) if _is_file(entry)]
                         found[folder.name] = {entry.name: entry.stat().st_size for entry in entries}
         return found
 
@@ -295,10 +298,10 @@ def open_storage(url: str, *, owner: str = "") -> Storage:
     return ObjectStorage(url, owner) if "://" in url else LocalStorage(url, owner)
 
 
-def _is(check: Callable[[], bool]) -> bool:
-    """Return whether an entry is a file or folder; a symbolic link that leads to itself is neither."""
+def _is_file(entry: "os.DirEntry[str]") -> bool:
+    """Return whether an entry is a file; a symbolic link that leads to itself is none."""
     try:
-        return check()
+        return entry.is_file()
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
