@@ -23,7 +23,14 @@ from titanlite.data.tokenizer import COPY, Tokenizer, copy_tokenizer, files_of, 
 from titanlite.run.restarts import CrashLoop, are_starts, begin_start, check_progress, end_last, is_own
 from titanlite.runtime.console import copy_output, hide_secrets, log_to_file
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
+from titanlite.runtime.files import (
+    NO_LOCKS,
+    FileLocked,
+    checked_name,
+    lock_file,
+    quarantine_path,
+    write_atomically,
+)
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Data
 from titanlite.schema import Job as JobConfig
@@ -149,15 +156,18 @@ def _lock(path: Path) -> IO[str] | None:
         the lock, held until it is closed or the process ends; None on a file system without locks.
 
     Raises:
-        UserError: another process still holds it after LOCK_TIMEOUT.
+        UserError: another process still holds it after LOCK_TIMEOUT, or it is not known whether one does.
     """
     try:
         return lock_file(path / ".lock", timeout=LOCK_TIMEOUT)
     except FileLocked as error:
         message = f"job.name: {path} is being trained by {error.holder}. Stop that job, or give this run another name"
         raise UserError(message) from None
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            logger.warning(f"{path} is on a file system without locks: let no other job train in it")
+            return None
+        raise UserError(f"job.dump_folder, job.name: {path / '.lock'} cannot be locked: {error.strerror}") from None
 
 
 def record_start(

@@ -13,7 +13,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,7 +25,7 @@ PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
 SMALL = 2**28
 """Bytes that a config, a tokenizer or an index may have. The largest known tokenizer.json has an eighth of it."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors of file systems without locks."""
 
 
@@ -177,14 +177,15 @@ def lock_file(
 
     Raises:
         FileLocked: another process still holds the lock after `timeout`.
-        OSError: the file cannot be created, or the file system has no locks.
+        OSError: the file is a link or no file, it cannot be opened, or the file system has no locks.
     """
-    file = open(path, "a+")  # noqa: SIM115 (returned open)
+    file = open(path, "a+", opener=_open_without_links)  # noqa: SIM115 (returned open)
     deadline = time.monotonic() + timeout
     waited = False
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with naming_path(path):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -199,9 +200,19 @@ def lock_file(
             file.close()
             raise
         else:
-            file.truncate(0)
-            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+            with suppress(OSError):  # the note of a full disk is empty
+                os.truncate(file.fileno(), 0)
+                os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
             return file
+
+
+def _open_without_links(path: str, flags: int) -> int:
+    """Open a lock. A link could lead to a file that is no lock, which would lose its content."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a file", path)
+    return descriptor
 
 
 def lock_work(path: Path, *, on_wait: Callable[[str], None]) -> IO[str]:
