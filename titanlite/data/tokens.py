@@ -59,6 +59,16 @@ class RecordFile:
     def __len__(self) -> int:
         return self._count
 
+    def check_size(self) -> None:
+        """Check that the file has all records, and nothing else.
+
+        Raises:
+            UserError: it has another size.
+        """
+        size = self._count * self._dtype.itemsize
+        if (found := os.fstat(self._descriptor).st_size) != size:
+            raise UserError(f"{self._key}: {self.path} has {found:,} bytes, and {size:,} are stated")
+
     def __getitem__(self, index: int) -> int:
         size = self._dtype.itemsize
         data = os.pread(self._descriptor, size, index * size)

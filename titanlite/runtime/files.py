@@ -121,7 +121,7 @@ def naming_path(path: Path) -> Iterator[None]:
         raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
-def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+def write_atomically(path: Path, content: str | bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a file so that it holds the old text or the new text, never a part, also after a loss of power.
 
     Args:
