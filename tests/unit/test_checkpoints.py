@@ -16,7 +16,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, default_planner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tests.foreign import Payload
@@ -26,7 +33,7 @@ from tests.object_stores import Flaky
 from tests.whole_runs import assert_equal, trained
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging as staging_module
-from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
+from titanlite.checkpoint.dcp_read import UnsafeCheckpoint, unpickle_metadata
 from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.load import find_checkpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, folder_name
@@ -35,6 +42,7 @@ from titanlite.checkpoint.staging import Staging
 from titanlite.checkpoint.state import check_settings
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.private_torch.checkpoint import StorageInfo
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 
 pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
@@ -601,6 +609,39 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, traine
     assert str(checkpoint(tiny, 1, name)) in str(refusal.value)
     assert not touched.exists()
     assert steps(tiny, name) == [1]
+
+
+def of_one_tensor(**changes: Any) -> Metadata:
+    """Metadata of one tensor of 2 values, with other values of some fields."""
+    size = torch.Size([2])
+    values: dict[str, Any] = {
+        "name": "a", "size": size, "dtype": torch.float32, "offsets": torch.Size([0]), "sizes": size, "fqn": "a",
+        "offset": torch.Size([0]), "path": "__0_0.distcp", "at": 0, "length": 9, "extensions": None,
+    }  # fmt: skip
+    it = values | changes
+    chunks = it.get("chunks", [ChunkStorageMetadata(it["offsets"], it["sizes"])])
+    entry = it.get("entry", TensorStorageMetadata(TensorProperties(dtype=it["dtype"]), it["size"], chunks))
+    info = it.get("info", StorageInfo(it["path"], it["at"], it["length"], it["extensions"]))
+    index = it.get("index", MetadataIndex(it["fqn"], it["offset"]))
+    return Metadata(it.get("entries", {it["name"]: entry}), storage_data=it.get("places", {index: info}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"entries": None}, {"entries": [1]}, {"name": 7}, {"entry": 7}, {"entry": None}, {"size": 2}, {"size": ("x",)},
+        {"size": (-2,)}, {"size": [2]}, {"dtype": None}, {"dtype": "float32"}, {"chunks": 7}, {"chunks": [7]},
+        {"offsets": None}, {"sizes": (1.5,)}, {"places": 7}, {"places": [1]}, {"index": 7}, {"index": "a"}, {"info": 7},
+        {"info": None}, {"fqn": 7}, {"path": None}, {"at": "0"}, {"length": None}, {"length": 1.5},
+        {"extensions": 7},
+    ],
+)  # fmt: skip
+def test_metadata_of_other_types_is_one_line(changes: dict[str, Any]) -> None:
+    right = unpickle_metadata(pickle.dumps(of_one_tensor()), "x/.metadata")
+    assert right == of_one_tensor()
+    with pytest.raises(UnsafeCheckpoint, match=r"^x/\.metadata .*refused") as refusal:
+        unpickle_metadata(pickle.dumps(of_one_tensor(**changes)), "x/.metadata")
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_payloads_would_run(tmp_path: Path) -> None:

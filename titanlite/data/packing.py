@@ -23,7 +23,7 @@ import numpy as np
 from titanlite.batch import IGNORE
 from titanlite.data.tokens import RecordFile, TokenStore
 from titanlite.runtime.errors import RunError
-from titanlite.runtime.files import lock_work, publish, quarantine_path, write_atomically
+from titanlite.runtime.files import lock_work, publish, quarantine_path, read_small, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -163,7 +163,7 @@ class _Plan:
     """
 
     def __init__(self, folder: Path) -> None:
-        about = json.loads((folder / PLAN).read_bytes())
+        about = json.loads(read_small(folder / PLAN))
         self.cut_documents = int(about["cut_documents"])
         self.pieces, self.first_pieces = (
             RecordFile(

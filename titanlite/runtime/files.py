@@ -23,6 +23,8 @@ PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 """Letters, digits, dots and dashes: what titanlite's own names of files and runs consist of."""
 
 
+BLOCK = 2**20
+"""Bytes to read at once."""
 SMALL = 2**28
 """Bytes that a config, a tokenizer or an index may have. The largest known tokenizer.json has an eighth of it."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
@@ -82,18 +84,37 @@ def file_beside(path: Path, name: str) -> Path | None:
     return file_inside(path.parent, name) if path.with_name(name).is_file() else None
 
 
-def read_small(path: Path) -> bytes:
-    """Return the content of a file of others that has a few MB at most if it is what it should be.
+class NotSmall(OSError, ValueError):
+    """What should be a small file is a pipe, a device, a folder, or large."""
+
+
+def read_small(path: Path, most: int = SMALL) -> bytes:
+    """Return the content of a file that is small if it is what it should be.
+
+    Args:
+        most: bytes that are read at most.
 
     Raises:
-        OSError: it is larger than SMALL, no file (a named pipe would be waited for), or cannot be read.
+        NotSmall: it is larger, or no file. A named pipe would be waited for, and a device may have no end.
+        OSError: it cannot be read.
     """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise OSError(errno.EINVAL, "is not a file", str(path))
-    if about.st_size > SMALL:
-        raise OSError(errno.EFBIG, f"has {about.st_size:,} bytes, and {SMALL:,} are read at most", str(path))
-    return path.read_bytes()
+    with naming_path(path), open(path, "rb", 0, opener=_open_now) as file:
+        content, size = bytearray(), os.fstat(file.fileno()).st_size
+        while size <= most and (block := file.read(BLOCK)):
+            content += block
+            size = max(size, len(content))  # it may grow
+        if size > most:
+            raise NotSmall(errno.EFBIG, f"has {size:,} bytes, and {most:,} are read at most", str(path))
+        return bytes(content)
+
+
+def _open_now(path: str, flags: int) -> int:
+    """Open a file that is to be read. Nothing is waited for, and nothing but a file is opened."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotSmall(errno.EINVAL, "is not a file", path)
+    return descriptor
 
 
 def write_all(file: Any, data: bytes | memoryview) -> None:

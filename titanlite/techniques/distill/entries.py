@@ -25,6 +25,7 @@ import numpy as np
 from titanlite.data.packing import TokenSequence
 from titanlite.data.tokens import RecordFile
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import read_small
 
 FORMAT = 1
 SETTINGS = "teacher.json"
@@ -138,7 +139,7 @@ def read_settings(cache: Path) -> CacheSettings:
     """
     path = cache / SETTINGS
     try:
-        fields = json.loads(path.read_text())
+        fields = json.loads(read_small(path))
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(
             f"teacher.cache: {cache} is not a cache of a teacher, which `{COMMAND}` writes: {error}"
