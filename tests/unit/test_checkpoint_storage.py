@@ -1,9 +1,12 @@
 """Checkpoints that count: commit protocol, manifest, damage and retention, on disk and in object stores."""
 
+import errno
 import json
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import replace as replace_fields
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.files import write_all, write_atomically
 from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage
 
 
@@ -39,7 +43,7 @@ def stage(storage: Storage, step: int, contents: dict[str, bytes]) -> str:
 
         def write(name: str = name, content: bytes = content) -> None:
             with storage.create(f"{staging}/{name}") as file:
-                file.write(content)
+                write_all(file, content)
 
         storage.retry(write, name)
     return staging
@@ -197,6 +201,73 @@ def test_files_are_synced_before_a_checkpoint_counts(tmp_path: Path, monkeypatch
     save(storage, 1)
     staging = ".staging-step-00000001-me"
     assert order == ["__0_0.distcp", ".metadata", MANIFEST, staging, "rename", "run"]
+
+
+class SmallDisk(FileIO):
+    """File that takes three bytes at once, until the disk is full."""
+
+    room = 0
+    error: int | None = None
+    """Error of a full disk; None: it takes no bytes, without an error."""
+
+    def write(self, data: Any) -> int:
+        taken = min(3, len(data), SmallDisk.room)
+        if not taken and SmallDisk.error:
+            raise OSError(SmallDisk.error, os.strerror(SmallDisk.error))
+        SmallDisk.room -= taken
+        return super().write(data[:taken])
+
+
+@pytest.mark.parametrize("error", [errno.ENOSPC, errno.EDQUOT, errno.EIO, None])
+def test_all_bytes_are_written_or_nothing_is_committed(
+    error: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(tmp_path / "run"), owner="me")
+    first = save(storage, 1)
+    needed = 7 + len(first.to_json())
+    monkeypatch.setattr("titanlite.storage.storage.open", lambda path, mode, **_: SmallDisk(path, mode), raising=False)
+    monkeypatch.setattr(SmallDisk, "error", error)
+    for room in (*range(10), needed // 2):
+        monkeypatch.setattr(SmallDisk, "room", room)
+        with pytest.raises(OSError, match="staging") as caught:
+            save(storage, 2)
+        assert caught.value.errno == (error or errno.EIO)
+        assert str(caught.value.filename).startswith(str(tmp_path / "run" / ".staging"))
+        assert steps(storage) == [1]
+        assert manifests.read_manifest(storage, folder_name(1)) == first
+    monkeypatch.setattr(SmallDisk, "room", 2 * needed)
+    second = save(storage, 2)
+    assert manifests.verify(storage, folder_name(2), storage.list()[folder_name(2)]) == second
+
+
+def test_a_limit_within_a_manifest_commits_nothing(tmp_path: Path) -> None:
+    """The kernel takes the part of a write that fits."""
+    storage = open_storage(str(tmp_path / "run"), owner="me")
+    save(storage, 1)
+    stage(storage, 2, {"a": b"5"})
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+    try:
+        with pytest.raises(OSError, match=MANIFEST) as caught:
+            storage.publish(folder_name(2), manifest_of(2, {"a": b"5"}).to_json())
+        with pytest.raises(OSError, match="run"):
+            write_atomically(tmp_path / "run.json", "long" * 100)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert caught.value.errno == errno.EFBIG
+    assert steps(storage) == [1]
+    assert not (tmp_path / "run.json").exists()
+
+
+def test_a_manifest_that_is_not_read_as_it_was_written_is_not_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    storage = open_storage(str(tmp_path / "run"), owner="me")
+    save(storage, 1)
+    monkeypatch.setattr("titanlite.storage.storage.write_all", lambda file, data: file.write(data[:-1]))
+    with pytest.raises(OSError, match=MANIFEST):
+        save(storage, 2)
+    assert steps(storage) == [1]
 
 
 def test_what_counts_is_not_discarded(storage: Storage) -> None:

@@ -16,7 +16,14 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader, default_planner
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tests.foreign import Payload
@@ -26,14 +33,16 @@ from tests.object_stores import Flaky
 from tests.whole_runs import assert_equal, trained
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging as staging_module
-from titanlite.checkpoint.dcp_read import UnsafeCheckpoint
+from titanlite.checkpoint.dcp_read import UnsafeCheckpoint, unpickle_metadata
 from titanlite.checkpoint.dcp_write import ShardWriter
+from titanlite.checkpoint.load import find_checkpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, folder_name
 from titanlite.checkpoint.save_overhead import StepClock
 from titanlite.checkpoint.staging import Staging
 from titanlite.checkpoint.state import check_settings
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.private_torch.checkpoint import StorageInfo
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 
 pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
@@ -255,6 +264,35 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_taken(
     assert not staging.exists()
     storage = LocalStorage(str(folder(tiny, name)), "")
     manifests.verify(storage, folder_name(4), storage.list()[folder_name(4)])
+
+
+@pytest.mark.long
+def test_links_among_checkpoints_are_no_checkpoints(trained_once: TinyRun, warnings: Callable[[], list[str]]) -> None:
+    tiny = trained_once
+    copy_run(tiny, "links")
+    place, outside = folder(tiny, "links"), tiny.folder / "outside"
+    shutil.move(place, outside)
+    place.symlink_to(outside)  # of the whole folder: its user's choice
+    shutil.copytree(outside / folder_name(4), tiny.folder / "other" / folder_name(4))
+    links = {97: folder_name(4), 98: "nothing", 99: str(tiny.folder / "other" / folder_name(4)), 96: folder_name(96)}
+    for step, target in links.items():
+        (place / folder_name(step)).symlink_to(target)
+    (place / folder_name(12)).write_text("a file")
+    before = {path: path.read_bytes() for path in tiny.folder.glob("o*/step-00000004/*")}
+    assert steps(tiny, "links") == [2, 4]
+    options = ("--job.name=links", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2")
+    trained(tiny.config("--training.steps=5", *options))
+    assert {path: path.read_bytes() for path in tiny.folder.glob("o*/step-00000004/*")} == before
+    assert steps(tiny, "links") == [4, 5]
+    assert {step: os.readlink(place / folder_name(step)) for step in links} == links
+    trained(tiny.config("--training.steps=6", "--checkpoint.load_step=4", *options))  # quarantines what is newer
+    assert steps(tiny, "links") == [5, 6]
+    assert {step: os.readlink(place / folder_name(step)) for step in links} == links
+    assert (tiny.folder / "other" / folder_name(4) / MANIFEST).is_file()
+    with pytest.raises(UserError, match=r"load_step.*\b97\b"):
+        trained(tiny.config("--checkpoint.load_step=97", *options))
+    assert find_checkpoint(str(place / folder_name(99)))[:2] == (str(tiny.folder / "other"), folder_name(4))
+    assert not [line for line in warnings() if "superseded" in line or "step-00000097" in line]
 
 
 @pytest.mark.long
@@ -571,6 +609,39 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, traine
     assert str(checkpoint(tiny, 1, name)) in str(refusal.value)
     assert not touched.exists()
     assert steps(tiny, name) == [1]
+
+
+def of_one_tensor(**changes: Any) -> Metadata:
+    """Metadata of one tensor of 2 values, with other values of some fields."""
+    size = torch.Size([2])
+    values: dict[str, Any] = {
+        "name": "a", "size": size, "dtype": torch.float32, "offsets": torch.Size([0]), "sizes": size, "fqn": "a",
+        "offset": torch.Size([0]), "path": "__0_0.distcp", "at": 0, "length": 9, "extensions": None,
+    }  # fmt: skip
+    it = values | changes
+    chunks = it.get("chunks", [ChunkStorageMetadata(it["offsets"], it["sizes"])])
+    entry = it.get("entry", TensorStorageMetadata(TensorProperties(dtype=it["dtype"]), it["size"], chunks))
+    info = it.get("info", StorageInfo(it["path"], it["at"], it["length"], it["extensions"]))
+    index = it.get("index", MetadataIndex(it["fqn"], it["offset"]))
+    return Metadata(it.get("entries", {it["name"]: entry}), storage_data=it.get("places", {index: info}))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"entries": None}, {"entries": [1]}, {"name": 7}, {"entry": 7}, {"entry": None}, {"size": 2}, {"size": ("x",)},
+        {"size": (-2,)}, {"size": [2]}, {"dtype": None}, {"dtype": "float32"}, {"chunks": 7}, {"chunks": [7]},
+        {"offsets": None}, {"sizes": (1.5,)}, {"places": 7}, {"places": [1]}, {"index": 7}, {"index": "a"}, {"info": 7},
+        {"info": None}, {"fqn": 7}, {"path": None}, {"at": "0"}, {"length": None}, {"length": 1.5},
+        {"extensions": 7},
+    ],
+)  # fmt: skip
+def test_metadata_of_other_types_is_one_line(changes: dict[str, Any]) -> None:
+    right = unpickle_metadata(pickle.dumps(of_one_tensor()), "x/.metadata")
+    assert right == of_one_tensor()
+    with pytest.raises(UnsafeCheckpoint, match=r"^x/\.metadata .*refused") as refusal:
+        unpickle_metadata(pickle.dumps(of_one_tensor(**changes)), "x/.metadata")
+    assert "\n" not in str(refusal.value)
 
 
 def test_the_payloads_would_run(tmp_path: Path) -> None:

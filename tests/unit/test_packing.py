@@ -2,6 +2,7 @@
 
 import os
 import pickle
+import re
 import shutil
 import tempfile
 from bisect import bisect_left, insort
@@ -18,7 +19,7 @@ from titanlite.batch import IGNORE
 from titanlite.data import packing
 from titanlite.data.packing import PADDING, BestFit, Stream, TokenSequence, best_fit_decreasing
 from titanlite.data.tokens import TokenStore
-from titanlite.runtime.errors import RunError
+from titanlite.runtime.errors import RunError, UserError
 from titanlite.tools.ingest.token_writer import TokenWriter
 
 LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=12)
@@ -198,6 +199,38 @@ def test_remains_of_a_killed_process_are_no_plan(tmp_path: Path, monkeypatch: py
         with pytest.raises(KeyboardInterrupt):
             BestFit(store, seq_len=4, plan_folder=tmp_path / "plans")
     assert len(BestFit(store, seq_len=4, plan_folder=tmp_path / "plans")) == 4
+
+
+@pytest.mark.parametrize("kind", ["cut", "longer", "empty", "missing", "folder", "no JSON", "no count", "a file"])
+def test_a_damaged_plan_is_made_again(tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    store = write(tmp_path / "a", [3, 10, 1, 2])
+    sequences = BestFit(store, seq_len=4, plan_folder=tmp_path / "plans")
+    expected = [as_lists(sequences.read(index)) for index in range(len(sequences))]
+    [plan] = (path for path in (tmp_path / "plans").iterdir() if path.is_dir())
+    for name in ("plan.json",) if kind.startswith("no ") else ("pieces", "first_pieces", "plan.json"):
+        path = plan / name
+        before = path.read_bytes()
+        path.unlink()
+        if kind == "folder":
+            path.mkdir()
+        elif kind == "a file":
+            shutil.rmtree(plan)
+            plan.write_text("x")
+        elif kind != "missing":
+            changed = {"cut": before[:-1], "longer": before + b"0", "empty": b"", "no JSON": b"{", "no count": b"{}"}
+            path.write_bytes(changed[kind])
+        again = BestFit(store, seq_len=4, plan_folder=tmp_path / "plans")
+        assert [as_lists(again.read(index)) for index in range(len(again))] == expected
+        assert str(plan) in caplog.records[-1].message
+        assert [path.name for path in plan.iterdir() if path.is_dir()] == []
+
+
+def test_a_plan_that_is_cut_under_a_reader_is_an_error(tmp_path: Path) -> None:
+    sequences = BestFit(write(tmp_path / "a", [3, 10, 1, 2]), seq_len=4, plan_folder=tmp_path / "plans")
+    [pieces] = tmp_path.glob("plans/*/pieces")
+    os.truncate(pieces, 8)
+    with pytest.raises(UserError, match=rf"data\.packing: {re.escape(str(pieces))} "):
+        sequences.read(2)
 
 
 def test_a_plan_that_cannot_be_kept_is_logged(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import math
 import multiprocessing
 import os
 import platform
+import re
 import resource
 import sys
 from collections.abc import Callable
@@ -16,12 +17,14 @@ import pytest
 
 from tests.helpers import TinyRun, built, mentions, train_on_this_rank
 from titanlite.checkpoint.manifest import folder_name
+from titanlite.config.load import load
+from titanlite.data.tokens import TokenStore
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.records import RecordFile
 from titanlite.run.run_folder import open_run_folder
 from titanlite.runtime.console import LogFileHandler, hide_secrets
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import checked_name
+from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.files import checked_name, read_small
 from titanlite.schema import Metrics
 from titanlite.tools import cli
 from titanlite.train import finish
@@ -48,6 +51,57 @@ def train(tiny: TinyRun, *options: str) -> Path:
     assert run.folder.lock is not None
     run.folder.lock.close()
     return run.folder.path
+
+
+def plant(path: Path, kind: str) -> None:
+    """Put something in the place of a small file that has no end, or is no file."""
+    path.unlink(missing_ok=True)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "device":
+        path.symlink_to("/dev/zero")
+    else:
+        path.touch()
+        os.truncate(path, 2**33)  # a file with a hole takes no disk
+
+
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "large"])
+def test_what_is_no_small_file_is_read_nowhere(kind: str, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    path = tmp_path / "index.json"
+    plant(path, kind)
+    for error in (OSError, ValueError):  # of what reads, and of what parses
+        with pytest.raises(error, match=re.escape(str(path))):
+            read_small(path)
+    with pytest.raises(UserError, match=r"data\.path: .*index\.json") as refusal:
+        TokenStore(tmp_path)
+    assert "\n" not in str(refusal.value)
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        load(path)
+    records = tmp_path / "metrics.jsonl"
+    plant(records, kind)
+    file = RecordFile(records, 3)
+    assert str(records) in caplog.records[-1].message
+    if kind in ("pipe", "folder"):
+        file.write({"step": 4})
+        assert records.is_file()
+        assert json.loads(records.read_bytes())["step"] == 4
+        assert os.path.lexists(tmp_path / "metrics.jsonl.damaged-1")
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("kind", ["pipe", "folder", "device", "large"])
+def test_a_run_whose_run_json_is_no_small_file_resumes(kind: str, tiny: TinyRun) -> None:
+    config, record = tiny.config(), tiny.folder / "outputs" / "tiny" / "run.json"
+    record.parent.mkdir(parents=True)
+    plant(record, kind)
+    run = open_run_folder(config.job, config.data, rank=0, newest_saved=lambda _: (1, "abc"))
+    assert run.lock is not None
+    run.lock.close()
+    assert run.run_id == "abc"
+    assert json.loads(record.read_bytes())["id"] == "abc"
+    assert os.path.lexists(record.with_name("run.json.damaged-1"))
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -259,6 +260,15 @@ def changed(**keys: Any) -> dict[str, Any]:
         ("process_docs: !function utils.process\n", QUESTIONS, ["task.yaml", "line 1", "'!function'"]),
         ("a: [1\n", QUESTIONS, ["task.yaml", "line 2"]),
         ("text", QUESTIONS, ["task.yaml"]),
+        ("{" + "a: {" * 50_000, QUESTIONS, ["task.yaml"]),
+        ("[" * 100_000, QUESTIONS, ["task.yaml"]),
+        ("[" * 300 + "]" * 300, QUESTIONS, ["task.yaml"]),
+        (changed(doc_to_choice="{{ '[' * 100000 }}"), QUESTIONS, ["questions.jsonl:1"]),
+        (changed(doc_to_text="{{ " + "(" * 100_000), QUESTIONS, ["questions.jsonl:1"]),
+        (CHOICE, '{"a": ' + "[" * 100_000, ["questions.jsonl:1"]),
+        (CHOICE, '{"a": ' + "[" * 500 + "]" * 500 + "}", ["questions.jsonl:1"]),
+        (changed(doc_to_text="{{ q * 2 ** 29 }}"), QUESTIONS, ["questions.jsonl:1", "512 MiB"]),
+        (changed(doc_to_text="{{ q * 2 ** 24 }}"), QUESTIONS, ["questions.jsonl:1", "33,554,432"]),
     ],
 )
 def test_mistakes_are_one_line(task: Any, questions: Any, named: list[str], tmp_path: Path) -> None:
@@ -266,6 +276,34 @@ def test_mistakes_are_one_line(task: Any, questions: Any, named: list[str], tmp_
         read_tasks([write(tmp_path, task, questions)], **BYTES)
     assert "\n" not in str(caught.value)
     assert mentions(str(caught.value), *named)
+
+
+LAUGHS = "a: &a [x, x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{after}: &{after} [{', '.join([f'*{name}'] * 10)}]\n"
+    for name, after in zip("abcdefghi", "bcdefghij", strict=True)
+)
+"""Ten lists of ten of the list before: ten lines of YAML, and ten billion texts."""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "task",
+    [
+        changed(doc_to_text="{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"),
+        changed(doc_to_text="{{ ('a' * 60 + 'b') | regex_replace('(a+)+$', '') }}"),
+        changed(
+            doc_to_text="{% set n = namespace(x='ab') %}{% for i in range(99) %}{% set n.x = n.x * 2 %}{% endfor %}"
+        ),
+        changed(doc_to_choice="{{ '[' * 10 ** 8 }}"),
+        changed(description="{{ 9 ** (9 ** 9) }}"),
+        LAUGHS,
+    ],
+)
+def test_a_file_without_an_end_is_one_line(task: Any, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"/(task\.yaml|questions\.jsonl:1): ") as caught:
+        read_tasks([write(tmp_path, task)], **BYTES)
+    assert "\n" not in str(caught.value)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < 2**22  # KiB
 
 
 def test_mistakes_are_found_before_a_run_starts(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

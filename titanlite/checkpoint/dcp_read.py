@@ -6,7 +6,7 @@ import pathlib
 import pickle
 import zlib
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
@@ -93,6 +94,10 @@ def covers(shape: torch.Size, pieces: Sequence[ChunkStorageMetadata]) -> bool:
     return True
 
 
+MOST_METADATA = 2**32
+"""Bytes of metadata that are read at most: checkpoints of many ranks have millions of pieces."""
+
+
 class Forbidden(pickle.UnpicklingError):
     """A pickle names something that is no part of DCP's metadata."""
 
@@ -149,9 +154,33 @@ def unpickle_metadata(data: bytes, where: str) -> Metadata:
         raise UnsafeCheckpoint(message) from None
     except Exception as error:  # an arbitrary pickle can fail in any way
         raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused ({error!r})") from None
-    if not isinstance(found, Metadata):
-        raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused")
+    try:
+        wrong = None if isinstance(found, Metadata) else type(found).__name__
+        wrong = wrong or next(_of_other_types(found), None)
+    except Exception as error:  # an object that was given no attributes, or others
+        wrong = repr(error)
+    if wrong is not None:
+        raise UnsafeCheckpoint(f"{where} is not the metadata of a checkpoint: refused ({wrong})")
     return found
+
+
+def _of_other_types(found: Metadata) -> Iterator[str]:
+    """Yield the names of entries and places that are not of the types that DCP gives them."""
+
+    def is_size(value: Any) -> bool:
+        return isinstance(value, tuple) and all(type(it) is int and it >= 0 for it in value)
+
+    for name, entry in found.state_dict_metadata.items():
+        is_tensor = isinstance(entry, TensorStorageMetadata) and isinstance(entry.properties.dtype, torch.dtype)
+        is_right = is_tensor and is_size(entry.size) and all(is_size(it.offsets + it.sizes) for it in entry.chunks)
+        if not isinstance(name, str) or not (is_right or isinstance(entry, BytesStorageMetadata)):
+            yield str(name)
+    for index, info in (found.storage_data or {}).items():
+        numbers = type(info.offset) is type(info.length) is int
+        if not (isinstance(index.fqn, str) and isinstance(info.relative_path, str) and numbers):
+            yield str(index)
+        if not isinstance(info.transform_descriptors, Sequence | None) or not is_size(index.offset or ()):
+            yield str(index)
 
 
 def load_stored(data: bytes, shape: torch.Size, where: str) -> Tensor:
@@ -193,9 +222,16 @@ class ShardReader(RankReader):
         self.folder = folder
         self.manifest = manifest
         self.metadata = self._read_metadata()
-        listed = json.loads(self._read_small(manifests.CHECKSUMS))
-        self.ends = {name: {0: 0, **{offset: int(crc, 16) for offset, crc in ends}} for name, ends in listed.items()}
-        """CRC-32 of each file up to the end of each tensor."""
+        listed = self._read_small(manifests.CHECKSUMS)
+        try:
+            self.ends = {
+                name: {0: 0, **{offset: int(crc, 16) for offset, crc in ends}}
+                for name, ends in json.loads(listed).items()
+            }
+            """CRC-32 of each file up to the end of each tensor."""
+        except (ValueError, TypeError, AttributeError, RecursionError) as error:
+            where = self.storage.url_of(f"{self.folder}/{manifests.CHECKSUMS}")
+            raise UnsafeCheckpoint(f"{where} has no checksums of a checkpoint: refused ({error})") from None
 
     def _read_metadata(self) -> Metadata:
         where = self.storage.url_of(f"{self.folder}/{manifests.METADATA}")

@@ -23,6 +23,7 @@ from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord
+from titanlite.runtime.files import write_all
 from titanlite.runtime.private_torch.checkpoint import StorageInfo, pickle_metadata
 from titanlite.storage.storage import Storage
 
@@ -54,9 +55,7 @@ class ChecksumStream(io.RawIOBase):
 
     def write(self, data: Any) -> int:
         view = memoryview(data)
-        done = 0
-        while done < len(view):  # a write to disk may take less than it is given
-            done += self.target.write(view[done:])
+        write_all(self.target, view)
         self.written.crc32 = zlib.crc32(view, self.written.crc32)
         self.written.size += len(view)
         return len(view)
@@ -120,7 +119,7 @@ class ShardWriter(StorageWriter):
 
         def write() -> None:
             with self.storage.create(f"{self.folder}/{name}") as file:
-                file.write(data)
+                write_all(file, data)
 
         self.storage.retry(write, f"{self.folder}/{name}")
         self.written[name] = WrittenFile(len(data), zlib.crc32(data))

@@ -1,6 +1,7 @@
 """Choice of the checkpoint at which a run resumes, its checks, and loading in place."""
 
 import logging
+import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
@@ -259,7 +260,7 @@ class Loader:
         steps = manifests.committed_steps(listing)
         aside = [folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names]
         if self.config.load_step is not None:
-            steps = self._of_branch(steps, self.config.load_step)
+            steps = self._of_branch(steps, self.config.load_step, listing)
         for step in reversed(steps):
             folder = folder_name(step)
             try:
@@ -282,12 +283,12 @@ class Loader:
             )
         return None
 
-    def _of_branch(self, steps: list[int], load_step: int) -> list[int]:
+    def _of_branch(self, steps: list[int], load_step: int, listing: dict[str, dict[str, int]]) -> list[int]:
         """Return the steps that count if load_step is set: that step, and what this setting has saved since.
 
         So the same command can be started again and again.
         """
-        since = [step for step in steps if step > load_step and self._load_step_of(step) == load_step]
+        since = [step for step in steps if step > load_step and self._load_step_of(step, listing) == load_step]
         if load_step not in steps and not since:
             there = ", ".join(map(str, steps)) or "none"
             raise UserError(
@@ -295,9 +296,10 @@ class Loader:
             )
         return [step for step in steps if step == load_step or step in since]
 
-    def _load_step_of(self, step: int) -> int | None:
+    def _load_step_of(self, step: int, listing: dict[str, dict[str, int]]) -> int | None:
+        folder = folder_name(step)
         try:
-            return manifests.read_manifest(self.storage, folder_name(step)).load_step
+            return manifests.read_manifest(self.storage, folder, listing[folder][MANIFEST]).load_step
         except DamagedCheckpoint:
             return None
 
@@ -394,9 +396,10 @@ def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:
         run: folder of the run.
     """
     storage = open_storage(config.folder or str(run / "checkpoints"))
-    for step in reversed(manifests.committed_steps(storage.list())):
+    listing = storage.list()
+    for step in reversed(manifests.committed_steps(listing)):
         with suppress(DamagedCheckpoint):
-            newest = manifests.read_manifest(storage, folder_name(step))
+            newest = manifests.read_manifest(storage, folder_name(step), listing[folder_name(step)][MANIFEST])
             return newest.step, newest.run_id
     return 0, None
 
@@ -414,6 +417,8 @@ def find_checkpoint(path: str, key: str = "") -> tuple[str, str, Manifest]:
     Raises:
         UserError: there is no complete checkpoint.
     """
+    if "://" not in path and os.path.islink(path.rstrip("/")):  # one that its user names; links are not listed
+        path = os.path.realpath(path)
     place, _, folder = path.rstrip("/").rpartition("/")
     if manifests.step_of(folder) is not None:
         storage, candidates = open_storage(place or "."), [folder]

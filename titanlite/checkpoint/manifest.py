@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
-from titanlite.runtime.files import checked_name
+from titanlite.runtime.files import SMALL, checked_name
 from titanlite.storage.storage import MANIFEST, Storage
 
 CHECKSUMS = "checksums.json"
@@ -120,7 +120,7 @@ def without_manifest(listing: dict[str, dict[str, int]], *, since: int) -> list[
     return [folder for folder, step in steps.items() if step is not None and step > since]
 
 
-def read_manifest(storage: Storage, folder: str, *, size: int | None = None) -> Manifest:
+def read_manifest(storage: Storage, folder: str, size: int | None = None) -> Manifest:
     """Read and check a manifest.
 
     Args:
@@ -133,6 +133,8 @@ def read_manifest(storage: Storage, folder: str, *, size: int | None = None) -> 
     """
     name = f"{folder}/{MANIFEST}"
     try:
+        if size is not None and size > SMALL:
+            raise DamagedCheckpoint(f"{storage.url_of(name)} has {size:,} bytes")
         text = storage.read(name) if size is None else storage.read_exactly(name, 0, size, lambda _: True, "")
     except FileNotFoundError as error:
         raise DamagedCheckpoint(f"{storage.url_of(name)}: {error}") from None
@@ -173,7 +175,7 @@ def read_complete(storage: Storage, folder: str, sizes: dict[str, int]) -> Manif
     """
     if MANIFEST not in sizes:
         raise DamagedCheckpoint(f"{storage.url_of(folder)}/{MANIFEST} is missing")
-    manifest = read_manifest(storage, folder, size=sizes[MANIFEST])
+    manifest = read_manifest(storage, folder, sizes[MANIFEST])
     check_sizes(storage, folder, manifest, sizes)
     return manifest
 

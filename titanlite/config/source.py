@@ -16,6 +16,7 @@ import tomli
 from titanlite.config.keys import expects_list
 from titanlite.config.shipped import find_config, nearest_config
 from titanlite.runtime.errors import Place, Problem
+from titanlite.runtime.files import read_small
 
 CODE = [
     tuple(key.split("."))
@@ -84,10 +85,10 @@ def _read_file(
         if path.resolve() in below:
             chain = " -> ".join(p.name for p in (*below, path))
             return give_up(Problem(key, f"files inherit from each other in a circle: {chain}", named_at))
-        text = path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        if path.is_dir():
+            return give_up(Problem(key, f"{path} is a folder: name a TOML file in it", named_at))
+        text = read_small(path).decode("utf-8-sig").replace("\r\n", "\n")
         tree = tomli.loads(text)
-    except IsADirectoryError:
-        return give_up(Problem(key, f"{path} is a folder: name a TOML file in it", named_at))
     except FileNotFoundError:
         near = nearest_config(path)
         hint = f", did you mean {near}?" if near else ""

@@ -11,6 +11,7 @@ import os
 import platform
 import shutil
 from bisect import bisect_left, insort
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
@@ -18,9 +19,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from titanlite.batch import IGNORE
-from titanlite.data.tokens import TokenStore
+from titanlite.data.tokens import RecordFile, TokenStore
 from titanlite.runtime.errors import RunError
-from titanlite.runtime.files import lock_work, publish, write_atomically
+from titanlite.runtime.files import lock_work, publish, quarantine_path, read_small, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +31,11 @@ VERSION = 1
 """Version of packing plans: another version makes other sequences of the same documents."""
 PIECE = np.dtype([("start", "<i8"), ("length", "<i4"), ("labels", "<i4")])
 """Piece of a document: its start in the stream, its number of tokens, and how many of them have a next token."""
+NO_PLAN = (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError)
+FORM = 2
+"""Version of the files of a plan, which no sequence depends on."""
+PLAN_FILES = {"pieces": PIECE, "first_pieces": np.dtype("<i8")}
+"""Types of the records in the files of a plan, see `plan_best_fit`. Their numbers are in plan.json."""
 
 
 class TokenSequence(NamedTuple):
@@ -108,19 +114,17 @@ class BestFit:
         self.plan_folder = plan_folder
         self._has_mask = store.has_mask
         try:
-            plan = _plan_once(store, seq_len, plan_folder)
+            self._plan = _plan_once(store, seq_len, plan_folder)
         except OSError as error:
             raise RunError(f"{plan_folder} cannot be written: {error}") from error
-        self._pieces = np.load(plan / "pieces.npy", mmap_mode="r")
-        self._first_pieces = np.load(plan / "rows.npy", mmap_mode="r")
-        self.cut_documents: int = json.loads((plan / PLAN).read_text())["cut_documents"]
+        self.cut_documents = self._plan.cut_documents
 
     def __reduce__(self) -> Any:
         """Pickle the arguments only: a worker process maps the plan again."""
         return partial(type(self), seq_len=self.seq_len, plan_folder=self.plan_folder), (self.store,)
 
     def __len__(self) -> int:
-        return len(self._first_pieces) - 1
+        return len(self._plan.first_pieces) - 1
 
     @property
     def fill(self) -> float:
@@ -132,8 +136,8 @@ class BestFit:
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         starts = []
         at = 0
-        begin, end = self._first_pieces[index : index + 2].tolist()
-        for start, length, predicted in self._pieces[begin:end].tolist():
+        begin, end = self._plan.first_pieces.read(index, index + 2).tolist()
+        for start, length, predicted in self._plan.pieces.read(begin, end).tolist():
             stretch = self.store.read(start, max(length, predicted + 1))
             tokens[at : at + length] = stretch[:length]
             labels[at : at + predicted] = stretch[1 : predicted + 1]
@@ -146,29 +150,54 @@ class BestFit:
         return TokenSequence(tokens, labels, np.array(starts, dtype=np.int64))
 
 
-def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> Path:
-    """Return the folder of the plan, which the first process to arrive makes."""
-    folder = plan_folder / f"best-fit-{VERSION}-{store.fingerprint}-{seq_len}"
-    if folder.is_dir():
-        return folder
+class _Plan:
+    """Packing plan in a folder. Its files are read, not mapped, see `RecordFile`.
+
+    Raises:
+        NO_PLAN: the folder is no plan, or a file of it does not have its size.
+        OSError: the disk is at fault.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        about = json.loads(read_small(folder / PLAN))
+        self.cut_documents = int(about["cut_documents"])
+        self.pieces, self.first_pieces = (
+            RecordFile(
+                folder / name, dtype, int(about[name]), key="data.packing", remedy="Start again: it is made again"
+            )
+            for name, dtype in PLAN_FILES.items()
+        )
+        for file in (self.pieces, self.first_pieces):
+            file.check_size()
+
+
+def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> _Plan:
+    """Return the plan, which the first process to arrive makes. One that is damaged is quarantined, with a warning."""
+    folder = plan_folder / f"best-fit-{VERSION}.{FORM}-{store.fingerprint}-{seq_len}"
+    with suppress(*NO_PLAN):
+        return _Plan(folder)
     plan_folder.mkdir(parents=True, exist_ok=True)
     lock = plan_folder / f"{folder.name}.lock"
     with lock_work(lock, on_wait=lambda holder: logger.info(f"waiting for {holder}, which packs {store.folder}")):
-        if folder.is_dir():
-            return folder
+        try:
+            return _Plan(folder)
+        except NO_PLAN as error:
+            if os.path.lexists(folder):
+                aside = quarantine_path(folder)
+                folder.rename(aside)
+                logger.warning(f"{folder} is damaged ({error}): it is now {aside.name}, and the plan is made again")
         logger.info(f"packing {store.index['documents']:,} documents of {store.folder} into sequences of {seq_len}")
         pieces, first_pieces, cut_documents = plan_best_fit(store, seq_len)
         staging = plan_folder / f".{folder.name}.partial-{platform.node()}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        for name, values in {"pieces.npy": pieces, "rows.npy": first_pieces}.items():
-            with open(staging / name, "wb") as file:
-                np.save(file, values)
-                file.flush()
-                os.fsync(file.fileno())
-        write_atomically(staging / PLAN, json.dumps({"cut_documents": cut_documents}))
+        about = {"cut_documents": cut_documents}
+        for name, values in zip(PLAN_FILES, (pieces, first_pieces), strict=True):
+            write_atomically(staging / name, values.view("u1").data)
+            about[name] = len(values)
+        write_atomically(staging / PLAN, json.dumps(about))
         publish(staging, folder, last=PLAN)
-    return folder
+        return _Plan(folder)
 
 
 def plan_best_fit(store: TokenStore, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import checked_name
+from titanlite.runtime.files import checked_name, read_small
 
 # Files of records of one type, for random access: tokens, starts of documents, and entries of a teacher.
 #
@@ -58,6 +58,16 @@ class RecordFile:
 
     def __len__(self) -> int:
         return self._count
+
+    def check_size(self) -> None:
+        """Check that the file has all records, and nothing else.
+
+        Raises:
+            UserError: it has another size.
+        """
+        size = self._count * self._dtype.itemsize
+        if (found := os.fstat(self._descriptor).st_size) != size:
+            raise UserError(f"{self._key}: {self.path} has {found:,} bytes, and {size:,} are stated")
 
     def __getitem__(self, index: int) -> int:
         size = self._dtype.itemsize
@@ -153,7 +163,7 @@ class TokenStore:
     def _read_folder(self, folder: Path) -> None:
         self.folder = folder
         try:
-            self.index: dict[str, Any] = json.loads((folder / INDEX).read_text())
+            self.index: dict[str, Any] = json.loads(read_small(folder / INDEX))
         except (OSError, ValueError, RecursionError) as error:
             raise UserError(f"data.path: {folder} is not a folder of prepared tokens: {error}") from None
         if not isinstance(self.index, dict) or self.index.get("format") != FORMAT:

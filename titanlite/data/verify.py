@@ -22,7 +22,7 @@ from titanlite.data.samples import Source
 from titanlite.data.sources import store_of
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, lock_file, quarantine_path, write_atomically
+from titanlite.runtime.files import FileLocked, lock_file, quarantine_path, read_small, write_atomically
 from titanlite.runtime.process_group import Ranks
 
 logger = logging.getLogger(__name__)
@@ -172,7 +172,7 @@ def while_checking(
 def _is_verified(note: Path, state: dict[str, Any]) -> bool:
     """Return whether a note is young, and is about files of these sizes and times."""
     try:
-        found = json.loads(note.read_text())
+        found = json.loads(read_small(note))
         return found["files"] == state and 0 <= time.time() - found["verified_at"] < VALID_SECONDS
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return False

@@ -20,7 +20,7 @@ import tomli
 
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError, did_you_mean
-from titanlite.runtime.files import write_atomically
+from titanlite.runtime.files import read_small, write_atomically
 from titanlite.runtime.signals import shielding_children
 from titanlite.runtime.user_code import check_call, describe_error, find_object
 
@@ -112,7 +112,7 @@ class Trackio:
         import trackio
 
         self._last = folder / "trackio.json"
-        self._logged = json.loads(self._last.read_bytes())["step"] if self._last.exists() else 0
+        self._logged = json.loads(read_small(self._last))["step"] if self._last.exists() else 0
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=f"{folder.name}-{_run_id(folder)[:8]}",
@@ -139,11 +139,11 @@ BUILT_IN: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": Weight
 
 
 def _run_id(folder: Path) -> str:
-    return json.loads((folder / "run.json").read_bytes())["id"]
+    return json.loads(read_small(folder / "run.json"))["id"]
 
 
 def _config(folder: Path) -> dict[str, Any]:
-    return tomli.loads((folder / "config.toml").read_text())
+    return tomli.loads(read_small(folder / "config.toml").decode())
 
 
 def check_logger(name: str) -> None:

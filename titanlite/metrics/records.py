@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import quarantine_path, write_atomically
+from titanlite.runtime.files import quarantine_path, read_small, write_all, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -22,6 +22,8 @@ SCHEMA = 2
 """Version of the form of records, in each record as `schema`; docs/running.md has the fields with their units. A field
 that goes, or changes its type or unit, makes a new version. A field that joins does not. Records of version 1 have
 neither `schema` nor `time` and `phase_seconds`."""
+MOST_RECORDS = 2**31
+"""Bytes of records that are read at most."""
 MOST_WAITING = 10_000
 """Records that are kept while they cannot be written; older ones are lost then."""
 
@@ -46,6 +48,10 @@ class RecordFile:
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._is_failing = False
+        if path.exists() and not (path.is_file() or path.is_char_device()):  # a pipe's reader would be waited for
+            aside = quarantine_path(path)
+            path.rename(aside)
+            logger.warning(f"{path} is not a file: it is now {aside.name}")
         if step is not None and path.exists():
             try:
                 self._clean(step)
@@ -100,9 +106,7 @@ class RecordFile:
             record = self._waiting[0]
             before = self._file.seek(0, os.SEEK_END)
             try:
-                written = self._file.write(record)
-                while written < len(record):
-                    written += self._file.write(record[written:])
+                write_all(self._file, record)
             except OSError:
                 with suppress(OSError):
                     self._file.truncate(before)
@@ -111,7 +115,7 @@ class RecordFile:
 
     def _clean(self, step: int) -> None:
         kept, damaged = [], []
-        for line in self.path.read_bytes().splitlines():
+        for line in read_small(self.path, MOST_RECORDS).splitlines():
             record_step = _step_of(line)
             if record_step is None:
                 damaged.append(line)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from titanlite.runtime.errors import RunError
-from titanlite.runtime.files import write_atomically
+from titanlite.runtime.files import read_small, write_atomically
 from titanlite.runtime.signals import STOPPED
 
 COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
@@ -168,7 +168,7 @@ class RunEnd:
             return
         record = self._run / "run.json"
         with suppress(OSError, ValueError, KeyError, TypeError):  # a record is worth no run
-            run = json.loads(record.read_bytes())
+            run = json.loads(read_small(record))
             starts = run["starts"]
             if not is_own(starts):
                 return

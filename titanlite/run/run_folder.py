@@ -22,8 +22,16 @@ import titanlite
 from titanlite.data.tokenizer import COPY, Tokenizer, copy_tokenizer, files_of, find_tokenizer, is_copy, is_shipped
 from titanlite.run.restarts import CrashLoop, are_starts, begin_start, check_progress, end_last, is_own
 from titanlite.runtime.console import copy_output, hide_secrets, log_to_file
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, checked_name, lock_file, quarantine_path, write_atomically
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.files import (
+    NO_LOCKS,
+    FileLocked,
+    checked_name,
+    lock_file,
+    quarantine_path,
+    read_small,
+    write_atomically,
+)
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Data
 from titanlite.schema import Job as JobConfig
@@ -93,10 +101,12 @@ def open_run_folder(
             _make_folder(path)
             lock = _lock(path)
             shared = [_begin(path, job, newest_saved)]
-        except (UserError, CrashLoop) as error:
+        except (UserError, CrashLoop, RunError) as error:
             shared = [error]
+        except OSError as error:
+            shared = [RunError(f"rank 0: {error}")]
     dist.broadcast_object_list(shared)
-    if isinstance(shared[0], UserError | CrashLoop):
+    if isinstance(shared[0], Exception):
         raise shared[0]
     data_cache = Path(data.cache_folder or outputs / "data_cache")
     folder = RunFolder(path, run_id=str(shared[0]), data_cache=data_cache, lock=lock)
@@ -149,15 +159,18 @@ def _lock(path: Path) -> IO[str] | None:
         the lock, held until it is closed or the process ends; None on a file system without locks.
 
     Raises:
-        UserError: another process still holds it after LOCK_TIMEOUT.
+        UserError: another process still holds it after LOCK_TIMEOUT, or it is not known whether one does.
     """
     try:
         return lock_file(path / ".lock", timeout=LOCK_TIMEOUT)
     except FileLocked as error:
         message = f"job.name: {path} is being trained by {error.holder}. Stop that job, or give this run another name"
         raise UserError(message) from None
-    except OSError:
-        return None
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            logger.warning(f"{path} is on a file system without locks: let no other job train in it")
+            return None
+        raise UserError(f"job.dump_folder, job.name: {path / '.lock'} cannot be locked: {error.strerror}") from None
 
 
 def record_start(
@@ -233,7 +246,7 @@ def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> 
     """Return run.json, or what a new run.json begins with. A damaged one is renamed, and keeps no run from resuming."""
     record = path / "run.json"
     try:
-        run = json.loads(record.read_bytes())
+        run = json.loads(read_small(record))
     except FileNotFoundError:
         return {"id": uuid.uuid4().hex, "starts": []}
     except (ValueError, RecursionError):

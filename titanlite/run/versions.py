@@ -21,6 +21,7 @@ import torch.distributed as dist
 import titanlite
 from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import read_small
 from titanlite.runtime.ranks import gather, named_ranks
 
 PACKAGES = ("torchao", "triton")
@@ -162,4 +163,4 @@ def _lines(values: Sequence[Mapping[str, str]], remedy: str, *, hosts: Sequence[
 def _code_in(value: str) -> str:
     """Return a hash of the Python file that an option names; "" if it names a module or nothing."""
     path = Path(str(json.loads(value or "null")).partition(".py")[0] + ".py")
-    return hashlib.sha256(path.read_bytes()).hexdigest()[:12] if ".py" in value and path.is_file() else ""
+    return hashlib.sha256(read_small(path)).hexdigest()[:12] if ".py" in value and path.is_file() else ""

@@ -12,9 +12,10 @@ import shutil
 import stat
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from titanlite.runtime.errors import UserError
 
@@ -22,9 +23,11 @@ PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 """Letters, digits, dots and dashes: what titanlite's own names of files and runs consist of."""
 
 
+BLOCK = 2**20
+"""Bytes to read at once."""
 SMALL = 2**28
 """Bytes that a config, a tokenizer or an index may have. The largest known tokenizer.json has an eighth of it."""
-NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors of file systems without locks."""
 
 
@@ -81,21 +84,65 @@ def file_beside(path: Path, name: str) -> Path | None:
     return file_inside(path.parent, name) if path.with_name(name).is_file() else None
 
 
-def read_small(path: Path) -> bytes:
-    """Return the content of a file of others that has a few MB at most if it is what it should be.
+class NotSmall(OSError, ValueError):
+    """What should be a small file is a pipe, a device, a folder, or large."""
+
+
+def read_small(path: Path, most: int = SMALL) -> bytes:
+    """Return the content of a file that is small if it is what it should be.
+
+    Args:
+        most: bytes that are read at most.
 
     Raises:
-        OSError: it is larger than SMALL, no file (a named pipe would be waited for), or cannot be read.
+        NotSmall: it is larger, or no file. A named pipe would be waited for, and a device may have no end.
+        OSError: it cannot be read.
     """
-    about = path.stat()
-    if not stat.S_ISREG(about.st_mode):
-        raise OSError(errno.EINVAL, "is not a file", str(path))
-    if about.st_size > SMALL:
-        raise OSError(errno.EFBIG, f"has {about.st_size:,} bytes, and {SMALL:,} are read at most", str(path))
-    return path.read_bytes()
+    with naming_path(path), open(path, "rb", 0, opener=_open_now) as file:
+        content, size = bytearray(), os.fstat(file.fileno()).st_size
+        while size <= most and (block := file.read(BLOCK)):
+            content += block
+            size = max(size, len(content))  # it may grow
+        if size > most:
+            raise NotSmall(errno.EFBIG, f"has {size:,} bytes, and {most:,} are read at most", str(path))
+        return bytes(content)
 
 
-def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> None:
+def _open_now(path: str, flags: int) -> int:
+    """Open a file that is to be read. Nothing is waited for, and nothing but a file is opened."""
+    descriptor = os.open(path, flags | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise NotSmall(errno.EINVAL, "is not a file", path)
+    return descriptor
+
+
+def write_all(file: Any, data: bytes | memoryview) -> None:
+    """Write all of `data` to a file without a buffer, which may take only a part (a full disk, a quota, NFS, FUSE).
+
+    Raises:
+        OSError: not all of it can be written.
+    """
+    rest = memoryview(data).cast("B")
+    while rest:
+        taken = file.write(rest)
+        if not taken:
+            raise OSError(errno.EIO, "nothing more can be written")
+        rest = rest[taken:]
+
+
+@contextmanager
+def naming_path(path: Path) -> Iterator[None]:
+    """Add the path to errors of reading, writing and syncing, which lack it."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise type(error)(error.errno, error.strerror, str(path)) from error
+
+
+def write_atomically(path: Path, content: str | bytes | memoryview, *, mode: int = 0o666) -> None:
     """Write a file so that it holds the old text or the new text, never a part, also after a loss of power.
 
     Args:
@@ -103,9 +150,8 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> 
     """
     staging = path.with_name(f".{path.name}.staging")
     staging.unlink(missing_ok=True)  # a killed process may have left it with other permissions
-    with open(staging, "wb", opener=lambda file, flags: os.open(file, flags, mode)) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
-        file.flush()
+    with naming_path(path), open(staging, "wb", 0, opener=lambda file, flags: os.open(file, flags, mode)) as file:
+        write_all(file, content.encode() if isinstance(content, str) else content)
         os.fsync(file.fileno())
     os.replace(staging, path)
 
@@ -152,14 +198,15 @@ def lock_file(
 
     Raises:
         FileLocked: another process still holds the lock after `timeout`.
-        OSError: the file cannot be created, or the file system has no locks.
+        OSError: the file is a link or no file, it cannot be opened, or the file system has no locks.
     """
-    file = open(path, "a+")  # noqa: SIM115 (returned open)
+    file = open(path, "a+", opener=_open_without_links)  # noqa: SIM115 (returned open)
     deadline = time.monotonic() + timeout
     waited = False
     while True:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            with naming_path(path):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.seek(0)
             holder = file.read().strip() or "another process"
@@ -174,9 +221,19 @@ def lock_file(
             file.close()
             raise
         else:
-            file.truncate(0)
-            print(f"process {os.getpid()} on {platform.node()}", file=file, flush=True)
+            with suppress(OSError):  # the note of a full disk is empty
+                os.truncate(file.fileno(), 0)
+                os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
             return file
+
+
+def _open_without_links(path: str, flags: int) -> int:
+    """Open a lock. A link could lead to a file that is no lock, which would lose its content."""
+    descriptor = os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "is not a file", path)
+    return descriptor
 
 
 def lock_work(path: Path, *, on_wait: Callable[[str], None]) -> IO[str]:

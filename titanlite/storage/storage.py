@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from titanlite.runtime.errors import DamagedCheckpoint, RunError
-from titanlite.runtime.files import quarantine_path
+from titanlite.runtime.files import naming_path, quarantine_path, write_all
 from titanlite.storage import retry
 
 logger = logging.getLogger(__name__)
@@ -53,7 +53,10 @@ class Storage(ABC):
 
     @abstractmethod
     def list(self) -> dict[str, dict[str, int]]:
-        """Return {folder: {file: bytes}}, with unfinished and hidden folders. An object store is listed once."""
+        """Return {folder: {file: bytes}}, with unfinished and hidden folders; links to folders are none of them.
+
+        An object store is listed once.
+        """
 
     @abstractmethod
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
@@ -81,7 +84,7 @@ class Storage(ABC):
 
     @abstractmethod
     def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a new file for writing. The file is durable when the context ends without an error."""
+        """Open a new file for `write_all`. The file is durable when the context ends without an error."""
 
     @abstractmethod
     def begin(self, folder: str) -> str:
@@ -128,19 +131,19 @@ class LocalStorage(Storage):
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             for folder in os.scandir(self.root):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
-                    if _is(folder.is_dir):
-                        entries = [entry for entry in os.scandir(folder) if _is(entry.is_file)]
+                    if folder.is_dir(follow_symlinks=False):  # a link's manifest is that of another folder
+                        entries = [entry for entry in os.scandir(folder) if _is_file(entry)]
                         found[folder.name] = {entry.name: entry.stat().st_size for entry in entries}
         return found
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
-        with _naming(self.root / name), open(self.root / name, "rb", buffering=0) as file:
+        with naming_path(self.root / name), open(self.root / name, "rb", buffering=0) as file:
             file.seek(start)
             return file.read() if size is None else _read_all(file, size)
 
     @contextlib.contextmanager
     def create(self, name: str) -> Iterator[BinaryIO]:
-        with _naming(self.root / name), open(self.root / name, "wb", buffering=0) as file:
+        with naming_path(self.root / name), open(self.root / name, "wb", buffering=0) as file:
             yield file
             os.fsync(file.fileno())
 
@@ -153,7 +156,9 @@ class LocalStorage(Storage):
     def publish(self, folder: str, manifest: bytes) -> None:
         staging, final = self._staging(folder), self.root / folder
         with self.create(f"{staging.name}/{MANIFEST}") as file:
-            file.write(manifest)
+            write_all(file, manifest)
+        if self.read(f"{staging.name}/{MANIFEST}") != manifest:
+            raise OSError(errno.EIO, "it was written, and something else is read", str(staging / MANIFEST))
         sync(staging)
         if final.is_dir() and not final.is_symlink():  # quarantined, or saved again
             self.delete(folder)
@@ -293,25 +298,14 @@ def open_storage(url: str, *, owner: str = "") -> Storage:
     return ObjectStorage(url, owner) if "://" in url else LocalStorage(url, owner)
 
 
-def _is(check: Callable[[], bool]) -> bool:
-    """Return whether an entry is a file or folder; a symbolic link that leads to itself is neither."""
+def _is_file(entry: "os.DirEntry[str]") -> bool:
+    """Return whether an entry is a file; a symbolic link that leads to itself is none."""
     try:
-        return check()
+        return entry.is_file()
     except OSError as error:
         if error.errno != errno.ELOOP:
             raise
         return False
-
-
-@contextlib.contextmanager
-def _naming(path: Path) -> Iterator[None]:
-    """Add the path to errors of reading and writing, which lack it."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise type(error)(error.errno, error.strerror, str(path)) from error
 
 
 def _read_all(file: Any, size: int) -> bytes:
@@ -325,6 +319,7 @@ def sync(path: Path) -> None:
     """Make a file durable, or the names of a folder's files."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        with naming_path(path):
+            os.fsync(descriptor)
     finally:
         os.close(descriptor)

@@ -32,6 +32,7 @@ from titanlite.models.base import Model
 from titanlite.optim.state_size import state_bytes
 from titanlite.run.versions import Facts, compare, facts_of
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import write_all
 from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.ranks import gather, host_names, named_ranks
 from titanlite.schedule import known_steps
@@ -295,7 +296,7 @@ def check_folder(url: str, job: Job, *, wait: float = WAIT) -> Result:
         name = names[job.ranks.rank]
         try:
             with storage.create(f"{storage.begin(name)}/{FILE}") as file:
-                file.write(name.encode())
+                write_all(file, name.encode())
             storage.publish(name, b"{}")
         except BaseException:
             with suppress(OSError):

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from titanlite.runtime.errors import RunError
+from titanlite.runtime.files import read_small
 from titanlite.tools.convert.layout import Outgoing, values_of
 from titanlite.tools.convert.module_values import difference, modules_in, watch
 from titanlite.tools.convert.source import Source, load_model
@@ -69,7 +70,7 @@ def check_tensors(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> 
         CheckFailed: naming the first tensor that differs.
     """
     index = folder / "model.safetensors.index.json"
-    names = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
+    names = json.loads(read_small(index))["weight_map"] if index.is_file() else {}
     values = values_of(source)
     for tensor in tensors:
         with safe_open(folder / names.get(tensor.name, "model.safetensors"), framework="pt") as file:

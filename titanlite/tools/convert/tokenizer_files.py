@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer import BESIDE, LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, files_of, find_tokenizer
+from titanlite.runtime.files import read_small
 from titanlite.tools.ingest.chat_template import read_json
 
 ENDS = "bos_token_id", "eos_token_id", "pad_token_id"
@@ -68,7 +69,7 @@ def _copied(path: Path, tokenizer: Tokenizer, max_length: int) -> Files:
 
 
 def _ranks(path: Path) -> dict[bytes, int]:
-    lines = map(bytes.split, path.read_bytes().splitlines())
+    lines = map(bytes.split, read_small(path).splitlines())
     return {base64.b64decode(token): int(rank) for token, rank in lines}
 
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
 
-from titanlite.checkpoint.dcp_read import load_stored, unpickle_metadata
+from titanlite.checkpoint.dcp_read import MOST_METADATA, load_stored, unpickle_metadata
 from titanlite.checkpoint.manifest import CHECKSUMS, METADATA
 from titanlite.models.formats import Formats, Table
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import file_inside
+from titanlite.runtime.files import file_inside, read_small
 from titanlite.storage.storage import MANIFEST
 from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Part, Region
 
@@ -41,7 +41,7 @@ class TorchtitanFolder(ForeignSource):
 
     def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
         file = file_inside(self.folder, METADATA)
-        metadata = unpickle_metadata(file.read_bytes(), str(file))
+        metadata = unpickle_metadata(read_small(file, MOST_METADATA), str(file))
         found = []
         for fqn, entry in metadata.state_dict_metadata.items():
             name = fqn.removeprefix("model.")

@@ -15,7 +15,7 @@ from typing import Any
 
 from titanlite.data.tokens import GROWING, INDEX, RecordFile, TokenStore
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import write_atomically
+from titanlite.runtime.files import read_small, write_atomically
 from titanlite.runtime.signals import end_with_parent, shielding_children
 
 logger = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class GrowingStore(TokenStore):
         while not self.is_complete and (not self.index["shards"] or len(self) < tokens):
             if not self._refresh():
                 if (failed := failure_of(self.place)).exists():
-                    raise RunError(f"the preparation of {self.place} has failed: {failed.read_text()}")
+                    raise RunError(f"the preparation of {self.place} has failed: {read_small(failed).decode()}")
                 time.sleep(POLL_SECONDS)
             if (now := time.monotonic()) > reported + REPORT_SECONDS:
                 has = len(self) if self.index["shards"] else 0
@@ -102,10 +102,10 @@ class GrowingStore(TokenStore):
         found = []
         for path in self.place.parent.glob(f".{self.place.name}.partial-*/{GROWING}"):
             try:
-                index = json.loads(path.read_text())
+                index = json.loads(read_small(path))
                 if index["key"] == self.key:
                     found.append((path.parent, sum(shard["tokens"] for shard in index["shards"]), index))
-            except (OSError, ValueError, KeyError):
+            except (OSError, ValueError, KeyError, TypeError):
                 continue  # it was renamed just now
         return max(found, key=lambda it: it[1], default=None)
 
@@ -154,7 +154,7 @@ def _supervise(work: Callable[[], object], folder: Path) -> None:
             logger.info(f"data     {folder} is prepared")
             return
         if failed.exists():
-            logger.error(f"the preparation of {folder} has failed: {failed.read_text()}")
+            logger.error(f"the preparation of {folder} has failed: {read_small(failed).decode()}")
             return
         logger.warning(f"the process that prepares {folder} was killed (exit code {process.exitcode}); it resumes")
     write_atomically(failed, f"its process was killed {MOST_STARTS} times, for want of memory most likely")

@@ -1,17 +1,10 @@
-"""Program that renders chat templates of others: it reads messages from a pipe, and writes the text. Needs jinja2.
+"""Worker that renders chat templates of others: messages -> text. Needs jinja2.
 
-`chat_template` starts it by its path, and nothing else imports it. A template is a program in a sandbox that keeps it
-from files and from code, but not from endless loops and strings without end. So it gets limits on its processor time,
-its memory and its text here, and ends alone.
+`limited_program` runs it by its path, within limits, and nothing else imports it.
 """
 
 import json
-import os
-import resource
-import signal
-import sys
 from datetime import datetime
-from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from jinja2 import Template, TemplateError, nodes
@@ -22,8 +15,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 BEGIN, END = "\ufdd0", "\ufdd1"
 """Marks around an answer, within a text that is being made. They are no characters of Unicode."""
-OUT_OF_MEMORY = 3
-"""Exit code of a process that has reached its limit of memory."""
 SHOWN = 400
 """Characters of a template's error message that are kept."""
 
@@ -102,65 +93,23 @@ def _in_words(error: Exception) -> str:
     return " ".join("".join(char if char.isprintable() else " " for char in text[:SHOWN]).split())
 
 
-def _limit_memory(more: int) -> None:
-    """Limit the memory of this process to what it has, and more bytes."""
-    if sys.platform == "linux":
-        with open("/proc/self/statm") as file:
-            pages = int(file.read().split()[0])
-        limit = pages * os.sysconf("SC_PAGE_SIZE") + more
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+class Worker:
+    """Compiles the template of the first request, and renders the chats of the others."""
 
-
-class _Renderer:
-    """Compiles the template of the first request, and renders the chats of the others.
-
-    Args:
-        seconds: processor time of one chat. SIGPROF ends this process where it takes more.
-        most: characters of the longest text.
-    """
-
-    def __init__(self, *, seconds: float, most: int) -> None:
-        self._seconds, self._most = seconds, most
+    def __init__(self) -> None:
         self._template: Template | None = None
         self._names: dict[str, str] = {}
+        self._longest = 0
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         what = "is not a template" if self._template is None else "fails"
-        signal.setitimer(signal.ITIMER_PROF, self._seconds)
         try:
             if self._template is not None:
-                return rendered(self._template, {**request, **self._names}, most=self._most)
-            self._names = request["names"]
+                return rendered(self._template, {**request, **self._names}, most=self._longest)
+            self._names, self._longest = request["names"], request["longest"]
             self._template, has_marks = compiled(request["template"])
             return {"has_marks": has_marks}
         except MemoryError:
             raise
         except Exception as error:  # a template may raise anything
             return {"error": f"{what}: {_in_words(error)}"}
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-
-def main(descriptor: int, *, seconds: float, memory: int, most: int) -> None:
-    """Answer the requests of a pipe until it ends.
-
-    Args:
-        descriptor: of the pipe.
-        memory: bytes, beside those of the program itself.
-        seconds, most: see `_Renderer`.
-    """
-    connection = Connection(descriptor)
-    renderer = _Renderer(seconds=seconds, most=most)
-    _limit_memory(memory)
-    while True:
-        try:
-            answer = renderer.answer(connection.recv())
-            connection.send_bytes(json.dumps(answer).encode())
-        except (EOFError, OSError):
-            return
-        except MemoryError:
-            os._exit(OUT_OF_MEMORY)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), seconds=float(sys.argv[2]), memory=int(sys.argv[3]), most=int(sys.argv[4]))

@@ -5,32 +5,19 @@ and its memory. One process renders all chats, and a new one takes its place aft
 """
 
 import json
-import multiprocessing
-import signal
-import subprocess
-import sys
-import weakref
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
+from titanlite.tools.limited import MEMORY, SECONDS, Ended, LimitedProcess
 
-PROGRAM = Path(__file__).with_name("chat_render.py")
-OUT_OF_MEMORY = 3
-"""Exit code of the program that has reached its limit of memory."""
-SECONDS = 3.0
-"""Processor time that a template may take for one chat."""
+WORKER = Path(__file__).with_name("chat_render.py")
 IN_A_ROW = 3
 """Chats in a row with which a template may reach a limit. The next ones would, too."""
-WAIT = 120.0
-"""Seconds after which a process that does not answer, and takes no processor time either, is ended."""
-MEMORY = 2**29
-"""Bytes that a template may take, on Linux."""
 LONGEST = 2**25
 """Characters of the longest text of one chat."""
 Span = tuple[int, int]
@@ -62,9 +49,9 @@ class ChatTemplate:
         longest: int = LONGEST,
     ) -> None:
         self.where = where
-        self._limits = seconds, memory, longest
-        self._begin = {"template": text, "names": dict(names)}
-        self._process: _Process | None = None
+        self._seconds, self._memory = seconds, memory
+        self._begin = {"template": text, "names": dict(names), "longest": longest}
+        self._process: LimitedProcess | None = None
         self._failed = 0
         self.has_marks: bool = self._ask(None)["has_marks"]
         """Presence of marks around answers."""
@@ -91,12 +78,12 @@ class ChatTemplate:
         answer: dict[str, Any] = {}
         try:
             if self._process is None:
-                self._process = _Process(*self._limits)
+                self._process = LimitedProcess(WORKER, "one chat", seconds=self._seconds, memory=self._memory)
                 answer = self._process.ask(self._begin)
             if request is not None:
                 answer = self._process.ask(request)
             self._failed = 0
-        except _Ended as error:
+        except Ended as error:
             self._process = None
             self._failed += 1
             answer = {"error": f"fails: {error}"}
@@ -108,58 +95,6 @@ class ChatTemplate:
 
 class Refused(UserError):
     """One chat cannot be rendered; others may be."""
-
-
-class _Ended(Exception):
-    """The process has ended, with the reason."""
-
-
-class _Process:
-    """The program `chat_render`. It ends when nothing refers to this object any more."""
-
-    def __init__(self, seconds: float, memory: int, longest: int) -> None:
-        here, there = multiprocessing.Pipe()
-        self._connection, self._limits = here, (seconds, memory)
-        words = [sys.executable, "-P", PROGRAM, there.fileno(), seconds, memory, longest]
-        self._process = subprocess.Popen(
-            [*map(str, words)],
-            pass_fds=[there.fileno()],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,  # a terminal's Ctrl-C is for this process
-        )
-        there.close()
-        self._end = weakref.finalize(self, _end, self._process, here)
-
-    def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Send a request, and return the answer.
-
-        Raises:
-            _Ended: the process has reached one of its limits.
-        """
-        try:
-            self._connection.send(request)
-            if self._connection.poll(WAIT):
-                return json.loads(self._connection.recv_bytes())
-        except (EOFError, OSError):
-            self._process.wait()
-        code = self._process.poll()
-        self._end()
-        seconds, memory = self._limits
-        if code is None:
-            raise _Ended(f"the process that renders it has not answered for {WAIT:g} s")
-        if code == OUT_OF_MEMORY:
-            raise _Ended(f"it takes more than {memory / 2**20:,.0f} MiB for one chat")
-        if code == -signal.SIGPROF:
-            raise _Ended(f"it takes more than {seconds:g} s of processor time for one chat")
-        raise _Ended(f"the process that renders it has ended (exit code {code})")
-
-
-def _end(process: "subprocess.Popen[bytes]", connection: Connection) -> None:
-    connection.close()
-    process.kill()
-    process.wait()
 
 
 # Templates of tokenizers

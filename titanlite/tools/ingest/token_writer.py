@@ -17,7 +17,7 @@ from typing import IO, Any, Self
 import numpy as np
 
 from titanlite.data.tokens import FORMAT, GROWING, INDEX
-from titanlite.runtime.files import publish, write_atomically
+from titanlite.runtime.files import publish, read_small, write_atomically
 
 PROGRESS = "resume.json"
 SHARD_TOKENS = 2**27
@@ -126,11 +126,11 @@ class TokenWriter:
 
     def _resume(self) -> bool:
         try:
-            state = json.loads((self._staging / PROGRESS).read_text())
+            state = json.loads(read_small(self._staging / PROGRESS))
             if state["key"] != self._key:
                 return False
             self._counts = np.array(state["counts"])
-        except (OSError, ValueError, KeyError):
+        except (OSError, ValueError, KeyError, TypeError):
             return False
         self._shards, self.position, self.notes = state["shards"], state["position"], state["notes"]
         return True

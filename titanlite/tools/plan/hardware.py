@@ -13,6 +13,7 @@ from torch.utils.benchmark import Timer
 
 from titanlite.ops.cpu import multiply_by_onednn
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError, did_you_mean, nearest_name
+from titanlite.runtime.files import read_small
 from titanlite.runtime.hardware import HARDWARE, Hardware, host_memory
 
 
@@ -87,7 +88,7 @@ def load_hardware(path: Path) -> Hardware:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        return tomli.loads(path.read_bytes().decode("utf-8-sig"))
+        return tomli.loads(read_small(path).decode("utf-8-sig"))
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:

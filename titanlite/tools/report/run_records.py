@@ -13,10 +13,10 @@ from typing import Any
 import tomli
 
 from titanlite.metrics.clock import CATEGORIES
-from titanlite.metrics.records import SCHEMA
+from titanlite.metrics.records import MOST_RECORDS, SCHEMA
 from titanlite.run.versions import flat
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import file_inside
+from titanlite.runtime.files import file_inside, read_small
 
 logger = logging.getLogger(__name__)
 
@@ -92,9 +92,12 @@ def read_run(path: Path) -> RunRecords:
 
 def _read_lines(path: Path) -> list[Record]:
     """Return the records of a file, without damaged lines. A part of a line at its end is none of them."""
-    if not path.is_file():  # a named pipe would never end
+    if not path.is_file():
         return []
-    *lines, _ = path.read_bytes().split(b"\n")
+    try:
+        *lines, _ = read_small(path, MOST_RECORDS).split(b"\n")
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
     records, damaged = [], 0
     for line in lines:
         try:
@@ -110,7 +113,7 @@ def _read_lines(path: Path) -> list[Record]:
 def _read_tree(path: Path, parse: Callable[[str], Any]) -> Record:
     """Return the content of a file of JSON or TOML; nothing if there is no such file, or it is damaged."""
     try:
-        tree = parse(path.read_text(encoding="utf-8")) if path.is_file() else {}
+        tree = parse(read_small(path).decode()) if path.is_file() else {}
         return tree if isinstance(tree, dict) and flat(tree) else {}
     except (OSError, ValueError, RecursionError):
         return {}

@@ -28,6 +28,7 @@ from titanlite.observer import Phase, StepObserver
 from titanlite.ops.attention import SequencePart
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import read_small
 from titanlite.runtime.private_torch.compiler import is_compiled
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.tools.assemble import assemble
@@ -298,7 +299,7 @@ def read_dump(folder: Path) -> Dump:
         UserError: there is none, it is of another version, or a file is missing or damaged.
     """
     try:
-        record = json.loads(_existing(folder, INDEX).read_text())
+        record = json.loads(read_small(_existing(folder, INDEX)))
         if record.get("schema") != SCHEMA:
             raise UserError(f"{folder}: the dump has schema {record.get('schema')}, and this version reads {SCHEMA}")
         index = Index(**record)

@@ -1,14 +1,13 @@
 """Tasks from files: YAML in the form of EleutherAI's lm-evaluation-harness, and JSON lines with the questions.
 
 A file gives the same requests here as in the harness (0.4.13, without examples before a question), or is refused. What
-it writes in Jinja runs in a sandbox; Python code that it names is never run.
+it writes in Jinja runs in a sandbox, in a process with limits on its time and memory; Python code that it names is
+never run.
 """
 
-import ast
 import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
-from functools import cache, partial
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -23,8 +22,10 @@ from titanlite.runtime.files import read_small
 from titanlite.schema import Config, Name, Section
 from titanlite.tasks import Answer, Question, Task
 from titanlite.tools.convert.prompts import opening_ids
+from titanlite.tools.limited import Ended, LimitedProcess
 
 SHIPPED = Path(__file__).parent
+WORKER = SHIPPED / "questions.py"
 METRICS = {
     "multiple_choice": ("acc", "acc_norm", "acc_bytes"),
     "loglikelihood": ("acc", "perplexity"),
@@ -112,10 +113,8 @@ class _Reader:
     """
 
     def __init__(self, path: Path) -> None:
-        from jinja2 import StrictUndefined
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
         self.path = path
+        self._process = LimitedProcess(WORKER, "one question")
         self.form = self._form()
         self.name = self.form.task or path.stem
         self.is_choice = self.form.output_type == "multiple_choice"
@@ -123,9 +122,7 @@ class _Reader:
             self._refuse("doc_to_choice is missing")
         self.metrics = [*self._metrics()]
         self.files = self._files()
-        jinja = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
-        jinja.filters["regex_replace"] = _regex_replace
-        self._template = cache(jinja.from_string)  # compiled once, not for each question
+        self._ask({"form": self.form.model_dump()}, self.path)
 
     def read(self, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Task:
         """
@@ -135,13 +132,13 @@ class _Reader:
         encoder = partial(encode, tokenizer=tokenizer, opening=opening, seq_len=seq_len)
         delimiter = self.form.target_delimiter if self.is_choice else ""
         questions = []
-        for where, document in self._documents():
+        for where, line in self._lines():
+            found = self._ask({"line": line}, where)
+            context, texts, right = found["context"], found["texts"], found["right"]
             try:
-                context, texts, right = self._question(document)
                 questions.append(Question([encoder(context, delimiter + text) for text in texts], texts, right))
-            except Exception as error:  # a template may raise anything
-                reason = str(error) if isinstance(error, UserError) else f"{type(error).__name__}: {error}"
-                raise UserError(f"{where}: {' '.join(reason.split())}") from None
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
         if not questions:
             self._refuse(f"has no questions in {', '.join(map(str, self.files))}")
         return Task(self.name, self.metrics, self.is_choice, questions)
@@ -149,25 +146,36 @@ class _Reader:
     def _refuse(self, what: str) -> NoReturn:
         raise UserError(f"{self.path}: {what}")
 
-    def _form(self) -> TaskFile:
-        import yaml
+    def _ask(self, request: dict[str, Any], where: object) -> dict[str, Any]:
+        """Return the answer of the process that reads files of others.
 
+        Raises:
+            UserError: it refuses the file, or has reached one of its limits.
+        """
         try:
-            content = yaml.safe_load(read_small(self.path))
+            answer = self._process.ask(request)
+        except Ended as error:
+            answer = {"error": str(error)}
+        if "error" in answer:
+            raise UserError(f"{where}: {answer['error']}")
+        return answer
+
+    def _form(self) -> TaskFile:
+        try:
+            content = json.loads(self._ask({"yaml": read_small(self.path)}, self.path)["text"])
             if isinstance(content, dict):
                 content = {key: value for key, value in content.items() if key not in WITHOUT_EFFECT}
             return TaskFile.model_validate(content)
-        except yaml.MarkedYAMLError as error:
-            line = f"line {error.problem_mark.line + 1}: " if error.problem_mark else ""
-            self._refuse(f"{line}{error.problem or error.context}")
         except ValidationError as error:
             first = min(error.errors(include_url=False), key=lambda it: it["type"] != "extra_forbidden")
             key = ".".join(map(str, first["loc"]))
             if first["type"] == "extra_forbidden":
                 self._refuse(f"{key} is not read, and may change scores{did_you_mean(key, TaskFile.model_fields)}")
             self._refuse(f"{key}: {first['msg']}" + (f", got {first['input']!r:.80}" if key else ""))
-        except (OSError, yaml.YAMLError) as error:
-            self._refuse(" ".join(str(error).split()))
+        except OSError as error:
+            self._refuse(str(error.strerror))
+        except RecursionError:
+            self._refuse("is nested too deeply")
 
     def _metrics(self) -> Iterator[str]:
         known = METRICS[self.form.output_type]
@@ -193,54 +201,11 @@ class _Reader:
             self._refuse(f"no file {missing[0]}")
         return paths
 
-    def _documents(self) -> Iterator[tuple[str, dict[str, Any]]]:
+    def _lines(self) -> Iterator[tuple[str, bytes]]:
         for path in self.files:
             for number, line in enumerate(read_small(path).splitlines(), 1):
-                if not line.strip():
-                    continue
-                where = f"{path}:{number}"
-                try:
-                    document = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{where}: not JSON: {error}") from None
-                if not isinstance(document, dict):
-                    raise UserError(f"{where}: not an object of JSON")
-                yield where, document
-
-    def _value(self, key: str, document: Mapping[str, Any]) -> Any:
-        """Return what a key gives for a document: a column, or a rendered template. Digits are a number then."""
-        value = getattr(self.form, key)
-        if not isinstance(value, str):
-            return value
-        if value in document:
-            return document[value]
-        text = self._template(value).render(**document)
-        if key == "doc_to_choice":
-            return ast.literal_eval(text)
-        return int(text) if text.isdigit() and self.form.doc_to_choice is not None else text
-
-    def _question(self, document: Mapping[str, Any]) -> tuple[str, list[str], int]:
-        """Return context, answers, and which of them is right.
-
-        Raises:
-            UserError: there is no such answer.
-        """
-        context, target = self._value("doc_to_text", document), self._value("doc_to_target", document)
-        if not isinstance(context, str):
-            raise UserError(f"doc_to_text gives {context!r}, not a text")
-        context = str(self._value("description", document)) + context
-        if not self.is_choice:
-            if not isinstance(target, str) or not target:
-                raise UserError(f"has no answer: doc_to_target gives {target!r}")
-            return context, [target], 0
-        choices = self._value("doc_to_choice", document)
-        texts = [*choices.values()] if isinstance(self.form.doc_to_choice, dict) else choices
-        if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
-            raise UserError(f"doc_to_choice gives {texts!r}, not a list of texts")
-        right = texts.index(target) if isinstance(target, str) and target in texts else target
-        if not isinstance(right, int) or not 0 <= right < len(texts):
-            raise UserError(f"has no answer: doc_to_target gives {target!r}, and there are {len(texts)} choices")
-        return context, texts, int(right)
+                if line.strip():
+                    yield f"{path}:{number}", line
 
 
 def encode(context: str, answer: str, *, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Answer:
@@ -266,7 +231,3 @@ def encode(context: str, answer: str, *, tokenizer: Tokenizer, opening: Sequence
     if len(after) > seq_len:
         raise UserError(f"an answer has {len(after):,} tokens, and a sequence {seq_len:,}")
     return Answer(np.array([*before, *after][-(seq_len + 1) :], dtype=np.int64), len(after))
-
-
-def _regex_replace(text: str, pattern: str, repl: str, count: int = 0) -> str:
-    return re.compile(pattern).sub(repl, text, count=count)
