@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import json
 import math
 import os
 import platform
@@ -14,7 +15,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from titanlite.runtime.errors import UserError
 
@@ -108,6 +109,23 @@ def write_atomically(path: Path, content: str | bytes, *, mode: int = 0o666) -> 
         file.flush()
         os.fsync(file.fileno())
     os.replace(staging, path)
+
+
+def json_text(value: Any, **options: Any) -> str:
+    """Return a value as JSON, which has no NaN and no infinity: they become null.
+
+    Args:
+        options: of `json.dumps`.
+    """
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(part) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), allow_nan=False, **options)
 
 
 def publish(staging: Path, folder: Path, *, last: str) -> None:

@@ -1,6 +1,5 @@
 """`titanlite evaluate`: loss and bits per byte of a checkpoint on any data, and tasks, as validation computes them."""
 
-import json
 import math
 import os
 import re
@@ -24,11 +23,13 @@ from titanlite.models.base import Model
 from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.console import progress_bar
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.files import json_text
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
 from titanlite.schema import Config, Data, Validation, ValidationSource
 from titanlite.tasks import Task
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, OfAverage, RunConfig, RunTokenizer
+from titanlite.tools.convert.generation import NOT_FINITE
 from titanlite.tools.convert.prompts import opening_ids
 from titanlite.tools.convert.source import Source as Weights
 from titanlite.tools.convert.source import default_dtype, load_model, open_source, tokenizer_of
@@ -79,6 +80,7 @@ def evaluate(
 
     Raises:
         UserError: the checkpoint or the data cannot be used, or they do not fit together.
+        RunError: the model's logits are NaN or overflow.
 
     Example:
         outputs/debug --data stdlib:// --data mine='texts/*.jsonl'
@@ -122,13 +124,14 @@ def evaluate(
     if sources or tasks:
         with process_group(ranks, device):
             record = _measure(model, section, sources, tasks, **layout)
+        _check_finite(record)
     if lm_eval:
         from titanlite.tools.tasks.harness import CheckpointLM, evaluate_tasks
 
         harness = CheckpointLM(model, opening=opening, kernels=pick_kernels(device), **layout)
         record["tasks"] = record.get("tasks", {}) | evaluate_tasks(harness, lm_eval)
     if json_:
-        print(json.dumps({"checkpoint": weights.where, "seq_len": length, **record}))
+        print(json_text({"checkpoint": weights.where, "seq_len": length, **record}))
     else:
         _print(record)
 
@@ -240,6 +243,17 @@ def _measure(
         record = validator.run(model, stops=show)
     assert record is not None, "only a training run interrupts its validation"
     return record
+
+
+def _check_finite(record: dict[str, Any]) -> None:
+    """
+    Raises:
+        RunError: a loss or a metric is NaN or infinite. Only a source without a token to predict has no loss.
+    """
+    losses = [it["loss"] for it in record["sources"].values() if it["tokens"]]
+    metrics = [value for it in record.get("tasks", {}).values() for value in it.values()]
+    if not all(map(math.isfinite, [*losses, *metrics])):
+        raise RunError(NOT_FINITE)
 
 
 def _print(record: dict[str, Any]) -> None:
