@@ -262,7 +262,7 @@ def _small_files(
     generation = ends | known.config
     files = {"generation_config.json": json_bytes(generation)} if generation else {}
     if tokenizer and with_tokenizer:
-        add_bos = bool(source.config and source.config.data.add_bos)
+        add_bos = source.config.data.add_bos if source.config and source.generation is None else None
         files |= tokenizer_files(tokenizer, add_bos=add_bos, max_length=args.max_seq_len)
     return files | {"config.json": json_bytes(config)}
 
