@@ -138,6 +138,15 @@ def test_the_text_may_be_in_another_field(tiny_run: TinyRun, tmp_path: Path, cap
     code, out, _ = evaluate(capfd, *words, "--text-field", "body", "--json")
     assert code == 0
     assert json.loads(out)["loss"] > 0
+    (tmp_path / "other.jsonl").write_text(json.dumps({"content": "one two three " * 40}) + "\n")
+    words = *words, "--data", f"other={tmp_path}/other.jsonl", "--text-field", "body", "--json"
+    code, out, _ = evaluate(capfd, *words, "--text-field", "other=content")
+    assert code == 0
+    losses = [values["loss"] for values in json.loads(out)["sources"].values()]
+    assert losses[0] == losses[1] > 0
+    code, _, err = evaluate(capfd, *words, "--text-field", "othr=content")
+    assert code == 2
+    assert mentions(err, "--text-field", "other")
 
 
 def test_runs_without_validation_need_data(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:

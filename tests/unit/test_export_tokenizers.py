@@ -138,10 +138,10 @@ def changed(trained: Path, folder: Path, processor: str, config: dict[str, Any] 
     """Copy a tokenizer that `titanlite data tokenizer` wrote, with a post-processor as other programs have it."""
     shutil.copytree(trained, folder)
     fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    special = [(name, fast.token_to_id(name)) for name in (BOS, EOS)]
+    special: list[Any] = [(name, fast.token_to_id(name)) for name in (BOS, EOS)]
     level = processors.ByteLevel(trim_offsets=False)
     if name := processor.removeprefix("level").removeprefix("_"):
-        kinds = {"roberta": processors.RobertaProcessing(special[1], special[0])}
+        kinds = {"roberta": processors.RobertaProcessing(*special[::-1])}
         template = kinds.get(name) or processors.TemplateProcessing(single=TEMPLATES[name], special_tokens=special)
         fast.post_processor = processors.Sequence([level, template]) if name != processor else template
     elif processor:

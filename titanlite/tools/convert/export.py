@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titanlite.models.formats import HuggingFace
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, is_taken, lock_file
+from titanlite.runtime.files import FileLocked, check_out, lock_file
 from titanlite.storage.storage import sync
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.arguments import ModelFile, OfAverage, RunConfig, RunTokenizer, Weights
@@ -54,8 +54,7 @@ class Target:
         Raises:
             UserError: something is there.
         """
-        if is_taken(self.path):
-            raise UserError(f"{self.place} exists: name another --out, or delete it")
+        check_out(self.place)
 
     def begin(self) -> None:
         """Start with an empty folder.

@@ -67,7 +67,7 @@ def _copied(path: Path, tokenizer: Tokenizer, add_bos: bool | None, max_length: 
     files = files_of(path, BESIDE)
     if "tokenizer_config.json" not in files:
         files = {**_config(bos, eos, max_length), **files}
-    opening = [tokenizer.bos_id] if add_bos and bos else []
+    opening = [] if tokenizer.bos_id is None or not add_bos else [tokenizer.bos_id]
     # transformers 5 reads the post-processor alone. Other programs read the switches of tokenizer_config.json.
     config, spec = (json.loads(files[name]) for name in ("tokenizer_config.json", "tokenizer.json"))
     switches = {"add_bos_token": bool(opening), "add_eos_token": False}

@@ -9,7 +9,7 @@ from typing import Any
 
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import json_text, write_atomically
+from titanlite.runtime.files import check_out, json_text, write_atomically
 from titanlite.tools.report.charts import report_of
 from titanlite.tools.report.run_records import RunRecords, read_run
 
@@ -53,8 +53,9 @@ def check_page(place: Path, command: str) -> None:
     """Check that a page can be made.
 
     Raises:
-        UserError: there is no such folder, or a package is missing.
+        UserError: there is no such folder, a link or a folder has its name, or a package is missing.
     """
+    check_out(place, replaces_file=True)
     if not place.parent.is_dir():
         raise UserError(f"{command}: --out {place}: there is no folder {place.parent}")
     if find_spec("plotly") is None:
