@@ -189,6 +189,8 @@ class ValidationSource(Section):
     """Text or tokens, as in data.path."""
     name: Name | None = None
     """Name of the source in metrics. Default: the last part of its path."""
+    text_field: Name | None = None
+    """Field that holds the text of a document. Default: data.text_field."""
 
     @property
     def title(self) -> str:

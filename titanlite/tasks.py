@@ -74,8 +74,11 @@ class Task:
         """Return the metrics, and the number of questions.
 
         Args:
-            scores: of `answers`, see `Scorer`.
+            scores: of `answers`, see `Scorer`. Where one is not finite, all metrics are NaN: the model is broken, and
+                NaN would be the least of several scores.
         """
+        if not np.isfinite(scores).all():
+            return {**dict.fromkeys(self.metrics, math.nan), "questions": len(self.questions)}
         parts = np.split(scores, np.cumsum([len(question.answers) for question in self.questions])[:-1])
         pairs = [*zip(self.questions, parts, strict=True)]
         means = {metric: sum(self._value(metric, *it) for it in pairs) / len(pairs) for metric in self.metrics}
@@ -182,6 +185,7 @@ def answer_scores(
     vocabulary: SplitVocabulary | None = None,
 ) -> Tensor:
     """Return the nats of each sequence's labels, and how many of them are not the most probable token: float64 [B, 2].
+    The nats are NaN or infinite where logits are NaN or overflow.
 
     Only the logits of tokens with a label are computed. Of several most probable tokens, each counts as one.
     """

@@ -4,7 +4,7 @@ import json
 import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -13,13 +13,16 @@ import torch
 from tests.helpers import mentions
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.packing import Stream
+from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Samples, Source, permute
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import ByteTokenizer
-from titanlite.data.tokens import INDEX, TokenStore
+from titanlite.data.tokens import INDEX, JoinedTokens, TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import BatchSizes
-from titanlite.schema import Data
+from titanlite.schema import Data, DataSource, Validation, ValidationSource
+from titanlite.tools.ingest.encoding import Options
+from titanlite.tools.ingest.prepare import prepare, prepare_text
 from titanlite.tools.ingest.token_writer import TokenWriter
 
 
@@ -43,6 +46,59 @@ def test_store_reads_across_shards(tmp_path: Path) -> None:
             if start + count <= 70:
                 assert store.read(start, count).tolist() == list(range(start, start + count))
     assert pickle.loads(pickle.dumps(store)).read(20, 30).tolist() == list(range(20, 50))
+
+
+@pytest.mark.parametrize("packing", ["stream", "best_fit"])
+def test_several_folders_are_one_source(packing: Literal["stream", "best_fit"], tmp_path: Path) -> None:
+    """They are read as one folder with the same documents, and each is verified."""
+    tokenizer = ByteTokenizer()
+    texts = [[f"{name} {'x' * (7 * number % 50)}" for number in range(30)] for name in ("a", "b")]
+    stores = {}
+    for name, lines in {"a": texts[0], "b": texts[1], "whole": [*texts[0], *texts[1]]}.items():
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        options = Options(shard_tokens=300)
+        stores[name] = prepare([str(file)], tmp_path / name, tokenizer=tokenizer, options=options)
+    found = []
+    for path in ([str(tmp_path / "a"), str(tmp_path / "b")], str(tmp_path / "whole")):
+        data = Data(path=path, packing=packing)
+        [source] = open_sources(data, data, tokenizer=tokenizer, seq_len=32, cache_folder=tmp_path / "cache")
+        again = pickle.loads(pickle.dumps(source.sequences))
+        found.append([tuple(part.tobytes() for part in again.read(index)[:3]) for index in range(len(again))])
+        assert len(again) == len(source.sequences) > 10
+    assert found[0] == found[1]
+    joined = JoinedTokens([stores["a"], stores["b"]])
+    assert joined.fingerprint != stores["a"].fingerprint
+    assert [*joined.files()] == [*stores["a"].files(), *stores["b"].files()]
+    assert [*joined.damaged()] == []
+
+
+def test_tokens_and_text_are_two_sources(tmp_path: Path) -> None:
+    write_tokens(tmp_path / "a", [[1, 2]])
+    (tmp_path / "text.txt").write_text("a")
+    for second in ("text.txt", "a", "./a"):
+        with pytest.raises(UserError) as error:
+            prepared_tokens([str(tmp_path / "a"), f"{tmp_path}/{second}"])
+        assert mentions(str(error.value), tmp_path / "a")
+    assert prepared_tokens([str(tmp_path / "text.txt"), str(tmp_path)]) == []
+    write_tokens(tmp_path / "b", [[1, 2]])
+    (tmp_path / "text.txt").unlink()
+    assert prepared_tokens([f"{tmp_path}/*"]) == [str(tmp_path / "a"), str(tmp_path / "b")]
+
+
+def test_each_source_may_have_its_own_field(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "no", "body": "a" * 99}) + "\n")
+    (tmp_path / "b.jsonl").write_text(json.dumps({"content": "b" * 99, "body": "no"}) + "\n")
+    paths = str(tmp_path / "a.jsonl"), str(tmp_path / "b.jsonl")
+    data = Data(sources=[DataSource(path=paths[0]), DataSource(path=paths[1], text_field="content")], text_field="body")
+    validation = Validation(
+        enable=True, sources=[ValidationSource(path=paths[0]), ValidationSource(path=paths[1], text_field="content")]
+    )
+    for section in (data, validation):
+        sources = open_sources(
+            section, data, tokenizer=ByteTokenizer(), seq_len=32, cache_folder=tmp_path, prepare_text=prepare_text
+        )
+        assert [source.sequences.read(1).tokens.tolist() for source in sources] == [[ord("a")] * 32, [ord("b")] * 32]
 
 
 @pytest.mark.parametrize(("vocab_size", "size"), [(65536, 2), (65537, 4)])

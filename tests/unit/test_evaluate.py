@@ -3,12 +3,16 @@
 import json
 import math
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
 
 from tests.helpers import TinyRun, mentions, one_process, train_on_this_rank
+from titanlite.tasks import Answer, Question, Task
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source
 
@@ -134,6 +138,15 @@ def test_the_text_may_be_in_another_field(tiny_run: TinyRun, tmp_path: Path, cap
     code, out, _ = evaluate(capfd, *words, "--text-field", "body", "--json")
     assert code == 0
     assert json.loads(out)["loss"] > 0
+    (tmp_path / "other.jsonl").write_text(json.dumps({"content": "one two three " * 40}) + "\n")
+    words = *words, "--data", f"other={tmp_path}/other.jsonl", "--text-field", "body", "--json"
+    code, out, _ = evaluate(capfd, *words, "--text-field", "other=content")
+    assert code == 0
+    losses = [values["loss"] for values in json.loads(out)["sources"].values()]
+    assert losses[0] == losses[1] > 0
+    code, _, err = evaluate(capfd, *words, "--text-field", "othr=content")
+    assert code == 2
+    assert mentions(err, "--text-field", "other")
 
 
 def test_runs_without_validation_need_data(tiny_run: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
@@ -142,3 +155,57 @@ def test_runs_without_validation_need_data(tiny_run: TinyRun, capfd: pytest.Capt
     code, out, err = evaluate(capfd, tiny_run.folder / "outputs" / "tiny", "--config", other)
     assert (code, out) == (2, "")
     assert "--data" in err
+
+
+def strict(text: str) -> Any:
+    """Read JSON as other programs do, which know no NaN and no infinity."""
+
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("value", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("words", ["--task python_cloze", "--task number_choice", "--data {text}/a.txt"])
+def test_a_broken_model_has_no_metrics(
+    value: float, words: str, tiny_run: TinyRun, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """NaN compares as false and is the least of several, so that it could pass for right."""
+    folder = tmp_path / "hf"
+    assert cli.run(["checkpoint", "export", str(tiny_run.folder / "outputs" / "tiny"), "--out", str(folder)]) == 0
+    capfd.readouterr()
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    tensors["lm_head.weight"][:] = value
+    save_file(tensors, file, metadata={"format": "pt"})
+    given = words.format(text=tiny_run.text).split()
+    for form in ((), ("--json",)):
+        code, out, err = evaluate(capfd, folder, "--cache-folder", tmp_path / "cache", *given, *form)
+        assert (code, out) == (1, "")
+        [line] = err.splitlines()
+        assert mentions(line, "NaN")
+    code = cli.run(["generate", str(folder), "--prompt", "a", "--temperature", "1"])
+    assert (code, capfd.readouterr().out.strip()) in ((1, ""), (1, "a"))
+
+
+def test_a_source_without_text_to_predict_has_no_loss(
+    tiny_run: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    record = {"loss": math.nan, "sources": {"a": {"loss": math.nan, "bits_per_byte": None, "tokens": 0}}}
+    monkeypatch.setattr("titanlite.tools.convert.evaluate._measure", lambda *_, **__: record)
+    code, out, _ = evaluate(capfd, tiny_run.folder / "outputs" / "tiny", "--data", tiny_run.text / "a.txt", "--json")
+    assert code == 0
+    assert strict(out)["sources"]["a"]["loss"] is None
+
+
+def test_of_scores_that_are_not_finite_no_metric_is_good() -> None:
+    answer = Answer(np.arange(3), 1)
+    choice = Task("t", ["acc", "acc_norm", "acc_bytes"], True, [Question([answer] * 2, ["a", "b"], 0)])
+    cloze = Task("t", ["acc", "perplexity"], False, [Question([answer], ["a"], 0)] * 2)
+    for broken in (math.nan, math.inf, -math.inf):
+        for task in (choice, cloze):
+            found = task.measure(np.array([[broken, 0.0], [1.0, 0.0]]))
+            assert found.pop("questions") == len(task.questions)
+            assert all(map(math.isnan, found.values()))

@@ -3,6 +3,7 @@
 import base64
 import json
 import random
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,12 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from tokenizers import decoders, models, pre_tokenizers, trainers
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, SHIPPED, Tokenizer, load_tokenizer
 from titanlite.models.llama3 import Llama3
+from titanlite.tools import cli
+from titanlite.tools.convert.prompts import prompt_encoder
 from titanlite.tools.convert.tokenizer_files import tokenizer_files
 
 
@@ -116,3 +119,69 @@ def test_a_tokenizer_json_is_copied_with_what_belongs_to_it(tmp_path: Path) -> N
     theirs = written(load_tokenizer(str(folder)), tmp_path / "with_config")
     assert theirs.pad_token == "<|endoftext|>"
     assert theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "<|endoftext|>!"
+
+
+BOS, EOS = "<|begin_of_text|>", "<|end_of_text|>"
+TEMPLATES = {"bos": f"{BOS} $A", "bos_eos": f"{BOS} $A {EOS}", "eos": f"$A {EOS}", "nothing": "$A"}
+SWITCHES = "add_bos_token", "add_eos_token"
+STATED: list[dict[str, bool]] = [{}, {SWITCHES[0]: True}, {SWITCHES[0]: False}, {SWITCHES[1]: True}]
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "tokenizer"
+    assert cli.run(["data", "tokenizer", random.__file__, "--out", str(folder), "--vocab-size", "600"]) == 0
+    return folder
+
+
+def changed(trained: Path, folder: Path, processor: str, config: dict[str, Any] | None) -> Path:
+    """Copy a tokenizer that `titanlite data tokenizer` wrote, with a post-processor as other programs have it."""
+    shutil.copytree(trained, folder)
+    fast = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    special: list[Any] = [(name, fast.token_to_id(name)) for name in (BOS, EOS)]
+    level = processors.ByteLevel(trim_offsets=False)
+    if name := processor.removeprefix("level").removeprefix("_"):
+        kinds = {"roberta": processors.RobertaProcessing(*special[::-1])}
+        template = kinds.get(name) or processors.TemplateProcessing(single=TEMPLATES[name], special_tokens=special)
+        fast.post_processor = processors.Sequence([level, template]) if name != processor else template
+    elif processor:
+        fast.post_processor = level
+    fast.save(str(folder / "tokenizer.json"))
+    file = folder / "tokenizer_config.json"
+    if config is None:
+        file.unlink()
+    else:
+        file.write_text(json.dumps(json.loads(file.read_text()) | config))
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("config", [None, *STATED, {"tokenizer_class": "LlamaTokenizerFast"}], ids=str)
+@pytest.mark.parametrize("processor", ["", "level", *TEMPLATES, "level_bos", "level_bos_eos", "roberta"])
+def test_an_export_begins_a_text_as_training_did(
+    processor: str, config: dict[str, Any] | None, add_bos: bool, trained: Path, tmp_path: Path
+) -> None:
+    ours = load_tokenizer(str(changed(trained, tmp_path / "own", processor, config)))
+    assert ours.bos_id is not None
+    theirs = written(ours, tmp_path / "hf", add_bos=add_bos)
+    expected = [*([ours.bos_id] if add_bos else []), *ours.encode("def f(): 1").tolist()]
+    assert theirs.encode("def f(): 1") == expected
+    plain = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "hf" / "tokenizer.json"))
+    if SWITCHES[0] in json.loads((tmp_path / "hf" / "tokenizer_config.json").read_text()):
+        assert plain.encode("def f(): 1") == expected, "programs that read tokenizer.json alone"
+    again = load_tokenizer(str(tmp_path / "hf"))
+    assert prompt_encoder(again, config=None, chat=None)("def f(): 1") == expected
+    kept = tokenizer_files(ours, add_bos=None, max_length=512)
+    assert kept["tokenizer.json"] == (tmp_path / "own" / "tokenizer.json").read_bytes()
+
+
+@pytest.mark.parametrize("config", STATED, ids=str)
+@pytest.mark.parametrize("processor", ["", "bos", "level_bos_eos"])
+def test_files_of_others_are_read_as_transformers_does(
+    processor: str, config: dict[str, Any], trained: Path, tmp_path: Path
+) -> None:
+    ours = load_tokenizer(str(changed(trained, tmp_path / "own", processor, config)))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "own").encode("a b")
+    ids = ours.encode("a b").tolist()
+    assert prompt_encoder(ours, config=None, chat=None)("a b") == theirs[: theirs.index(ids[0]) + len(ids)]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoTokenizer
 
 from tests.chat_tokenizer import write_chat_tokenizer
 from tests.foreign import (
@@ -26,8 +26,8 @@ from tests.whole_runs import trained
 from titanlite.checkpoint.state import model_state
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.convert.prompts import stop_ids
-from titanlite.tools.convert.source import load_model, open_source
+from titanlite.tools.convert.prompts import prompt_encoder, stop_ids
+from titanlite.tools.convert.source import load_model, open_source, tokenizer_of
 
 TOKENS = torch.randint(0, 67, (2, 33), generator=torch.Generator().manual_seed(1))
 
@@ -110,6 +110,25 @@ def test_what_ends_a_text_is_that_of_the_source(tmp_path: Path, capfd: pytest.Ca
     tokenizer = open_source(str(tmp_path / "from_hf" / "ours")).tokenizer
     assert tokenizer is not None
     assert stop_ids(tokenizer) >= {1, 2}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("opens", [True, False])
+def test_what_begins_a_text_is_that_of_the_source(opens: bool, tmp_path: Path) -> None:
+    """Before the import, after it, and in an export of it, whose files are those that came."""
+    oracle_of("llama3", vocab_size=384).save_pretrained(tmp_path / "hf")
+    write_chat_tokenizer(tmp_path / "hf", None)
+    file = tmp_path / "hf" / "tokenizer.json"
+    if not opens:
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"post_processor": None}))
+    assert imported(tmp_path / "hf", "--out", tmp_path / "ours") == 0
+    expected = [*([256] if opens else []), *AutoTokenizer.from_pretrained(tmp_path / "hf")("a b").input_ids[opens:]]
+    for name in ("hf", "ours"):
+        source = open_source(str(tmp_path / name))
+        assert prompt_encoder(tokenizer_of(source), config=source.config, chat=None)("a b") == expected
+        assert cli.run(["checkpoint", "export", str(tmp_path / name), "--out", str(tmp_path / f"{name}-out")]) == 0
+        assert AutoTokenizer.from_pretrained(tmp_path / f"{name}-out")("a b").input_ids == expected
+        assert (tmp_path / f"{name}-out" / "tokenizer.json").read_bytes() == file.read_bytes()
 
 
 @pytest.mark.long

@@ -1,5 +1,6 @@
 """`titanlite checkpoint merge`, and the commands and runs that read what it has written."""
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from tests.weights import random_model, save_model, small_toml
 from tests.whole_runs import trained
 from titanlite.ops.mean import rounded_once
 from titanlite.tools import cli
-from titanlite.tools.convert.source import open_source, read_tensor
+from titanlite.tools.convert.source import open_model, open_source, read_tensor
 
 
 def merged(*words: str | Path) -> int:
@@ -96,6 +97,30 @@ def test_runs_and_commands_take_a_merged_checkpoint(tiny: TinyRun, capfd: pytest
 
 
 @pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+def test_the_folder_of_a_run_means_its_own_checkpoints(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
+    """No checkpoint is written beside them, and one that stands there is not taken for the newest of the run."""
+    trained(tiny.config("--job.name=own"))
+    run, mean = tiny.folder / "outputs" / "own", tiny.folder / "other"
+    link = tiny.folder / "link"
+    link.symlink_to(run)
+    for out in (run, run / "checkpoints", run / "deeper" / "still", link, link / "new"):
+        assert merged(run, run, "--out", out) == 2
+        assert mentions(capfd.readouterr().err, run) or out == run / "checkpoints"
+    assert sorted(it.name for it in (run / "checkpoints").iterdir()) == ["step-00000006"]
+    assert merged(run, run, "--out", mean) == 0
+    shutil.copytree(mean / "step-00000000", run / "step-00000000")
+    assert open_source(str(run)).where == f"{run}/checkpoints/step-00000006"
+    assert open_model(str(run), None, "teacher").where == f"{run}/checkpoints/step-00000006"
+    assert cli.run(["checkpoint", "show", str(run)]) == 0
+    assert mentions(capfd.readouterr().out, f"{run}/checkpoints/step-00000006")
+    options = ["--training.steps=1", "--lr_scheduler.warmup_steps=1", "--optimizer.lr=0.0"]
+    again = trained(tiny.config(*options, "--job.name=from_own", f"--checkpoint.initial_load_path={run}"))
+    assert all(torch.equal(again[name], tensor) for name, tensor in stored(run / "checkpoints").items())
+    assert cli.run(["checkpoint", "prune", str(run), "--keep-latest-k", "1"]) == 0
+
+
+@pytest.mark.long
 def test_mistakes_and_damage_are_one_line_each(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     first, second, third = save(tmp_path / "run", steps=3)
     deeper, wide, theta, narrow = (
@@ -109,6 +134,7 @@ def test_mistakes_and_damage_are_one_line_each(tmp_path: Path, capfd: pytest.Cap
     damaged = third / "__0_0.distcp"
     flip(damaged, damaged.stat().st_size // 2)
     out = tmp_path / "out"
+    (tmp_path / "nowhere").symlink_to(tmp_path / "gone")
     capfd.readouterr()
     for words, named in (
         ([first], "two"),
@@ -124,6 +150,8 @@ def test_mistakes_and_damage_are_one_line_each(tmp_path: Path, capfd: pytest.Cap
         ([first, second, "--weights", "1", "nan"], "--weights"),
         ([first, second, "--weights", "1", "x"], "--weights"),
         ([first, second, "--out", first.parent], "step-00000001"),
+        ([first, second, "--out", tmp_path / "run" / "small.toml"], "small.toml"),
+        ([first, second, "--out", tmp_path / "nowhere"], "nowhere"),
     ):
         assert merged("--out", out, *words) == 2
         printed = capfd.readouterr()

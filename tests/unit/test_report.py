@@ -11,6 +11,8 @@ from tests.helpers import mentions
 from tests.run_folders import write_run
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
+from titanlite.tools.convert.export import Target
+from titanlite.tools.plan.calibrate import calibrate
 from titanlite.tools.report.charts import report_of
 from titanlite.tools.report.page import page, to_json
 from titanlite.tools.report.run_records import (
@@ -134,3 +136,39 @@ def test_files_are_written(tmp_path: Path, capfd: pytest.CaptureFixture[str]) ->
     text = (folder / "report.html").read_text()
     assert len(text) > 1_000_000, "plotly.js is inside"
     assert len(read_run(folder).metrics) == 6, "without the damaged line"
+
+
+def test_out_replaces_no_link_and_no_folder(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """In all commands that have --out; a page replaces a page of before, and nothing else replaces a file."""
+    run = write_run(tmp_path / "run")
+    folder, text = tmp_path / "folder", tmp_path / "text.txt"
+    folder.mkdir()
+    text.write_text("one two " * 400)
+    (folder / "kept").write_text("kept")
+    (tmp_path / "empty").mkdir()
+    targets = {"to_folder": folder, "to_file": text, "to_empty": tmp_path / "empty", "dangling": tmp_path / "no"}
+    for name, target in targets.items():
+        (tmp_path / f"link_{name}").symlink_to(target)
+    places = [folder, *sorted(tmp_path.glob("link_*"))]
+    old = tmp_path / "old.toml"
+    old.write_text("[model]\nflavor = 'debugmodel'\n")
+    commands: dict[str, list[str]] = {
+        "page": ["report", str(run)],
+        "migrate": ["config", "migrate", str(old)],
+        "tokenizer": ["data", "tokenizer", str(text), "--vocab-size", "600"],
+        "tokens": ["data", "prepare", str(text), "--tokenizer", "bytes"],
+    }
+    for name, words in commands.items():
+        for place in places + ([text] if name != "page" else []):
+            before = place.is_symlink(), place.is_dir(), sorted(tmp_path.rglob("*"))
+            assert cli.run([*words, "--out", str(place)]) == 2, (name, place)
+            assert mentions(capfd.readouterr().err, place)
+            assert (place.is_symlink(), place.is_dir(), sorted(tmp_path.rglob("*"))) == before
+    assert text.read_text().startswith("one two")
+    for _ in range(2):
+        assert cli.run(["report", str(run), "--out", str(tmp_path / "page.html")]) == 0
+    for place in places:
+        with pytest.raises(UserError):
+            calibrate(place)
+        with pytest.raises(UserError):
+            Target(str(place)).check()

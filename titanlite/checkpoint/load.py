@@ -423,11 +423,10 @@ def find_checkpoint(path: str, key: str = "") -> tuple[str, str, Manifest]:
     if manifests.step_of(folder) is not None:
         storage, candidates = open_storage(place or "."), [folder]
     else:
-        storage = open_storage(path)
-        candidates = [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]
-        if not candidates and "://" not in path:
-            storage = open_storage(f"{path}/checkpoints")
-            candidates = [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]
+        for place in [path] if "://" in path else [f"{path}/checkpoints", path]:
+            storage = open_storage(place)
+            if candidates := [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]:
+                break
     listing = storage.list()
     for candidate in candidates:
         try:

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Collection, Sequence
+from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,14 +20,27 @@ READER = "reader://"
 """Text that a user's function reads: reader://file.py:function?PATH."""
 
 
-def prepared_tokens(paths: Sequence[str]) -> str | None:
-    """Return the folder or URL of prepared tokens that the paths name, or None if they name text."""
-    if len(paths) != 1 or paths[0].startswith((STDLIB, HUGGING_FACE, READER)):
-        return None
-    path = os.path.expanduser(paths[0])
-    if "://" in path:
-        return None if is_file_url(path) else path
-    return path if os.path.isdir(path) and is_token_folder(os.listdir(path)) else None
+def prepared_tokens(paths: Sequence[str]) -> list[str]:
+    """Return the folders and URLs of prepared tokens that the paths name; none if they name text.
+
+    Raises:
+        UserError: some name tokens and others text, or two name the same tokens.
+    """
+    places: list[str] = []
+    for path in map(os.path.expanduser, paths):
+        places += sorted(glob(path)) if "*" in path and "://" not in path else [path]
+    tokens = [place for place in places if _holds_tokens(place)]
+    if tokens and (text := next((place for place in places if place not in tokens), None)):
+        raise UserError(f"data.path: {tokens[0]} holds tokens and {text} text: make two of data.sources of them")
+    if len({place if "://" in place else os.path.realpath(place) for place in tokens}) < len(tokens):
+        raise UserError(f"data.path: {', '.join(tokens)} name the same tokens twice: name them once")
+    return tokens
+
+
+def _holds_tokens(place: str) -> bool:
+    if "://" in place:
+        return not place.startswith((STDLIB, HUGGING_FACE, READER)) and not is_file_url(place)
+    return os.path.isdir(place) and is_token_folder(os.listdir(place))
 
 
 def is_token_folder(names: Collection[str]) -> bool:
@@ -38,7 +52,7 @@ def open_prepared(place: str, *, data: "Data", tokenizer: Tokenizer, cache_folde
     """Open prepared tokens, and check that they were made with this tokenizer and these options.
 
     Args:
-        place: local folder or URL, see `prepared_tokens`.
+        place: one local folder or URL, see `prepared_tokens`.
         cache_folder: for the local copy of tokens at a URL.
 
     Raises:

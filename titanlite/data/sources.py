@@ -11,7 +11,7 @@ from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
 from titanlite.data.samples import Samples, Source, Stage
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.data.tokens import TokenStore
+from titanlite.data.tokens import JoinedTokens, TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import on_all
 from titanlite.runtime.user_code import find_object
@@ -91,8 +91,10 @@ def open_sources(
         RunError: the cache cannot be written.
     """
 
-    def tokens(path: str | list[str]) -> TokenStore:
-        return open_tokens(path, data=data, tokenizer=tokenizer, cache_folder=cache_folder, prepare_text=prepare_text)
+    def tokens(source: ValidationSource) -> TokenStore:
+        options = data.model_copy(update={"text_field": source.text_field or data.text_field})
+        more = {"tokenizer": tokenizer, "cache_folder": cache_folder, "prepare_text": prepare_text}
+        return open_tokens(source.path, data=options, **more)
 
     return [_open(source, data, tokenizer, seq_len, cache_folder, tokens) for source in section.all_sources()]
 
@@ -110,8 +112,9 @@ def open_tokens(
     Arguments and errors: see `open_sources`.
     """
     paths = _as_list(path)
-    if place := prepared_tokens(paths):
-        return open_prepared(place, data=data, tokenizer=tokenizer, cache_folder=cache_folder)
+    if places := prepared_tokens(paths):
+        parts = [open_prepared(it, data=data, tokenizer=tokenizer, cache_folder=cache_folder) for it in places]
+        return parts[0] if len(parts) == 1 else JoinedTokens(parts)
     if prepare_text is None:
         raise UserError(
             f"data.path: {paths[0]} is text: make tokens of it with `titanlite data prepare {paths[0]} --out DIR "
@@ -132,7 +135,7 @@ def check_path(path: str | list[str], find_text: FindText | None = None) -> None
     paths = _as_list(path)
     if len(paths) == 1 and paths[0].startswith(PREFIX):
         find_object(paths[0].removeprefix(PREFIX))
-    elif prepared_tokens(paths) is None and find_text:
+    elif not prepared_tokens(paths) and find_text:
         find_text(paths)
 
 
@@ -148,7 +151,7 @@ def _open(
     tokenizer: Tokenizer,
     seq_len: int,
     cache_folder: Path,
-    tokens: Callable[[str | list[str]], TokenStore],
+    tokens: Callable[[ValidationSource], TokenStore],
 ) -> Source:
     weight = getattr(source, "weight", 1.0)
     if isinstance(source.path, str) and source.path.startswith(PREFIX):
@@ -156,7 +159,7 @@ def _open(
         if len(sequences) == 0:
             raise UserError(f"data.path: {source.path} has no sequences of {seq_len}")
         return Source(source.title, sequences, sequences.fingerprint, weight, data.document_mask)
-    store = tokens(source.path)
+    store = tokens(source)
     if data.packing == "best_fit":
         sequences = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
     else:

@@ -11,7 +11,7 @@ import json
 import os
 import resource
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
@@ -157,7 +157,7 @@ class TokenStore:
 
     def __init__(self, folder: Path) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
-        self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self._open_file)
+        self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self.open_file)
         self._read_folder(folder)
 
     def _read_folder(self, folder: Path) -> None:
@@ -213,6 +213,11 @@ class TokenStore:
     def has_mask(self) -> bool:
         """True if some tokens do not count in the loss."""
         return any("mask" in shard["sha256"] for shard in self.index["shards"])
+
+    @property
+    def parts(self) -> Sequence["TokenStore"]:
+        """The stores of one folder each that this one consists of."""
+        return [self]
 
     def files(self) -> Iterator[tuple[Path, int, str]]:
         """(path, bytes, SHA-256) of every file but the index."""
@@ -279,8 +284,43 @@ class TokenStore:
             done += end - begin
             shard += 1
 
-    def _open_file(self, shard: int, kind: str) -> RecordFile:
+    def open_file(self, shard: int, kind: str) -> RecordFile:
+        """Open the tokens, documents or mask of a shard."""
         about = self.index["shards"][shard]
         count = about["documents" if kind == "documents" else "tokens"]
         path = self.folder / f"{about['name']}.{kind}"
         return RecordFile(path, self._dtypes[kind], count, key="data.path", remedy=REMEDY)
+
+
+class JoinedTokens(TokenStore):
+    """The tokens of several folders, one after another, as one stream.
+
+    Args:
+        parts: made with the same tokenizer and options.
+    """
+
+    def __init__(self, parts: Sequence[TokenStore]) -> None:
+        self._parts = parts
+        super().__init__(parts[0].folder)
+
+    def _read_folder(self, folder: Path) -> None:
+        self.folder = folder
+        self.index = {key: self._parts[0].index[key] for key in ("tokenizer", "bos", "eos")}
+        self.index |= {key: sum(part.index[key] for part in self._parts) for key in ("tokens", "documents")}
+        self._shards = [(part, number) for part in self._parts for number in range(len(part.index["shards"]))]
+        self.index["shards"] = [part.index["shards"][number] for part, number in self._shards]
+        self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self._parts,)
+
+    @property
+    def parts(self) -> Sequence[TokenStore]:
+        return self._parts
+
+    def files(self) -> Iterator[tuple[Path, int, str]]:
+        return (file for part in self._parts for file in part.files())
+
+    def open_file(self, shard: int, kind: str) -> RecordFile:
+        part, number = self._shards[shard]
+        return part.open_file(number, kind)

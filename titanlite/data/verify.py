@@ -156,8 +156,8 @@ def while_checking(
     Raises:
         UserError: a file of tokens has changed.
     """
-    stores = [store for source in sources if (store := store_of(source)) is not None and store.is_complete]
-    stores = stores if ranks.local_rank == 0 else []
+    opened = [store for source in sources if (store := store_of(source)) is not None and store.is_complete]
+    stores = [part for store in opened for part in store.parts] if ranks.local_rank == 0 else []
     check = TokenCheck(stores, cache_folder)
     check.start()
     try:

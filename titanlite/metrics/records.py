@@ -2,7 +2,6 @@
 
 import json
 import logging
-import math
 import os
 import time
 from collections import deque
@@ -13,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import quarantine_path, read_small, write_all, write_atomically
+from titanlite.runtime.files import json_text, quarantine_path, read_small, write_all, write_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +58,13 @@ class RecordFile:
                 logger.warning(f"{path} cannot be cleaned: {error.strerror}. Records of later steps stay in it")
 
     def write(self, record: dict[str, Any]) -> None:
-        """Append a record, with its time and the schema. JSON has no NaN and no infinity: they become null.
+        """Append a record, with its time and the schema.
 
         Raises:
             UserError: the folder of the run was renamed or deleted.
         """
         record = {"schema": SCHEMA, **record, "time": round(self._clock(), 3)}
-        self._waiting.append(json.dumps(finite(record)).encode() + b"\n")
+        self._waiting.append(json_text(record).encode() + b"\n")
         self._notice_lost_file()
         try:
             self._flush()
@@ -136,12 +135,3 @@ def _step_of(line: bytes) -> int | None:
         return None
     step = record.get("step") if isinstance(record, dict) else None
     return step if type(step) is int else None
-
-
-def finite(value: Any) -> Any:
-    """Return a value of JSON with None for each number that is not finite."""
-    if isinstance(value, dict):
-        return {name: finite(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [finite(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

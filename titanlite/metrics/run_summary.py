@@ -223,11 +223,14 @@ def _report_source(source: Source, *, share: float) -> None:
     index = store.index
     reader = source.sequences
     fill = reader.fill if isinstance(reader, BestFit) else 1
+    entropy = ""
+    if "unigram_entropy" in index:  # not in that of several folders
+        nats = index["unigram_entropy"]
+        entropy = f"; unigram entropy {nats:.4f} nats, the loss of a model that knows nothing of order"
     packed = "" if fill == 1 else f", packed to {fill:.1%}"
     logger.info(
         f"data     {source.name}: {share:.2%} of the sequences; {index['tokens']:,} tokens in {index['documents']:,} "
-        f"documents{packed} ({store.folder}); unigram entropy {index['unigram_entropy']:.4f} nats, the loss of a model "
-        "that knows nothing of order"
+        f"documents{packed} ({', '.join(str(part.folder) for part in store.parts)}){entropy}"
     )
 
 

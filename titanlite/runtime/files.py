@@ -4,6 +4,7 @@ import errno
 import fcntl
 import hashlib
 import itertools
+import json
 import math
 import os
 import platform
@@ -156,6 +157,23 @@ def write_atomically(path: Path, content: str | bytes | memoryview, *, mode: int
     os.replace(staging, path)
 
 
+def json_text(value: Any, **options: Any) -> str:
+    """Return a value as JSON, which has no NaN and no infinity: they become null.
+
+    Args:
+        options: of `json.dumps`.
+    """
+
+    def finite(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: finite(part) for name, part in value.items()}
+        if isinstance(value, list | tuple):
+            return [finite(part) for part in value]
+        return None if isinstance(value, float) and not math.isfinite(value) else value
+
+    return json.dumps(finite(value), allow_nan=False, **options)
+
+
 def publish(staging: Path, folder: Path, *, last: str) -> None:
     """Rename a complete folder to its place. If another machine was faster, its folder stays: others may be reading it.
 
@@ -174,8 +192,23 @@ def publish(staging: Path, folder: Path, *, last: str) -> None:
 
 
 def is_taken(path: Path) -> bool:
-    """Return whether something is at a path, but for an empty folder."""
-    return os.path.lexists(path) and not (path.is_dir() and not any(path.iterdir()))
+    """Return whether something is at a path, a link too, but for an empty folder."""
+    return path.is_symlink() or (path.exists() and not (path.is_dir() and not any(path.iterdir())))
+
+
+def check_out(place: str | Path, *, replaces_file: bool = False) -> None:
+    """Check that --out of a command would replace nothing.
+
+    Args:
+        replaces_file: a file of before may be replaced.
+
+    Raises:
+        UserError: something is there: a link, a folder with something in it, or a file.
+    """
+    path = Path(place).expanduser()
+    kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "a file"
+    if is_taken(path) if not replaces_file else kind != "a file":
+        raise UserError(f"--out: {place} exists and is {kind}: name another, or delete it")
 
 
 def quarantine_path(path: Path) -> Path:

@@ -81,11 +81,15 @@ class HuggingFaceTokenizer:
         finally:
             self._first.encode_special_tokens = True
 
-    def opening_ids(self) -> list[int]:
-        """Token ids that the file's post-processor puts before a text."""
+    def text_of(self, token: int | None) -> str | None:
+        """Return a token as the file writes it."""
+        return None if token is None else self._first.id_to_token(token)
+
+    def added_ids(self) -> tuple[list[int], list[int]]:
+        """Return the token ids that the file's post-processor puts before and after a text."""
         plain, whole = (self._first.encode("a", add_special_tokens=adds).ids for adds in (False, True))
-        starts = (i for i in range(len(whole)) if whole[i : i + len(plain)] == plain)
-        return whole[: next(starts, 0)]
+        start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return whole[:start], whole[start + len(plain) :]
 
     def token_bytes(self) -> np.ndarray:
         """Exact for byte-level BPE, and for SentencePiece's way of writing spaces and bytes, but for the space that is

@@ -194,7 +194,7 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
 
     Args:
         counting: leave out what does not count.
-        single: refuse more than one run.
+        single: refuse more than one run. The folder of a run means its own checkpoints.
     """
     above, _, name = path.rstrip("/").rpartition("/")
     is_one, is_local = manifests.step_of(name) is not None, "://" not in path
@@ -203,6 +203,8 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
     places = [above or "."] if is_one else [path]
     if is_local and not is_one:
         places = sorted(folder for folder, folders, _ in os.walk(path) if any(map(FOLDER.fullmatch, folders)))
+        own = os.path.join(path, "checkpoints")
+        places = [own] if single and own in places else places
     runs = []
     for place in places:
         try:

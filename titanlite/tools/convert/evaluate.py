@@ -1,6 +1,5 @@
 """`titanlite evaluate`: loss and bits per byte of a checkpoint on any data, and tasks, as validation computes them."""
 
-import json
 import math
 import os
 import re
@@ -24,11 +23,13 @@ from titanlite.models.base import Model
 from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.console import progress_bar
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import RunError, UserError, did_you_mean
+from titanlite.runtime.files import json_text
 from titanlite.runtime.process_group import Ranks, pick_device, process_group
 from titanlite.schema import Config, Data, Validation, ValidationSource
 from titanlite.tasks import Task
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, OfAverage, RunConfig, RunTokenizer
+from titanlite.tools.convert.generation import NOT_FINITE
 from titanlite.tools.convert.prompts import opening_ids
 from titanlite.tools.convert.source import Source as Weights
 from titanlite.tools.convert.source import default_dtype, load_model, open_source, tokenizer_of
@@ -50,7 +51,7 @@ def evaluate(
     data: Sequence[str] = (),
     task: Sequence[str] = (),
     lm_eval: Sequence[str] = (),
-    text_field: str | None = None,
+    text_field: Sequence[str] = (),
     sequences: Index | None = None,
     seq_len: Count | None = None,
     batch_size: Count = 4,
@@ -69,7 +70,7 @@ def evaluate(
             [validation]
         task (TASK): a task as in validation.tasks: a YAML file, or python_cloze or number_choice; repeat it for more
         lm_eval (NAME): a task of lm-evaluation-harness, which must be installed (lm_eval); repeat it for more
-        text_field (NAME): field of a record that has the text; default: the run's
+        text_field ([NAME=]FIELD): field of a record that has the text, of one source or of all; default: the run's
         sequences: sequences of each source, always the same ones; 0 takes all; default: validation.sequences (256)
         seq_len (L): tokens of a sequence; default: the run's
         batch_size (B): sequences computed at once
@@ -79,6 +80,7 @@ def evaluate(
 
     Raises:
         UserError: the checkpoint or the data cannot be used, or they do not fit together.
+        RunError: the model's logits are NaN or overflow.
 
     Example:
         outputs/debug --data stdlib:// --data mine='texts/*.jsonl'
@@ -97,13 +99,13 @@ def evaluate(
     if data or not (task or lm_eval):
         _check_refused(weights, data)
     section = _section(data, [*task], weights.config, sequences, is_needed=not lm_eval)
+    section = section.model_copy(update={"sources": _with_fields(section.all_sources(), text_field), "path": None})
     options = weights.config.data if weights.config else Data()
-    options = options.model_copy(update={"text_field": text_field or options.text_field})
     folder = weights.config.job.dump_folder if weights.config else "outputs"
     cache = Path(cache_folder or options.cache_folder or Path(folder, "data_cache"))
     sources = []
     for source in section.all_sources():
-        alone = section.model_copy(update={"sources": [source], "path": None})
+        alone = section.model_copy(update={"sources": [source]})
         own = _options_of(source, options, cache)
         try:
             sources += open_sources(
@@ -122,13 +124,14 @@ def evaluate(
     if sources or tasks:
         with process_group(ranks, device):
             record = _measure(model, section, sources, tasks, **layout)
+        _check_finite(record)
     if lm_eval:
         from titanlite.tools.tasks.harness import CheckpointLM, evaluate_tasks
 
         harness = CheckpointLM(model, opening=opening, kernels=pick_kernels(device), **layout)
         record["tasks"] = record.get("tasks", {}) | evaluate_tasks(harness, lm_eval)
     if json_:
-        print(json.dumps({"checkpoint": weights.where, "seq_len": length, **record}))
+        print(json_text({"checkpoint": weights.where, "seq_len": length, **record}))
     else:
         _print(record)
 
@@ -156,6 +159,26 @@ def _section(
     count = base.sequences if sequences is None else sequences
     section = {"enable": True, "path": None, "sources": own, "sequences": count, "tasks": tasks}
     return base.model_copy(update=section)
+
+
+def _with_fields(sources: Sequence[ValidationSource], given: Sequence[str]) -> list[ValidationSource]:
+    """Return the sources with the fields of --text-field: that of a source counts before that of all.
+
+    Raises:
+        UserError: there is no source of a name.
+    """
+    titles = {source.title for source in sources}
+    of_all, of_source = None, {}
+    for text in given:
+        name, is_named, field = text.partition("=")
+        if not is_named:
+            of_all = text
+        elif name in titles:
+            of_source[name] = field
+        else:
+            raise UserError(f"--text-field: no source is called {name}{did_you_mean(name, titles)}")
+    fields = [of_source.get(source.title) or of_all or source.text_field for source in sources]
+    return [it.model_copy(update={"text_field": field}) for it, field in zip(sources, fields, strict=True)]
 
 
 def _source(text: str) -> ValidationSource:
@@ -191,14 +214,14 @@ def _check_refused(weights: Weights, data: Sequence[str]) -> None:
 def _options_of(source: ValidationSource, data: Data, cache_folder: Path) -> Data:
     """Return the options of the data for one source: prepared tokens keep the document ends that they have."""
     paths = [source.path] if isinstance(source.path, str) else source.path
-    place = prepared_tokens(paths)
-    if place is None or place.startswith("python://"):
+    places = prepared_tokens(paths)
+    if not places or places[0].startswith("python://"):
         return data.model_copy(update={"prepare": "before"})
-    folder = Path(place)
-    if "://" in place:
+    folder = Path(places[0])
+    if "://" in places[0]:
         from titanlite.data.remote import localize
 
-        folder = localize(place, cache_folder)
+        folder = localize(places[0], cache_folder)
     store = TokenStore(folder)
     return data.model_copy(update={"add_bos": store.index["bos"], "add_eos": store.index["eos"], "chat_template": None})
 
@@ -240,6 +263,17 @@ def _measure(
         record = validator.run(model, stops=show)
     assert record is not None, "only a training run interrupts its validation"
     return record
+
+
+def _check_finite(record: dict[str, Any]) -> None:
+    """
+    Raises:
+        RunError: a loss or a metric is NaN or infinite. Only a source without a token to predict has no loss.
+    """
+    losses = [it["loss"] for it in record["sources"].values() if it["tokens"]]
+    metrics = [value for it in record.get("tasks", {}).values() for value in it.values()]
+    if not all(map(math.isfinite, [*losses, *metrics])):
+        raise RunError(NOT_FINITE)
 
 
 def _print(record: dict[str, Any]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from titanlite.models.formats import HuggingFace
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import FileLocked, is_taken, lock_file
+from titanlite.runtime.files import FileLocked, check_out, lock_file
 from titanlite.storage.storage import sync
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.arguments import ModelFile, OfAverage, RunConfig, RunTokenizer, Weights
@@ -54,8 +54,7 @@ class Target:
         Raises:
             UserError: something is there.
         """
-        if is_taken(self.path):
-            raise UserError(f"{self.place} exists: name another --out, or delete it")
+        check_out(self.place)
 
     def begin(self) -> None:
         """Start with an empty folder.
@@ -262,7 +261,7 @@ def _small_files(
     generation = ends | known.config
     files = {"generation_config.json": json_bytes(generation)} if generation else {}
     if tokenizer and with_tokenizer:
-        add_bos = bool(source.config and source.config.data.add_bos)
+        add_bos = source.config.data.add_bos if source.config and source.generation is None else None
         files |= tokenizer_files(tokenizer, add_bos=add_bos, max_length=args.max_seq_len)
     return files | {"config.json": json_bytes(config)}
 

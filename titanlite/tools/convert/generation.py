@@ -20,6 +20,7 @@ from titanlite.runtime.errors import RunError, UserError
 
 INCOMPLETE = "\ufffd"
 """Character that decoders put in place of bytes that are no whole character."""
+NOT_FINITE = "the model's logits are NaN or overflow: its weights are damaged, or too large for this dtype"
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 """Not cuDNN, which plans anew for each number of keys: that takes longer than all else for a token."""
 
@@ -128,8 +129,8 @@ class Generator:
         more: dict[str, Any] = {} if documents is None else {"documents": documents}
         with sdpa_kernel(BACKENDS):
             logits_V = self.model(tokens_BL, loss=self._last_logits, **more)
-        if logits_V.isnan().any():
-            raise RunError("the model's logits are NaN: its weights are damaged, or too large for this dtype")
+        if not logits_V.max().isfinite():  # some may be -inf, of tokens that the model excludes
+            raise RunError(NOT_FINITE)
         return logits_V
 
     def _last_logits(self, hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:

@@ -5,6 +5,7 @@ At no time is there more in memory than the largest tensor.
 
 import hashlib
 import json
+import os
 import time
 import uuid
 import warnings
@@ -129,10 +130,16 @@ def open_place(out: str) -> tuple[Storage, str]:
     """Return the storage and the folder of the checkpoint in it.
 
     Raises:
-        UserError: the place is not a folder, or holds checkpoints.
+        UserError: the place is not a folder, holds checkpoints, or is in the folder of a run, which is never written.
     """
-    if "://" not in out and Path(out).expanduser().exists() and not Path(out).expanduser().is_dir():
-        raise UserError(f"--out: {out} is not a folder")
+    if "://" not in out:
+        place = Path(out).expanduser()
+        if os.path.lexists(place) and not place.is_dir():
+            raise UserError(f"--out: {out} is not a folder")
+        place = place.resolve()
+        signs = place / "checkpoints", *(it / "run.json" for it in (place, *place.parents))
+        if run := next((it.parent for it in signs if it.exists()), None):
+            raise UserError(f"--out: {run} is the folder of a run, which has its own checkpoints: name another folder")
     try:
         storage = open_storage(out, owner=OWNER)
         listing = storage.list()

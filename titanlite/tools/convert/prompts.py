@@ -8,7 +8,7 @@ from titanlite.data.tokenizer import Tokenizer, find_tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
 from titanlite.tools.convert.tokenizer_files import generation_beside
-from titanlite.tools.ingest.chat_template import Chat, read_json
+from titanlite.tools.ingest.chat_template import Chat
 
 
 def read_prompts(prompt: str | None, file: str | None) -> Iterator[str]:
@@ -69,13 +69,10 @@ def opening_ids(tokenizer: Tokenizer, config: Config | None) -> list[int]:
     path = find_tokenizer(tokenizer.name)
     if path is None or path.suffix != ".json":
         return bos
-    adds_bos = read_json(path.with_name("tokenizer_config.json")).get("add_bos_token")
-    if isinstance(adds_bos, bool):
-        return bos if adds_bos else []
     from titanlite.data.tokenizers.huggingface import HuggingFaceTokenizer
 
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    return tokenizer.opening_ids()
+    return tokenizer.added_ids()[0]  # as transformers 5, which ignores add_bos_token beside a tokenizer.json
 
 
 def stop_ids(tokenizer: Tokenizer) -> set[int]:

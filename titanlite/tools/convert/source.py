@@ -37,6 +37,7 @@ from titanlite.schema import Config, Data, ModelSelection
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
+from titanlite.tools.convert.prompts import opening_ids
 from titanlite.tools.convert.reader import ForeignSource, load_tensors, read_whole
 from titanlite.tools.convert.tokenizer_files import Generation, read_generation
 from titanlite.tools.convert.weights import check_args, find_flavor, find_source, open_reader, table_of
@@ -174,6 +175,9 @@ def open_foreign(
         check_args(foreign.where, args, spec, [])
     name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
     found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
+    if config is None and found:
+        begins = found.bos_id in (None, *opening_ids(found, None))
+        resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"add_bos": begins})})
     generation = None
     if tokenizer is None:
         generation = read_generation(foreign.folder) if isinstance(foreign, HuggingFaceFolder) else Generation({}, {})

@@ -40,11 +40,12 @@ def generation_beside(tokenizer: Tokenizer) -> Generation:
     return Generation({}, {}) if path is None or path.suffix != ".json" else read_generation(path.parent)
 
 
-def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool, max_length: int) -> Files:
+def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool | None, max_length: int) -> Files:
     """Return the content of each file.
 
     Args:
-        add_bos: documents begin with the beginning-of-document token, so the tokenizer puts it before a text.
+        add_bos: whether documents began with the beginning-of-document token in training, so that the tokenizer puts it
+            before a text. None leaves the files of another program as they are.
         max_length: positions of the model.
 
     Raises:
@@ -52,20 +53,39 @@ def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool, max_length: int) -> 
     """
     path = find_tokenizer(tokenizer.name)
     if path is not None and path.suffix == ".json":
-        return _copied(path, tokenizer, max_length)
+        return _copied(path, tokenizer, add_bos, max_length)
     ranks = {bytes([i]): i for i in range(256)} if path is None else _ranks(path)
     names = LLAMA3_SPECIAL_TOKENS[: tokenizer.vocab_size - len(ranks)]
-    body = _bpe(ranks, names, splits=path is not None, bos=names[0] if add_bos else None)
+    body = _bpe(ranks, names, splits=path is not None, bos=None if add_bos is False else names[0])
     return {"tokenizer.json": json_bytes(body), **_config(names[0], names[1], max_length)}
 
 
-def _copied(path: Path, tokenizer: Tokenizer, max_length: int) -> Files:
+def _copied(path: Path, tokenizer: Tokenizer, add_bos: bool | None, max_length: int) -> Files:
+    from titanlite.data.tokenizers.huggingface import HuggingFaceTokenizer
+
+    assert isinstance(tokenizer, HuggingFaceTokenizer)
+    bos, eos = tokenizer.text_of(tokenizer.bos_id), tokenizer.text_of(tokenizer.eos_id)
     files = files_of(path, BESIDE)
-    if "tokenizer_config.json" in files:
+    if "tokenizer_config.json" not in files:
+        files = {**_config(bos, eos, max_length), **files}
+    opening = [] if tokenizer.bos_id is None or not add_bos else [tokenizer.bos_id]
+    # transformers 5 reads the post-processor alone. Other programs read the switches of tokenizer_config.json.
+    config, spec = (json.loads(files[name]) for name in ("tokenizer_config.json", "tokenizer.json"))
+    switches = {"add_bos_token": bool(opening), "add_eos_token": False}
+    stated = {name: config[name] for name in switches if name in config}
+    if add_bos is None or (tokenizer.added_ids() == (opening, []) and stated.items() <= switches.items()):
         return files
-    names = {token["id"]: token["content"] for token in json.loads(files["tokenizer.json"])["added_tokens"]}
-    bos, eos = (None if i is None else names.get(i) for i in (tokenizer.bos_id, tokenizer.eos_id))
-    return {**_config(bos, eos, max_length), **files}
+    config = {"bos_token": bos, **config, **switches}
+    template = _template(bos, {bos: opening[0]}) if bos and opening else None
+    parts = [it for it in (_byte_level(spec.get("post_processor")), template) if it]
+    spec["post_processor"] = {"type": "Sequence", "processors": parts} if len(parts) > 1 else next(iter(parts), None)
+    return {**files, "tokenizer_config.json": json_bytes(config), "tokenizer.json": json_bytes(spec)}
+
+
+def _byte_level(processor: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return the part of a post-processor that adds no token, and only counts the letters of a token."""
+    parts = [processor, *processor.get("processors", [])] if processor else []
+    return next((it for it in parts if it["type"] == "ByteLevel"), None)
 
 
 def _ranks(path: Path) -> dict[bytes, int]:

@@ -109,12 +109,12 @@ class GrowingStore(TokenStore):
                 continue  # it was renamed just now
         return max(found, key=lambda it: it[1], default=None)
 
-    def _open_file(self, shard: int, kind: str) -> RecordFile:
+    def open_file(self, shard: int, kind: str) -> RecordFile:
         try:
-            return super()._open_file(shard, kind)
+            return super().open_file(shard, kind)
         except UserError:  # the folder has its place now
             self._refresh()
-            return super()._open_file(shard, kind)
+            return super().open_file(shard, kind)
 
 
 NICE = 10

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from titanlite.data.pieces import pieces
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, need_tokenizers
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import is_taken
+from titanlite.runtime.files import check_out
 from titanlite.tools.arguments import Count, Inputs
 from titanlite.tools.ingest.documents import read_texts
 from titanlite.tools.ingest.inputs import local_folder
@@ -54,8 +54,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, out: Path) -> None:
     need_tokenizers("titanlite data tokenizer")
     if vocab_size < LEAST:
         raise UserError(f"a vocabulary has at least {LEAST} tokens: 256 bytes and {LEAST - 256} special tokens")
-    if is_taken(out):
-        raise UserError(f"{out} exists")
+    check_out(out)
     tokenizer = _train((piece for text in texts for piece in pieces(text)), vocab_size - len(LLAMA3_SPECIAL_TOKENS))
     if (found := tokenizer.get_vocab_size()) < vocab_size:
         raise UserError(

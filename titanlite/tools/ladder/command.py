@@ -1,6 +1,5 @@
 """`titanlite ladder`: train the sizes, fit the law, and print the prediction next to the truth."""
 
-import json
 import math
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from rich.table import Column, Table
 from titanlite.metrics.clock import format_seconds
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.files import write_atomically
+from titanlite.runtime.files import json_text, write_atomically
 from titanlite.schema import dump
 from titanlite.tools.arguments import Count, at_least, between
 from titanlite.tools.ladder.law import Estimate, Law
@@ -105,7 +104,7 @@ def ladder(
         raise RunError(f"{lost.folder} has no record of the end of step {lost.steps:,}, although the run ended")
     law = Law([rung.parameters for rung in rungs], [loss_of(found[rung.name]) for rung in rungs])
     record = _record(law, _run_records(whole, law, found), tokens_per_parameter)
-    write_atomically(folder / "ladder.json", json.dumps(record, indent=1))
+    write_atomically(folder / "ladder.json", json_text(record, indent=1))
     lines = [_table([*record["runs"], record["target"]]), "", *_sentences(record)]
     if find_spec("plotly"):
         above = _page_parts(record, law)

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import write_atomically
+from titanlite.runtime.files import check_out, write_atomically
 from titanlite.runtime.hardware import hardware_of
 from titanlite.runtime.process_group import Ranks, pick_device, process_group, read_ranks
 from titanlite.tools.plan.time import BUS_EFFICIENCY, MEMORY_EFFICIENCY
@@ -45,8 +45,7 @@ def calibrate(out: Path) -> None:
     Example:
         h100.toml
     """
-    if out.exists():
-        raise UserError(f"titanlite calibrate: {out} exists; name a new file")
+    check_out(out)
     if not out.parent.is_dir():
         raise UserError(f"titanlite calibrate: {out}: there is no folder {out.parent}")
     ranks = read_ranks(os.environ)

@@ -1,6 +1,5 @@
 """The `titanlite plan` command: will it fit, how fast is it, which layout is best? Without a GPU."""
 
-import json
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, replace
@@ -10,6 +9,7 @@ import torch
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import json_text
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config
 from titanlite.tools.arguments import Count
@@ -70,7 +70,7 @@ def plan_config(
     found = find_suggestions(loaded, layout, planned) if suggest else []
     if json_:
         record = {"suggestions": [asdict(it) for it in found]} if suggest else {}
-        print(json.dumps(plan_record(planned) | record, indent=1))
+        print(json_text(plan_record(planned) | record, indent=1))
     else:
         print("\n".join([*plan_lines(planned, loaded), *(suggestion_lines(found) if suggest else ())]))
 
@@ -81,7 +81,7 @@ def _search(config: Config, layout: Layout, *, as_json: bool) -> None:
     found = find_layouts(config, layout)
     seconds = time.perf_counter() - began
     if as_json:
-        print(json.dumps(search_record(found), indent=1))
+        print(json_text(search_record(found), indent=1))
     else:
         print("\n".join(search_lines(found, config, layout, seconds=seconds)))
 

@@ -77,8 +77,8 @@ def _is_at_hand(path: str | list[str]) -> bool:
     paths = [path] if isinstance(path, str) else path
     if len(paths) == 1 and paths[0].startswith(PREFIX):
         return True
-    place = prepared_tokens(paths)
-    return place is not None and "://" not in place
+    places = prepared_tokens(paths)
+    return bool(places) and not any("://" in place for place in places)
 
 
 def _open(section: Data | Validation, local: list[Any], config: Config, resolved: ResolvedConfig) -> list[Source]:

@@ -1,17 +1,15 @@
 """`titanlite report`: one HTML page about runs that needs no network."""
 
 import html
-import json
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from titanlite.metrics.records import finite
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import write_atomically
+from titanlite.runtime.files import check_out, json_text, write_atomically
 from titanlite.tools.report.charts import report_of
 from titanlite.tools.report.run_records import RunRecords, read_run
 
@@ -55,8 +53,9 @@ def check_page(place: Path, command: str) -> None:
     """Check that a page can be made.
 
     Raises:
-        UserError: there is no such folder, or a package is missing.
+        UserError: there is no such folder, a link or a folder has its name, or a package is missing.
     """
+    check_out(place, replaces_file=True)
     if not place.parent.is_dir():
         raise UserError(f"{command}: --out {place}: there is no folder {place.parent}")
     if find_spec("plotly") is None:
@@ -97,4 +96,4 @@ def page(runs: Sequence[RunRecords], *, above: Mapping[str, Any] | None = None, 
 
 def to_json(report: dict[str, Any]) -> str:
     """Return a report as JSON for a script element, which any "<" in a name could end. NaN becomes null."""
-    return json.dumps(finite(report), separators=(",", ":")).replace("<", "\\u003c")
+    return json_text(report, separators=(",", ":")).replace("<", "\\u003c")

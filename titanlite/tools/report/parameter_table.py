@@ -1,6 +1,5 @@
 """Table and record of what `parallelize` did with each parameter, for `titanlite inspect CONFIG`."""
 
-import json
 import math
 import os
 import re
@@ -14,6 +13,7 @@ from rich.table import Column, Table
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import json_text
 from titanlite.runtime.ranks import runs_of
 from titanlite.techniques import every_technique
 from titanlite.tools.arguments import Count, Index
@@ -190,7 +190,7 @@ def _sizes(sizes: dict[str, int]) -> list[str]:
 def show(output: dict[str, Any] | Iterable[str | Table]) -> None:
     """Print a record as JSON, or lines and tables for people."""
     if isinstance(output, dict):
-        print(json.dumps(output, indent=1))
+        print(json_text(output, indent=1))
         return
     console = Console(width=None if os.isatty(1) else 1000, markup=False, emoji=False, highlight=False)
     for part in output:

@@ -17,6 +17,7 @@ from typing import Any
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, RunError, UserError
+from titanlite.runtime.files import json_text
 from titanlite.tools.report.run_records import first_difference, hashed_steps
 
 ONE = "1 process"
@@ -204,7 +205,7 @@ def compare_layouts(
     device = "GPU" if gpus else "CPU"
     print(" ".join([f"{path}: {steps} steps, torch {torch.__version__}, {device}", *overrides]))
     curves, failed = _run_all(chosen, commands, folder, tolerance)
-    (folder / "parity.json").write_text(json.dumps({name: vars(curve) for name, curve in curves.items()}, indent=1))
+    (folder / "parity.json").write_text(json_text({name: vars(curve) for name, curve in curves.items()}, indent=1))
     print(f"every step of every variant: {folder / 'parity.json'}")
     if failed:
         raise RunError(f"not equal: {', '.join(failed)}")

@@ -28,7 +28,7 @@ from titanlite.observer import Phase, StepObserver
 from titanlite.ops.attention import SequencePart
 from titanlite.runtime.console import start_logging
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import read_small
+from titanlite.runtime.files import json_text, read_small
 from titanlite.runtime.private_torch.compiler import is_compiled
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
 from titanlite.tools.assemble import assemble
@@ -247,7 +247,7 @@ class ValueDump(StepObserver):
         self._folder.mkdir(parents=True, exist_ok=True)
         save_file({key: value.contiguous() for key, value in values.items()}, self._folder / _file(self._rank))
         if self._rank == 0:
-            (self._folder / INDEX).write_text(json.dumps(asdict(self._index), indent=1))
+            (self._folder / INDEX).write_text(json_text(asdict(self._index), indent=1))
 
     def _join_stages(self, values: dict[str, Tensor]) -> dict[str, Tensor] | None:
         """Return the values of all stages on the first rank of a pipeline, and None on its others."""

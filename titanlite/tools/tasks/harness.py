@@ -16,9 +16,9 @@ from titanlite.data.loader import to_device
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.base import Model
 from titanlite.ops.kernels import Kernels
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import RunError, UserError
 from titanlite.tasks import Answer, Question, Scorer, Task
-from titanlite.tools.convert.generation import Generator, Sampler, stream_text
+from titanlite.tools.convert.generation import NOT_FINITE, Generator, Sampler, stream_text
 from titanlite.tools.convert.prompts import stop_ids
 
 
@@ -75,6 +75,8 @@ class CheckpointLM(TemplateLM):
         )
         for measure, batch in scorer.batches():
             measure(self.model, to_device(batch, self._device))
+        if not scorer.scores.isfinite().all():
+            raise RunError(NOT_FINITE)
         return [(-nats, misses == 0) for nats, misses in scorer.scores.tolist()]
 
     def loglikelihood_rolling(self, requests: Any, disable_tqdm: bool = False) -> list[float]:
@@ -113,9 +115,12 @@ def evaluate_tasks(model: CheckpointLM, names: Sequence[str]) -> dict[str, dict[
 
     Raises:
         UserError: the harness has no such task, or cannot load it.
+        RunError: logits of the model are not finite.
     """
     try:
         results = simple_evaluate(model=model, tasks=[*names], bootstrap_iters=100)
+    except RunError:
+        raise
     except Exception as error:  # of the harness, of data sets, of the network
         raise UserError(f"--lm-eval: {type(error).__name__}: {' '.join(str(error).split())}") from error
     assert results is not None
