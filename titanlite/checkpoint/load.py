@@ -423,10 +423,9 @@ def find_checkpoint(path: str, key: str = "") -> tuple[str, str, Manifest]:
     if manifests.step_of(folder) is not None:
         storage, candidates = open_storage(place or "."), [folder]
     else:
-        for place in [path] if "://" in path else [f"{path}/checkpoints", path]:
-            storage = open_storage(place)
-            if candidates := [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]:
-                break
+        of_run = None if "://" in path else open_storage(f"{path}/checkpoints")
+        storage = of_run if of_run and manifests.committed_steps(of_run.list()) else open_storage(path)
+        candidates = [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]
     listing = storage.list()
     for candidate in candidates:
         try:
