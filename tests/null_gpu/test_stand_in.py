@@ -68,7 +68,7 @@ def test_kernels_and_waits_are_counted(run_python: RunPython) -> None:
         "import torch" + COUNT + "x = torch.zeros(8, 8, device='cuda'); torch.mm(x, x)\n"
         "made = count(lambda: (x + 1, torch.mm(x, x)))\n"
         "assert sum(n for (what, _), n in made.items() if what == 'kernel') == 2, made\n"
-        "assert ('kernel', 'cublasSgemm_v2') in made or ('kernel', 'cublasLtMatmul') in made, made\n"
+        "assert any(what == 'kernel' and name.startswith('cublas') for what, name in made), made\n"
         "assert not any(what == 'wait' for what, _ in made), made\n"
         "assert any(what == 'wait' for what, _ in count(lambda: x.sum().item()))\n"
         "pageable = torch.empty(8, 8)\n"
