@@ -105,6 +105,25 @@ def predict(name: str, overrides: list[str], world_size: int, device: str, rank:
     return {"allocated": made.peak / GIB, **({"reserved": reserved / GIB} if isinstance(reserved, int | float) else {})}
 
 
+def tell_sizes_of_parts() -> None:
+    """Tell the stand-in how many ranks are in each process group that is split from another one."""
+    import torch.distributed.distributed_c10d as c10d
+    from torch.distributed import device_mesh
+
+    split, helper = device_mesh.split_group, c10d._new_process_group_helper
+
+    def of_split(*arguments: Any, **options: Any) -> Any:
+        parts = options["split_ranks"] if "split_ranks" in options else arguments[1]
+        os.environ["NULL_GPU_PART_RANKS"] = str(next(len(part) for part in parts if 0 in part))
+        return split(*arguments, **options)
+
+    def of_group(size: int, *arguments: Any, **options: Any) -> Any:
+        os.environ["NULL_GPU_PART_RANKS"] = str(size)
+        return helper(size, *arguments, **options)
+
+    device_mesh.split_group, c10d._new_process_group_helper = of_split, of_group
+
+
 def measure(
     name: str, overrides: list[str], *, world_size: int, device_name: str, steps: int, waits: bool, rank: int
 ) -> dict[str, Any]:
@@ -122,6 +141,7 @@ def measure(
     device = torch.device("cuda", 0)
     torch.cuda.set_device(device)
     dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=world_size, device_id=device)
+    tell_sizes_of_parts()
     if rank:
         give_rank_0_the_stages_of(rank * config.parallelism.pipeline_parallel_degree // world_size)
     step = build_step(config, device, world_size)

@@ -946,7 +946,7 @@ const char *cudnnGetErrorString(cudnnStatus_t status) { return "an error of the 
 
 struct ncclComm {
     int ranks, rank;
-    int is_part;  // split from a communicator of `ranks` ranks
+    int parent;  // ranks of the communicator that it was split from; 0: it was not
     char reserved[4096];  // PyTorch reads some of NCCL's fields beyond
 };
 
@@ -987,11 +987,13 @@ ncclResult_t ncclCommInitRankScalable(ncclComm_t *communicator, int ranks, int r
     return new_communicator(communicator, ranks, rank);
 }
 
-// How many ranks have the same color, only the other ranks know. The result has its parent's size.
+// How many ranks have the same color, only the other ranks know. NULL_GPU_PART_RANKS tells it; else the result has its
+// parent's size. PyTorch 2.15 asks communicators for their size.
 ncclResult_t ncclCommSplit(ncclComm_t communicator, int color, int key, ncclComm_t *part, ncclConfig_t *config) {
     record("communicator", "split", 0);
-    ncclResult_t result = new_communicator(part, communicator->ranks, communicator->rank);
-    (*part)->is_part = 1;
+    const char *told = getenv("NULL_GPU_PART_RANKS");
+    ncclResult_t result = new_communicator(part, told ? atoi(told) : communicator->ranks, communicator->rank);
+    (*part)->parent = communicator->parent ? communicator->parent : communicator->ranks;
     return result;
 }
 
@@ -1030,7 +1032,7 @@ static ncclResult_t collective(const char *name, const char *operation, size_t c
                                ncclComm_t communicator) {
     char detail[128];
     snprintf(detail, sizeof detail, "%s%s, %s, of %s%d", name, operation, dtype_name(dtype),
-             communicator->is_part ? "a part of " : "", communicator->ranks);
+             communicator->parent ? "a part of " : "", communicator->parent ? communicator->parent : communicator->ranks);
     record("collective", detail, count * dtype_bytes(dtype));
     return ncclSuccess;
 }

@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from measure import build_step, read_config
+from measure import build_step, read_config, tell_sizes_of_parts
 from races import RaceChecker
 
 from titanlite.runtime.gradient_memory import ReduceScatter
@@ -47,6 +47,7 @@ def main() -> None:
     torch.cuda.set_device(device)
     world = options.world
     dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=world, device_id=device)
+    tell_sizes_of_parts()
     if not any("global_batch_size" in it for it in overrides):
         overrides.append(f"--training.global_batch_size={2 * world}")
     config = read_config("debug", [*OPTIONS, *overrides], world)
@@ -233,12 +234,27 @@ def tokens_that_nobody_waits_for() -> None:
     module.wait_for_rows = lambda received: received
 
 
+def tokens_of_another_exchange() -> None:
+    """Each wait is for the tokens that were received before."""
+    import titanlite.techniques.expert.exchange as module
+
+    wait, received_before = module.wait_for_rows, list[Tensor]()
+
+    def planted(received: Tensor) -> Tensor:
+        if received_before:
+            wait(received_before.pop())
+        received_before.append(received)
+        return received
+
+    module.wait_for_rows = planted
+
+
 PLANTS: dict[str, Callable[[], None]] = {
     it.__name__: it
     for it in (
         gradient_on_another_stream, freed_block, recorded_block, share_without_its_condition, no_wait_at_the_end,
         no_wait_before_a_reduction, another_thread, another_thread_without_a_wait, backward_raises,
-        backward_raises_and_nothing_waits, tokens_that_nobody_waits_for,
+        backward_raises_and_nothing_waits, tokens_that_nobody_waits_for, tokens_of_another_exchange,
     )
 }  # fmt: skip
 

@@ -10,8 +10,9 @@ The checker follows every operator that PyTorch dispatches, on the device that c
 - **Reuse.** The caching allocator gives memory that was freed to the next tensor of its stream without a wait. So what
   is known of a range stays when it is freed. Only `record_stream` makes the allocator wait, for the streams it names.
 
-A collective is an operator of the stream that calls it: NCCL's own stream waits for that one, and is waited for. A
-functional collective is one of a stream of its own, until `wait_tensor`. Not seen: kernels within compiled code and
+A collective is an operator of the stream that calls it: NCCL's own stream waits for that one, and is waited for.
+Functional collectives of a process group are operators of a stream of its own. `wait_tensor` waits for the collective
+that made its argument, and for those of the group before it. Not seen: kernels within compiled code and
 within composite operators, and collectives of `async_op=True` before their wait.
 """
 
@@ -32,8 +33,8 @@ WITHOUT_KERNEL = {
     "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_", "resize_storage_bytes_", "set_",
 }  # fmt: skip
 """Operators that touch no memory of a device. Views are told by themselves."""
-FUNCTIONAL = -1
-"""Stream of functional collectives, and the event behind the last of them."""
+CALLED = -1
+"""Event behind the operators before a functional collective, which waits for them."""
 PLUMBING = (
     "/utils/_", "/_ops.py", "/_library/", "contextlib.py", "/_tensor.py", "/c10d_logger.py", "/autograd/", "/_dynamo/",
     "/torch/_compile.py",
@@ -183,6 +184,8 @@ class RaceChecker(TorchDispatchMode):
         self._recorded: dict[int, set[tuple[int, int]]] = {}
         """(bytes, stream) of `record_stream`, by the address of the storage."""
         self._races: dict[tuple[Any, ...], Race] = {}
+        self._groups: dict[str, int] = {}
+        """Streams of the functional collectives of process groups."""
         torch._C._activate_gpu_trace()
         clocks = self._clocks
         for hook, function in (
@@ -231,20 +234,24 @@ class RaceChecker(TorchDispatchMode):
             return func(*args, **kwargs)
         current = torch.cuda.current_stream().cuda_stream
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            self._clocks.wait(FUNCTIONAL, current)
+            for _, _, storage in spans(args[0]):
+                self._clocks.wait(-storage, current)
             return func(*args, **kwargs)
         written, read = self._arguments(func, args, kwargs)
         result = func(*args, **kwargs)
         made = {span for tensor in tree_leaves(result) for span in spans(tensor)}
         # An operator that changes no argument can return one as it is.
         written |= made if func._schema.is_mutable else made - read
-        is_functional = func.namespace == "_c10d_functional"
-        if is_functional:
-            self._clocks.record(FUNCTIONAL, current)
-            self._clocks.wait(FUNCTIONAL, FUNCTIONAL)
-        self._operator(str(func), written, read - written, FUNCTIONAL if is_functional else current)
-        if is_functional:
-            self._clocks.record(FUNCTIONAL, FUNCTIONAL)
+        if func.namespace != "_c10d_functional":
+            self._operator(str(func), written, read - written, current)
+            return result
+        group = [it for it in (*args, *kwargs.values()) if isinstance(it, str)][-1]
+        stream = self._groups.setdefault(group, -1 - len(self._groups))
+        self._clocks.record(CALLED, current)
+        self._clocks.wait(CALLED, stream)
+        self._operator(str(func), written, read - written, stream)
+        for _, _, storage in written:
+            self._clocks.record(-storage, stream)
         return result
 
     @staticmethod

@@ -108,6 +108,7 @@ FREED, SAME = "memory that was freed", "the same tensor"
         ("no_wait_before_a_reduction", (), "read after write", "reduce_scatter"),
         ("another_thread_without_a_wait", (), f"of {FREED}", "reduce_scatter"),
         ("tokens_that_nobody_waits_for", ("--world=4", *SHARED), f"read after write of {SAME}", "titanlite."),
+        ("tokens_of_another_exchange", ("--world=4", *SHARED), f"read after write of {SAME}", "titanlite."),
         ("backward_raises_and_nothing_waits", (), f"write after read of {FREED}", "reduce_scatter"),
     ],
 )
