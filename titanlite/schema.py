@@ -105,7 +105,7 @@ class Metrics(Section):
 
 class Profiling(Section):
     enable_profiling: bool = False
-    """Write a trace of some steps to <run>/profile, one file a rank, for ui.perfetto.dev and `titanlite profile`."""
+    """Write a trace of some steps to <run>/profile, one file a rank, for ui.perfetto.dev, with a table of operators."""
     profile_freq: PositiveInt = 100
     """Steps between windows. A window ends with each step that is a multiple of this number."""
     profiler_active: PositiveInt = 1

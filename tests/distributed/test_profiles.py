@@ -2,12 +2,12 @@
 
 import gzip
 import json
+from collections import Counter
 
 import pytest
 
 from tests.helpers import TinyRun, run_in_turn
 from tests.layouts import trained
-from titanlite.tools.report.profile_command import read_profile
 
 UNITS = ("tok_embeddings", "layers.0", "head")
 STEPS, WINDOW = 6, 2
@@ -25,14 +25,11 @@ def test_every_rank_writes_its_collectives(tiny: TinyRun) -> None:
     assert tiny.losses("on") == tiny.losses("off")
     for rank in (0, 1):
         path = tiny.folder / f"outputs/on/profile/step-{STEPS:08}/rank-{rank}.json.gz"
-        found = read_profile(path)
-        assert (found.rank, found.world_size) == (rank, 2)
-        assert (found.first, found.last) == (STEPS - WINDOW + 1, STEPS)
-        collectives = found.collectives
+        events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
+        names = Counter(str(event.get("name")) for event in events)
+        assert {it for it in names if it.startswith("step ")} == {f"step {STEPS - 1}", f"step {STEPS}"}
         # 3 units in forward and 1 in backward; tok_embeddings and the head keep their parameters. One for metrics.
-        assert collectives["all-gather"].calls >= 4 * WINDOW
-        assert collectives["reduce-scatter"].calls == 3 * WINDOW
-        assert all(0 <= it.hidden <= it.total for it in collectives.values())
-        names = {event.get("name") for event in json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]}
+        assert names["gloo:all_gather"] >= 4 * WINDOW
+        assert names["gloo:all_to_all"] == 3 * WINDOW
         kinds = "all_gather", "pre_backward", "post_backward_reduce"
-        assert {f"FSDP::{kind} ({unit})" for kind in kinds for unit in UNITS} <= names
+        assert names.keys() >= {f"FSDP::{kind} ({unit})" for kind in kinds for unit in UNITS}

@@ -1,5 +1,6 @@
 """Tests on a CUDA device. They are skipped without one: run `./run_tests.sh tests/gpu` on a machine with a GPU."""
 
+import gzip
 import inspect
 import json
 import os
@@ -376,16 +377,12 @@ def test_other_models_and_optimizers_learn_on_the_gpu(tiny: TinyRun, model: str)
 
 def test_a_window_is_profiled_on_the_gpu(tiny: TinyRun) -> None:
     """The trace has kernels, and matmuls have device time. The memory snapshot has allocations."""
-    from titanlite.tools.report.profile_command import read_profile
-
     options = ["--profiling.enable_profiling", "--profiling.enable_memory_snapshot", "--profiling.profile_freq=6"]
     assert train(tiny, "on", *options) == pytest.approx(train(tiny, "off"), rel=1e-3)
     folder = tiny.folder / "outputs/on/profile/step-00000006"
-    found = read_profile(folder / "rank-0.json.gz")
-    assert found.device != "cpu"
-    assert (found.first, found.last) == (6, 6)
-    assert found.compute + found.exposed + found.idle == pytest.approx(found.total)
-    assert found.compute > 0
+    events = json.loads(gzip.decompress((folder / "rank-0.json.gz").read_bytes()))["traceEvents"]
+    assert {"step 6", "forward"} <= {event.get("name") for event in events}
+    assert sum(event["dur"] for event in events if event.get("cat") == "kernel") > 0
     table = (folder / "rank-0.txt").read_text()
     assert "Self CUDA" in table
     assert "aten::mm " in table

@@ -279,7 +279,7 @@ def report_end(
         f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})" if done else "  no checkpoint was asked for",
         f"  metrics      {folder.records('metrics')}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
-        *([f"  profile      {titanlite} profile {path}"] if (folder.path / "profile").is_dir() else []),
+        *([f"  profile      {folder.path / 'profile'}"] if (folder.path / "profile").is_dir() else []),
         "What next?",
         f"  look           {titanlite} report {path}{needs}",
         *([f"  sample         {titanlite} generate {path} --prompt TEXT"] if done else []),

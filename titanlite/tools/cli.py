@@ -52,7 +52,6 @@ COMMANDS = {
     "report": "report.page.report",
     "parity": "report.where_command.parity",
     "inspect": "report.parameter_table.inspect",
-    "profile": "report.profile_command.profile",
     "data prepare": "ingest.prepare.prepare_folder",
     "data inspect": "ingest.inspect.inspect",
     "data tokenizer": "ingest.bpe.train_tokenizer",

@@ -7,23 +7,20 @@ only: every rank opens the same ones, and so does a resumed run. Each rank write
     profile/step-00000100/rank-0.txt             torch.profiler's table of operators
     profile/step-00000100/memory-rank-0.pickle   memory snapshot, which pytorch.org/memory_viz opens
 
-`titanlite profile RUN` prints a summary. Nothing here is used while `[profiling]` is off.
+Nothing here is used while `[profiling]` is off.
 """
 
-import json
 import logging
 import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from shlex import quote
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from titanlite.observer import Phase, StepObserver
-from titanlite.runtime.console import shell_command
 from titanlite.runtime.private_torch.tensors import dump_memory_snapshot, record_memory_history
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Profiling
@@ -138,13 +135,6 @@ class Profiler(StepObserver):
         self._leave(0)
         stopped, self._profile = self._profile, None
         if stopped is not None and self._begins:
-            about = {
-                "steps": [self._begins, self._step],
-                "rank": self._ranks.rank,
-                "world_size": self._ranks.world_size,
-                "device": self._device.type,
-            }
-            stopped.add_metadata_json("titanlite", json.dumps(about))
             stopped.stop_trace()
         self._begins, self._is_complete = 0, False
         return stopped
@@ -164,8 +154,8 @@ class Profiler(StepObserver):
                     path.with_name(f"rank-{self._ranks.rank}.txt").write_text(_operators(stopped, self._device))
                     logger.info(
                         f"profile of steps {first} to {last}: {path}, {path.stat().st_size / 2**20:.1f} MiB in "
-                        f"{time.perf_counter() - began:.1f} s. ui.perfetto.dev opens it; "
-                        f"{shell_command('titanlite')} profile {quote(str(self._run))} prints a summary"
+                        f"{time.perf_counter() - began:.1f} s. ui.perfetto.dev opens it; the .txt beside it "
+                        "has the operators with the longest time"
                     )
                 if self.config.enable_memory_snapshot:
                     path = save_memory_snapshot(folder, self._ranks.rank)
