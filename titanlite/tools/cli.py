@@ -142,7 +142,8 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
     Example:
         llama3_8b --training.steps=500
     """
-    started, began = time.time(), time.monotonic()
+    began = time.monotonic()
+    since_1970 = time.time() - began
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_launcher()
     requests, end = StopRequests(), RunEnd()
@@ -154,7 +155,7 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
 
     with leaving_mark(), requests.listening(stop_at_once, another_has_ended):
         loaded, resolved, ranks, device = _checked(config, overrides, log=True)
-        requests.plan(loaded.training.max_seconds, os.environ, started=started)
+        requests.plan(loaded.training.max_seconds, os.environ, started=began, since_1970=since_1970)
         from titanlite.metrics.clock import phase_seconds
         from titanlite.run.timeouts import PhaseTimeouts
 
