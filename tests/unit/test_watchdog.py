@@ -20,7 +20,7 @@ from titanlite.observer import Phase
 from titanlite.ops.cpu_collectives import InFlight
 from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
 from titanlite.run.timeouts import PhaseTimeouts
-from titanlite.run.watchdog import Beat, Watchdog, find_culprits, may_report, suspicious_after
+from titanlite.run.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Comm
 
@@ -82,6 +82,13 @@ def test_the_culprit_has_started_fewer_collectives_and_is_in_none(
 ) -> None:
     each = [beat(rank, started, kind=kind or "collective") for rank, (started, kind) in enumerate(of_ranks)]
     assert find_culprits(beats(*each), silent, on_gpu=on_gpu) == found
+
+
+def test_the_process_of_another_machine_of_the_same_name_is_not_looked_for() -> None:
+    mine = replace(beat(0, 7), machine="a")
+    for other, named in (("a", "gone"), ("b", "unreachable")):
+        both = beats(mine, replace(beat(1, 6), machine=other, pid=2**22 + 1))
+        assert mentions(explain(both, [1], [1], ranks=2, here="a"), named)
 
 
 def test_a_rank_without_a_reason_is_silent_or_has_its_time() -> None:

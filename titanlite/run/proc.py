@@ -1,6 +1,7 @@
 """Processes, and what the main thread of this one waits for. States and files are known on Linux, by /proc."""
 
 import os
+import platform
 import signal
 import sys
 import sysconfig
@@ -30,6 +31,18 @@ SKIPPED = (
     "/torch/autograd/",
 )
 """Files of PyTorch that call for others."""
+
+
+def machine() -> str:
+    """Return what names this machine, as long as it runs, and its space of process numbers (a container has its own).
+
+    Machines may have the same host name. Without /proc, it is the host name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
 
 
 def state_of(pid: int) -> str:

@@ -36,6 +36,7 @@ from titanlite.run.proc import (
     Activity,
     Starvation,
     Waiting,
+    machine,
     main_thread_waits_for,
     state_of,
 )
@@ -89,6 +90,8 @@ class Beat:
     """Kind of what the main thread waits for. "" while nothing is suspicious."""
     text: str = ""
     """The same as a predicate."""
+    machine: str = ""
+    """`proc.machine`: host names may be the same."""
 
     @property
     def place(self) -> str:
@@ -149,12 +152,12 @@ def may_report(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Seque
     return mine.quiet >= max(limits, default=0)
 
 
-def explain(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence[int], *, ranks: int, host: str) -> str:
+def explain(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence[int], *, ranks: int, here: str) -> str:
     """Return which ranks did not arrive, and why, as a sentence.
 
     Args:
         ranks: number of all ranks.
-        host: this host, on which states of processes can be read.
+        here: this machine, on which states of processes can be read.
     """
     if not culprits:
         hosts = sorted({beat.host for beat in beats.values()})
@@ -166,7 +169,7 @@ def explain(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence
         if beat is None:
             return "", "has never sent a heartbeat"
         if rank in silent:
-            return f" on {beat.host}", f"sends no heartbeat{_state(beat, is_here=beat.host == host)}"
+            return f" on {beat.host}", f"sends no heartbeat{_state(beat, is_here=beat.machine == here)}"
         return f" on {beat.host}", f"{beat.text} since {beat.quiet:.0f} s"
 
     clauses = []
@@ -239,6 +242,7 @@ class Watchdog:
         self._store: dist.Store | None = None
         self._line: threading.Thread | None = None
         self._seen: dict[int, tuple[int, float]] = {}
+        self._machine = machine()
         self._beat = self._make_beat(self._since)
 
     # This rank
@@ -290,7 +294,7 @@ class Watchdog:
         return Beat(
             rank=self._ranks.rank, host=platform.node(), pid=os.getpid(), number=number, step=position.step,
             phase=position.name, quiet=quiet, limit=self._limit(is_busy=is_busy), collectives=collectives,
-            kind=waiting.kind, text=waiting.text,
+            kind=waiting.kind, text=waiting.text, machine=self._machine,
         )  # fmt: skip
 
     def _limit(self, *, is_busy: bool = False) -> float:
@@ -370,7 +374,7 @@ class Watchdog:
         culprits = find_culprits(beats, silent, on_gpu=self._on_gpu)
         is_first = beat.rank == min((rank for rank in witnesses if rank not in silent), default=-1)
         if is_first and beat.quiet >= self._limit() and may_report(beats, culprits, silent, beat):
-            text = explain(beats, culprits, silent, ranks=world, host=beat.host)
+            text = explain(beats, culprits, silent, ranks=world, here=beat.machine)
             if store.compare_set("report", "", text).decode() == text:
                 self._print(text, beat, beats)
 
