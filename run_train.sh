@@ -35,11 +35,12 @@ count_gpus() {
 gpus=$(count_gpus)
 nproc_here=${NPROC:-$((gpus > 0 ? gpus : 1))}
 nnodes=${NNODES:-1}
-[[ $nproc_here =~ ^[1-9][0-9]*$ ]] || die "NPROC: expected a number of processes, got $nproc_here"
+[[ $nproc_here =~ ^[1-9][0-9]{0,8}$ ]] || die "NPROC: expected a number of processes, got $nproc_here"
 restarts=${MAX_RESTARTS:-0}
-[[ $nnodes =~ ^[1-9][0-9]*(:[1-9][0-9]*)?$ ]] || die "NNODES: expected a number of machines or a range (1:4), got $nnodes"
+[[ $restarts =~ ^[0-9]{1,9}$ ]] || die "MAX_RESTARTS: expected a number of restarts, got $restarts"
+restarts=$((10#$restarts)) # 08 is no octal number
+[[ $nnodes =~ ^[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?$ ]] || die "NNODES: expected a number of machines or a range (1:4), got $nnodes"
 ((${nnodes%:*} <= ${nnodes#*:})) || die "NNODES: expected a range from few to many, got $nnodes"
-[[ $restarts =~ ^[0-9]+$ ]] || die "MAX_RESTARTS: expected a number of restarts, got $restarts"
 
 if ((nproc_here * ${nnodes#*:} == 1)) && [[ ${1:-} == check ]]; then
     exec "$PYTHON" -m titanlite check --machines "${@:2}"

@@ -1,7 +1,7 @@
 # Sourced by run_train.sh and run_tests.sh: finds the interpreter, and makes .venv where there is none.
 # shellcheck shell=bash
 
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." 2>/dev/null && pwd)
 
 die() { printf 'error: %s\n' "$*" >&2; exit 2; }
 

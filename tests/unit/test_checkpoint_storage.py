@@ -10,6 +10,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from tests.helpers import mentions
@@ -17,9 +18,12 @@ from tests.manifests import manifest_of
 from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
+from titanlite.data.tokens import TokenStore
+from titanlite.run.endings import report_errors
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import write_all, write_atomically
-from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage
+from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage, sync
+from titanlite.tools.ingest.token_writer import TokenWriter
 
 
 @pytest.fixture(params=["disk", "flaky memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -322,3 +326,28 @@ def test_retention(keep_latest_k: int, keep_every: int, deleted: list[int]) -> N
     steps = [50, 10, 30, 20, 40]
     assert manifests.to_delete(steps, keep_latest_k=keep_latest_k, keep_every=keep_every) == deleted
     assert manifests.to_delete([], keep_latest_k=keep_latest_k, keep_every=keep_every) == []
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+
+@pytest.mark.parametrize("call", ["scandir", "fsync", "read"])
+def test_an_error_of_a_disk_names_the_path_and_the_rank(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("RANK", "3")
+    storage = open_storage(str(tmp_path / "run"), owner="me")
+    with TokenWriter(tmp_path / "tokens", vocab_size=9, tokenizer="test") as writer:
+        writer.add(np.arange(9))
+    store = TokenStore(tmp_path / "tokens")
+    path, act = {
+        "scandir": (tmp_path / "run", storage.list),
+        "fsync": (tmp_path / "run", lambda: sync(tmp_path / "run")),
+        "read": (tmp_path / "tokens" / "00000.tokens", lambda: store.read(0, 9)),
+    }[call]
+    (tmp_path / "run").mkdir()
+    monkeypatch.setattr(os, "pread" if call == "read" else call, failing)
+    assert report_errors(act) == 1
+    [line] = capfd.readouterr().err.splitlines()
+    assert mentions(line, "error: rank 3", f"[Errno {errno.EIO}]", f"'{path}'")

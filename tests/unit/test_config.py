@@ -1,6 +1,8 @@
 """The config: every problem is reported at once, in words, with its place; right values arrive unchanged."""
 
 import json
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -8,6 +10,7 @@ import tomli
 from pydantic import BaseModel
 
 from tests.helpers import mentions
+from titanlite.config import source
 from titanlite.config.keys import REMOVED, dotted_keys
 from titanlite.config.load import FOREIGN_KEYS, load, read
 from titanlite.metrics.run_summary import find_warnings
@@ -144,6 +147,61 @@ def test_a_value_of_the_base_is_replaced_whole(tmp_path: Path) -> None:
     assert ("data", "sources", "1", "path") not in draft.places
     assert draft.config.model.args == {"a": 3}
     assert str(draft.place(("model", "args", "a"))) == "run.toml:7"
+
+
+STATEMENTS = (
+    r'''a = 1 # ] " [
+"quoted # ]" = "x # [ \" y" # "
+b.'c'."d" = [ # ['
+  "]", 'it"s', """ ] \
+    "" \""" [""", # ]]
+  [1, [2]], { x = [1], "y" = "}" }, 1979-05-27T07:32:00Z,
+]
+text = """
+[not.a.table]
+it's = "
+""""'''
+    + """
+literal = '''
+\\ ''[''
+'''''
+[t."u.v"] # [
+x = {}
+[[list]]
+y = [[], [[]]]
+
+[[list]]
+  [list.z]
+  w = ''"""
+)
+
+
+def test_lines_of_statements_are_those_that_tomli_finds() -> None:
+    def statements(text: str) -> Iterator[tuple[int, str]]:
+        """Add line after line until it is TOML: slow, and plain."""
+        lines = enumerate(text.split("\n"), start=1)
+        for number, statement in lines:
+            while True:
+                try:
+                    tomli.loads(statement)
+                    break
+                except tomli.TOMLDecodeError:
+                    statement += f"\n{next(lines)[1]}"
+            yield number, statement
+
+    assert len(tomli.loads(STATEMENTS)) == 7
+    assert [(line, text.rstrip("\n")) for line, text in source._statements(STATEMENTS)] == [*statements(STATEMENTS)]
+
+
+def test_long_lists_are_read_in_linear_time() -> None:
+    times = []
+    for count in (2_000, 20_000):
+        text = "[validation]\ntasks = [\n" + "".join(f"  'a{i}',\n" for i in range(count)) + "]\n"
+        began = time.process_time()
+        assert len(source.key_lines(text)) == count + 2
+        times.append(time.process_time() - began)
+    assert times[1] < 50 * times[0]
+    assert times[1] < 20
 
 
 def test_entries_of_lists_are_made_on_the_command_line(tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """Data: shards of tokens, a permutation each epoch, and batches that depend on the config alone."""
 
+import errno
 import json
+import os
 import pickle
 import re
 from pathlib import Path
@@ -9,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 import torch
+from torch.utils.data import Dataset
 
 from tests.helpers import mentions
 from titanlite.data.loader import MicroBatches, build_loader
@@ -204,4 +207,19 @@ def test_ids_beyond_the_vocabulary_are_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError) as error:  # without the traceback of the worker
         next(loader)
     assert mentions(str(error.value), "data.path", tmp_path / "tokens", 300, 9, 258)
+    assert len(str(error.value).splitlines()) == 1
+
+
+class BrokenDisk(Dataset[Any]):
+    def __getitem__(self, index: int) -> Any:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), "/data/00000.tokens")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("workers", [0, 1])
+def test_an_error_of_a_disk_is_one_line(workers: int) -> None:
+    batches = MicroBatches(start=0, sizes=BatchSizes((), 2), micro_batch_size=2, rank=0, ranks=1)
+    loader = build_loader(BrokenDisk(), batches, num_workers=workers, device=torch.device("cpu"))
+    with pytest.raises(OSError, match=r"Errno 5.*'/data/00000\.tokens'") as error:
+        next(loader)
     assert len(str(error.value).splitlines()) == 1

@@ -9,7 +9,7 @@ import torch
 
 from tests.helpers import mentions
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hardware import HARDWARE, Hardware, hardware_of
+from titanlite.runtime.hardware import HARDWARE, Hardware, hardware_of, host_memory
 from titanlite.runtime.process_group import Ranks, gpu_index, why_no_gpu
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
 
@@ -33,6 +33,44 @@ def problems_of(folder: Path, text: str) -> list[str]:
     with pytest.raises(UserError) as caught:
         load_hardware(file_of(folder, text))
     return str(caught.value).splitlines()
+
+
+# Memory of the host
+
+
+V1, V2 = "memory.limit_in_bytes", "memory.max"
+
+
+@pytest.mark.parametrize(
+    ("own", "limits", "least"),
+    [
+        ("0::/", {"": (V2, "max")}, None),
+        ("0::/", {"": (V2, "5000000")}, 5000000),
+        ("0::/a/b", {"": (V2, "max"), "a": (V2, "900000"), "a/b": (V2, "max")}, 900000),
+        ("0::/a/b", {"a": (V2, "900000"), "a/b": (V2, "800000")}, 800000),
+        ("0::/a/b", {"a": (V2, "800000"), "a/b": (V2, "900000"), "a/b/c": (V2, "7")}, 800000),
+        ("0::/../x", {"": (V2, "900000"), "x": (V2, "max")}, 900000),
+        ("5:cpu,cpuacct:/c\n4:memory:/docker/x\n0::/", {"memory/docker": (V1, "900000")}, 900000),
+        ("4:hugetlb,memory:/docker/x", {"memory": (V1, "900000")}, 900000),  # a container sees its own as the first
+        ("4:memory:/a/b", {"memory/a": (V1, "900000"), "memory/a/b": (V1, "9223372036854771712")}, 900000),
+        ("4:cpu:/a", {"a": (V2, "7")}, None),
+        ("damaged", {"": (V2, "7")}, None),
+        (None, {"": (V2, "7")}, None),
+    ],
+)
+def test_the_memory_of_a_host_is_the_least_limit_of_its_groups(
+    own: str | None, limits: dict[str, tuple[str, str]], least: int | None, tmp_path: Path
+) -> None:
+    (tmp_path / "proc/self").mkdir(parents=True)
+    if own is not None:
+        (tmp_path / "proc/self/cgroup").write_text(f"{own}\n")
+    for folder, (name, value) in limits.items():
+        place = tmp_path / "sys/fs/cgroup" / folder
+        place.mkdir(parents=True, exist_ok=True)
+        (place / name).write_text(f"{value}\n")
+    physical = host_memory(tmp_path / "nothing")
+    assert physical > 2**28
+    assert host_memory(tmp_path) == (least or physical)
 
 
 # The table

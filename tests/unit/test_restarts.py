@@ -9,13 +9,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.helpers import TinyRun, mentions
-from titanlite.run.restarts import (
-    RunEnd,
-    are_starts,
-    begin_start,
-    check_progress,
-    end_last,
-)
+from titanlite.run.restarts import RunEnd, are_starts, begin_start, check_progress, end_last
 from titanlite.tools import cli
 
 RESTARTED = {"SLURM_RESTART_COUNT": "2"}
@@ -72,8 +66,9 @@ def test_the_first_failure_is_the_reason() -> None:
     assert starts[0]["end"] == {"code": 1, "reason": "rank-1 was killed", "step": 40}
 
 
-def test_only_the_own_start_is_ended(tmp_path: Path) -> None:
-    other = failed(40) | {"process": os.getppid()}
+@pytest.mark.parametrize("changed", [{"process": os.getppid()}, {"machine": "of the same name"}])
+def test_only_the_own_start_is_ended(changed: dict[str, Any], tmp_path: Path) -> None:
+    other = {**begin_start({}), **changed}
     (tmp_path / "run.json").write_text(json.dumps({"id": "x", "starts": [other]}))
     with RunEnd().recorded(tmp_path, rank=0, step=lambda: 50):
         pass

@@ -114,8 +114,19 @@ def test_a_worker_that_begins_prints_nothing_when_a_signal_ends_its_process(tmp_
 def test_planned_ends(limit: int | None, slurm_end: int | None, end: float, reason: str) -> None:
     requests = StopRequests()
     environ = {} if slurm_end is None else {"SLURM_JOB_END_TIME": str(slurm_end)}
-    requests.plan(limit, environ, started=1000)
-    assert (requests.end, requests.planned) == (end, reason)
+    requests.plan(limit, environ, started=1000 - 700, since_1970=700)
+    assert (requests.end, requests.planned) == (end - 700, reason)
+
+
+def test_a_clock_that_is_set_ends_no_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    requests, began, day = StopRequests(), time.monotonic(), time.time()
+    requests.plan(3600, {"SLURM_JOB_END_TIME": str(int(day) + 7200)}, started=began, since_1970=day - began)
+    for jump in (-7200, 7200):
+        monkeypatch.setattr(time, "time", lambda jump=jump: day + jump)
+        assert not requests.requested()
+    monkeypatch.setattr(time, "monotonic", lambda: began + 3601)
+    assert requests.requested()
+    assert requests.reason == "training.max_duration"
 
 
 class AfterCalls(StopRequests):

@@ -20,7 +20,7 @@ from titanlite.observer import Phase
 from titanlite.ops.cpu_collectives import InFlight
 from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
 from titanlite.run.timeouts import PhaseTimeouts
-from titanlite.run.watchdog import Beat, Watchdog, find_culprits, may_report, suspicious_after
+from titanlite.run.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Comm
 
@@ -71,6 +71,7 @@ CODE, DATA, FILES = "code", "data", "files"
         ([(7, ""), (6, "")], [1], False, [1]),
         ([(7, "")], [1], False, [1]),
         ([(7, DATA), (7, DATA)], [], False, [0, 1]),
+        ([(7, "")], [], False, [0]),  # a rank alone waits for no network
         ([(7, ""), (7, "")], [], False, []),
         ([(7, CODE), (7, CODE)], [], True, []),  # hosts wait for their GPUs
         ([(7, CODE), (7, FILES)], [], True, [0, 1]),
@@ -81,6 +82,13 @@ def test_the_culprit_has_started_fewer_collectives_and_is_in_none(
 ) -> None:
     each = [beat(rank, started, kind=kind or "collective") for rank, (started, kind) in enumerate(of_ranks)]
     assert find_culprits(beats(*each), silent, on_gpu=on_gpu) == found
+
+
+def test_the_process_of_another_machine_of_the_same_name_is_not_looked_for() -> None:
+    mine = replace(beat(0, 7), machine="a")
+    for other, named in (("a", "gone"), ("b", "unreachable")):
+        both = beats(mine, replace(beat(1, 6), machine=other, pid=2**22 + 1))
+        assert mentions(explain(both, [1], [1], ranks=2, here="a"), named)
 
 
 def test_a_rank_without_a_reason_is_silent_or_has_its_time() -> None:
@@ -109,6 +117,7 @@ class Rank:
         self.collectives = 1
         self.waits = IN_COLLECTIVE
         self.busy = False
+        self.starved = 0.0
         self.ended: list[tuple[str, int]] = []
         self.watchdog = Watchdog(
             self.phase,
@@ -120,6 +129,7 @@ class Rank:
             count=lambda: {"world": self.collectives},
             waits_for=lambda: self.waits,
             is_busy=lambda now: self.busy,
+            starved=lambda: self.starved,
         )
         self.stopped = False
 
@@ -269,6 +279,19 @@ def test_training_is_quiet(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> N
     assert caplog.messages == []
 
 
+def test_a_rank_that_gets_no_core_is_no_hang(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
+    """It has a 70th of one, and the other rank waits for it in a collective."""
+    job.ranks[0].collectives += 1
+    job.ranks[1].waits, job.ranks[1].starved = ASLEEP, 2 * 69 / 70
+    job.run(600)
+    assert caplog.messages == []
+    assert [rank.ended for rank in job.ranks] == [[], []]
+    job.ranks[1].starved = 0.0
+    job.run(30)
+    [line] = hang(caplog, 1)
+    assert mentions(line, "rank 1", "mine.py:3, loss")
+
+
 def test_a_machine_that_sleeps_is_no_hang(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
     job.now += 10_000
     job.run(4)
@@ -372,6 +395,27 @@ def test_processes_their_states_and_their_work() -> None:
         sum(range(10000))
     Path(os.devnull).write_bytes(bytes(2**20))
     assert work_done(os.getpid())[1] >= before[1] + 2**20
+
+
+@LINUX
+def test_the_wait_for_a_core_is_known() -> None:
+    """A process with the least share of a core waits for another process almost always."""
+    script = (
+        "import os, sys, time; from titanlite.run.proc import Starvation; os.sched_setaffinity(0, {int(sys.argv[1])})\n"
+        "if len(sys.argv) > 2:\n    while True: pass\n"
+        "os.nice(19); it = Starvation(); it.since_last(); began = time.monotonic()\n"
+        "while time.monotonic() < began + 2: pass\n"
+        "print(it.since_last())"
+    )
+    core = str(min(os.sched_getaffinity(0)))
+    other = subprocess.Popen([sys.executable, "-c", script, core, "spin"])
+    try:
+        time.sleep(1)
+        output = subprocess.run([sys.executable, "-c", script, core], capture_output=True, text=True, check=True).stdout
+    finally:
+        other.kill()
+        other.wait()
+    assert float(output) > 1
 
 
 def test_the_main_thread_is_in_its_own_code() -> None:

@@ -155,8 +155,26 @@ def _syntax_problem(name: str, rank: int, text: str, message: str) -> Problem:
     return Problem("", f"{name} is not valid TOML: {why}{quoted}", Place(rank, line, f"{name}:{line}"))
 
 
+TOKEN = re.compile(
+    r'"""(?:\\.|[^\\])*?"{3,5}' r"|'''.*?'{3,5}" r'|"(?:\\.|[^"\\])*"' r"|'[^']*'" r"|#[^\n]*|[\[\]{}\n]", re.DOTALL
+)
+"""What decides where a statement of TOML ends: strings and comments are one, brackets open and close."""
+
+
+def _statements(text: str) -> Iterator[tuple[int, str]]:
+    """Yield the line and the text of each statement of a valid file."""
+    begin, line, number, depth = 0, 1, 1, 0
+    for token in TOKEN.finditer(text):
+        depth += (token[0] in ("[", "{")) - (token[0] in ("]", "}"))
+        number += token[0].count("\n")
+        if token[0] == "\n" and depth == 0:
+            yield line, text[begin : token.end()]
+            begin, line = token.end(), number
+    yield line, text[begin:]
+
+
 def key_lines(text: str) -> dict[Key, int]:
-    """Return the line of every key, section and entry of a list.
+    """Return the line of every key, section and entry of a list of a valid file.
 
     tomli itself parses the text statement by statement, so that quoted keys, dotted keys and values of several lines
     are read as in the whole file.
@@ -164,13 +182,8 @@ def key_lines(text: str) -> dict[Key, int]:
     found: dict[Key, int] = {}
     counts: dict[Key, int] = {}  # number of the newest entry of each [[list of tables]]
     table: Key = ()
-    lines = enumerate(text.split("\n"), start=1)
-    for number, statement in lines:
-        while (parsed := _parsed(statement)) is None:
-            _, more = next(lines, (0, None))
-            if more is None:
-                return found
-            statement += f"\n{more}"
+    for number, statement in _statements(text):
+        parsed = tomli.loads(statement)
         if statement.lstrip().startswith("["):
             table = _header(parsed, counts, found, number)
             found[table] = number

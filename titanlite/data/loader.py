@@ -3,6 +3,7 @@ samples that the whole run has consumed. So worker processes, ranks and prefetch
 
 import gc
 import multiprocessing
+import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any
@@ -121,10 +122,9 @@ def build_loader(
     try:
         for batch in read_ahead:
             yield split(to_device(batch, device))
-    except UserError as error:  # a worker's has its traceback
-        raise UserError(
-            str(error).rstrip().splitlines()[-1].removeprefix(f"{UserError.__module__}.UserError: ")
-        ) from None
+    except (UserError, OSError) as error:  # a worker's has its traceback
+        kind = UserError if isinstance(error, UserError) else OSError
+        raise kind(re.sub(r"^[\w.]+Error: ", "", str(error).rstrip().splitlines()[-1])) from None
     finally:
         if context:
             del loader, read_ahead

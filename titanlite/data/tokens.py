@@ -20,7 +20,7 @@ from typing import Any, NamedTuple, Self
 import numpy as np
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import checked_name, read_small
+from titanlite.runtime.files import checked_name, naming_path, read_small
 
 # Files of records of one type, for random access: tokens, starts of documents, and entries of a teacher.
 #
@@ -70,11 +70,7 @@ class RecordFile:
             raise UserError(f"{self._key}: {self.path} has {found:,} bytes, and {size:,} are stated")
 
     def __getitem__(self, index: int) -> int:
-        size = self._dtype.itemsize
-        data = os.pread(self._descriptor, size, index * size)
-        if len(data) < size:
-            raise self._changed("has become shorter")
-        return int.from_bytes(data, "little")
+        return int(self.read(index, index + 1)[0])
 
     def read(self, begin: int, end: int) -> np.ndarray:
         """Return the records [begin, end).
@@ -83,12 +79,13 @@ class RecordFile:
             UserError: the file has become shorter.
         """
         size, offset = ((number * self._dtype.itemsize) for number in (end - begin, begin))
-        data = os.pread(self._descriptor, size, offset)
+        data = b""
         while len(data) < size:  # one read returns 2 GiB at most
-            more = os.pread(self._descriptor, size - len(data), offset + len(data))
+            with naming_path(self.path):
+                more = os.pread(self._descriptor, size - len(data), offset + len(data))
             if not more:
                 raise self._changed("has become shorter")
-            data += more
+            data = data + more if data else more
         return np.frombuffer(data, dtype=self._dtype)
 
     def _changed(self, how: str) -> UserError:

@@ -34,8 +34,9 @@ HANG = "hang: "
 def report_errors(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
-    The user's mistakes become lines on standard error. Other exceptions become a few lines and a traceback in the log
-    of this rank; a traceback where there is no log yet. The end of whoever reads the output (`| head`) is neither.
+    The user's mistakes become lines on standard error, errors of a disk one line with rank and path. Other exceptions
+    become a few lines and a traceback in the log of this rank; a traceback where there is no log yet. The end of
+    whoever reads the output (`| head`) is neither.
     """
     try:
         command()
@@ -63,6 +64,8 @@ def report_errors(command: Callable[[], None]) -> int:
 def describe(error: BaseException, environ: Mapping[str, str], *, log: Path | None) -> str:
     """Return lines about an exception: rank, host, step and phase, its last frames, and the place of the whole.
 
+    An error of a disk is one line.
+
     Args:
         log: file that has the whole traceback. Without it, the lines have it.
     """
@@ -71,6 +74,11 @@ def describe(error: BaseException, environ: Mapping[str, str], *, log: Path | No
     lines = "".join(traceback.format_exception(error)).splitlines()
     cause = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     error.__notes__ = notes
+    if isinstance(error, OSError):  # of a disk: its path says more than frames
+        at = "".join(f" at {note}" for note in notes)
+        whole = "" if log is None else f" (the whole traceback: {log})"
+        place = f"rank {environ.get('RANK', 0)} on {platform.node()} failed{at}: " if "RANK" in environ or log else ""
+        return f"error: {place}{' '.join(str(error).split())[:MOST_CHARACTERS]}{whole}"
     if log is None:
         where = f"[rank {environ['RANK']}] " if "RANK" in environ else ""
         return "\n".join(where + line for line in [*lines, *notes])

@@ -1,6 +1,7 @@
 """Processes, and what the main thread of this one waits for. States and files are known on Linux, by /proc."""
 
 import os
+import platform
 import signal
 import sys
 import sysconfig
@@ -30,6 +31,18 @@ SKIPPED = (
     "/torch/autograd/",
 )
 """Files of PyTorch that call for others."""
+
+
+def machine() -> str:
+    """Return what names this machine, as long as it runs, and its space of process numbers (a container has its own).
+
+    Machines may have the same host name. Without /proc, it is the host name.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{platform.node()} {boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return platform.node()
 
 
 def state_of(pid: int) -> str:
@@ -103,17 +116,21 @@ class Waiting(NamedTuple):
     """Predicate of a sentence about the process."""
 
 
-def main_thread_waits_for() -> Waiting:
-    """Return what the main thread of this process waits for, or the save that it waits for."""
+def main_thread_waits_for(*, is_alone: bool = False) -> Waiting:
+    """Return what the main thread of this process waits for, or the save that it waits for.
+
+    Args:
+        is_alone: no other rank could be waited for in a collective.
+    """
     main = threading.main_thread()
     frames = _frames(main)
     if any(file.endswith(("/bdb.py", "/pdb.py")) or "/debugpy/" in file or "pydevd" in file for file, _, _ in frames):
         return Waiting(DEBUGGER, "is in a debugger")
-    waiting = _waits_for(main, frames)
+    waiting = _waits_for(main, frames, is_alone)
     if waiting.kind == CODE and frames and "/titanlite/checkpoint/" in _last_own_frame(frames)[0]:
         for thread in threading.enumerate():
             if thread.name.startswith("checkpoint"):
-                waiting = _waits_for(thread, _frames(thread))
+                waiting = _waits_for(thread, _frames(thread), is_alone)
     return waiting
 
 
@@ -124,7 +141,7 @@ def _frames(thread: threading.Thread) -> list[tuple[str, int, str]]:
     return [(it.f_code.co_filename, line, it.f_code.co_name) for it, line in walk]
 
 
-def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]]) -> Waiting:
+def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]], is_alone: bool) -> Waiting:
     path = blocked_file(os.getpid(), thread.native_id or 0)
     if path and not path.startswith("pipe:"):
         return Waiting(FILES, f"waits for the file system ({path})")
@@ -134,7 +151,7 @@ def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]]) -> 
     if "/torch/utils/data/" in file or "/torchdata/" in file:
         return Waiting(DATA, f"waits for a data worker{_worker()}")
     is_collective = "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file
-    if is_collective or file.endswith("/titanlite/ops/cpu_collectives.py"):
+    if not is_alone and (is_collective or file.endswith("/titanlite/ops/cpu_collectives.py")):
         return Waiting(COLLECTIVE, "is in a collective")
     for folder in (str(Path.cwd()), str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]):
         file = file.removeprefix(f"{folder}/")
@@ -163,6 +180,29 @@ def _worker() -> str:
         if path and not path.startswith("pipe:"):
             return f" (process {pid}, which waits for the file {path})"
     return ""
+
+
+class Starvation:
+    """Time for which this process could run, and got no core. Without /proc/PID/task/TID/schedstat, it is none."""
+
+    def __init__(self) -> None:
+        self._waited: dict[int, float] = {}
+
+    def since_last(self) -> float:
+        """Return the seconds since the last call for which the thread that had to wait longest has waited for a core.
+
+        Python's own threads other than the main one do not count: they serve, as the watchdog does.
+        """
+        servants = {it.native_id for it in threading.enumerate() if it is not threading.main_thread()}
+        waited: dict[int, float] = {}
+        with suppress(OSError):
+            for thread in map(int, os.listdir("/proc/self/task")):
+                with suppress(OSError, IndexError, ValueError):  # it has ended; another kernel
+                    if thread not in servants:
+                        text = Path(f"/proc/self/task/{thread}/schedstat").read_text()
+                        waited[thread] = int(text.split()[1]) / 1e9
+        last, self._waited = self._waited, waited
+        return max((seconds - last[thread] for thread, seconds in waited.items() if thread in last), default=0.0)
 
 
 class Activity:

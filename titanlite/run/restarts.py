@@ -14,6 +14,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
+from titanlite.run.proc import machine
 from titanlite.runtime.errors import RunError
 from titanlite.runtime.files import read_small, write_atomically
 from titanlite.runtime.signals import STOPPED
@@ -48,6 +49,7 @@ def begin_start(environ: Mapping[str, str]) -> Start:
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "host": platform.node(),
+        "machine": machine(),
         "process": os.getpid(),
         "automatic": is_automatic(environ),
         "step": None,
@@ -56,7 +58,7 @@ def begin_start(environ: Mapping[str, str]) -> Start:
 
 def is_own(starts: Sequence[Start]) -> bool:
     """Return whether the last record is that of this process, and has no end yet."""
-    own = {"host": platform.node(), "process": os.getpid()}
+    own = {"machine": machine(), "process": os.getpid()}
     return bool(starts) and starts[-1].items() >= own.items() and "end" not in starts[-1]
 
 

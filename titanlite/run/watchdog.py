@@ -2,9 +2,9 @@
 
 Each rank writes to one key of the job's store: its step, its phase, and how long it has given no sign of life. A sign
 is a new phase or a new collective. In phases of unknown length, work of the process is one, too: it computes, reads or
-writes. After 20 s without a sign, `faulthandler` writes the stacks of a rank to its log. One rank reads the keys of
-all, and prints one line about those that lag. The run is ended by its timeout alone: by that of a collective, or here,
-where a process waits for something else.
+writes. Time for which a rank waits for a core does not count. After 20 s without a sign, `faulthandler` writes the
+stacks of a rank to its log. One rank reads the keys of all, and prints one line about those that lag. The run is ended
+by its timeout alone: by that of a collective, or here, where a process waits for something else.
 """
 
 import faulthandler
@@ -19,6 +19,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from typing import IO
@@ -28,7 +29,17 @@ import torch.distributed as dist
 
 from titanlite.observer import Phase, Position
 from titanlite.run.endings import HANG
-from titanlite.run.proc import COLLECTIVE, DEBUGGER, STATES, Activity, Waiting, main_thread_waits_for, state_of
+from titanlite.run.proc import (
+    COLLECTIVE,
+    DEBUGGER,
+    STATES,
+    Activity,
+    Starvation,
+    Waiting,
+    machine,
+    main_thread_waits_for,
+    state_of,
+)
 from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
 from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives, recent_collectives
 from titanlite.runtime.process_group import Ranks
@@ -79,6 +90,8 @@ class Beat:
     """Kind of what the main thread waits for. "" while nothing is suspicious."""
     text: str = ""
     """The same as a predicate."""
+    machine: str = ""
+    """`proc.machine`: host names may be the same."""
 
     @property
     def place(self) -> str:
@@ -113,6 +126,8 @@ def find_culprits(beats: Mapping[int, Beat], silent: Sequence[int], *, on_gpu: b
     """
     if silent:
         return sorted(silent)
+    if len(beats) == 1:
+        return [*beats]
     fewest = min(beat.collectives for beat in beats.values())
     lagging = [rank for rank, beat in beats.items() if beat.collectives == fewest]
     if len(lagging) < len(beats):
@@ -131,16 +146,18 @@ def may_report(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Seque
     suspects = [beats[rank] for rank in culprits if rank in beats] if culprits else [mine]
     if any(beat.kind == DEBUGGER or (not beat.kind and beat.rank not in silent) for beat in suspects):
         return False
+    if any(beat.quiet < beat.limit for beat in suspects if beat.rank not in silent):  # slow, but it works
+        return False
     limits = [beat.limit for beat in suspects if beat.rank not in silent or beat.step >= mine.step]
     return mine.quiet >= max(limits, default=0)
 
 
-def explain(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence[int], *, ranks: int, host: str) -> str:
+def explain(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence[int], *, ranks: int, here: str) -> str:
     """Return which ranks did not arrive, and why, as a sentence.
 
     Args:
         ranks: number of all ranks.
-        host: this host, on which states of processes can be read.
+        here: this machine, on which states of processes can be read.
     """
     if not culprits:
         hosts = sorted({beat.host for beat in beats.values()})
@@ -152,7 +169,7 @@ def explain(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence
         if beat is None:
             return "", "has never sent a heartbeat"
         if rank in silent:
-            return f" on {beat.host}", f"sends no heartbeat{_state(beat, is_here=beat.host == host)}"
+            return f" on {beat.host}", f"sends no heartbeat{_state(beat, is_here=beat.machine == here)}"
         return f" on {beat.host}", f"{beat.text} since {beat.quiet:.0f} s"
 
     clauses = []
@@ -189,6 +206,7 @@ class Watchdog:
         on_gpu: the host may wait for a GPU.
         clock: seconds, without those in which the machine sleeps.
         count: returns the collectives that were started, by process group.
+        starved: returns the seconds since the last call for which this process could run, and got no core.
     """
 
     def __init__(
@@ -202,12 +220,15 @@ class Watchdog:
         on_gpu: bool = False,
         clock: Callable[[], float] = time.monotonic,
         count: Callable[[], dict[str, int]] = count_collectives,
-        waits_for: Callable[[], Waiting] = main_thread_waits_for,
+        waits_for: Callable[[], Waiting] | None = None,
         is_busy: Callable[[float], bool] | None = None,
+        starved: Callable[[], float] | None = None,
     ) -> None:
         self._phase, self._ranks, self._connect, self._end = phase, ranks, connect, end
-        self._on_gpu, self._clock, self._count, self._waits_for = on_gpu, clock, count, waits_for
+        self._on_gpu, self._clock, self._count = on_gpu, clock, count
+        self._waits_for = waits_for or partial(main_thread_waits_for, is_alone=ranks.world_size == 1)
         self._is_busy = is_busy or Activity().is_busy
+        self._starved = starved or Starvation().since_last
         self.interval = max(min(phase.shortest_timeout / TICKS, INTERVAL), ranks.world_size / MOST_WRITES, 0.1)
         self.is_over = threading.Event()
         self.report = ""
@@ -221,6 +242,7 @@ class Watchdog:
         self._store: dist.Store | None = None
         self._line: threading.Thread | None = None
         self._seen: dict[int, tuple[int, float]] = {}
+        self._machine = machine()
         self._beat = self._make_beat(self._since)
 
     # This rank
@@ -230,6 +252,9 @@ class Watchdog:
         now = self._clock()
         if now - self._last_look > 3 * self.interval + 1:  # the whole process did not run: a laptop slept, or SIGSTOP
             self._since = self._worked = now
+        # A machine of many other processes gives this one a small share of a core: that time does not count.
+        starved = min(self._starved(), now - self._last_look)
+        self._since, self._worked = min(self._since + starved, now), min(self._worked + starved, now)
         self._last_look = now
         position, counts = self._phase.position, self._count()
         is_saving = position.name.timeout == "save"
@@ -269,7 +294,7 @@ class Watchdog:
         return Beat(
             rank=self._ranks.rank, host=platform.node(), pid=os.getpid(), number=number, step=position.step,
             phase=position.name, quiet=quiet, limit=self._limit(is_busy=is_busy), collectives=collectives,
-            kind=waiting.kind, text=waiting.text,
+            kind=waiting.kind, text=waiting.text, machine=self._machine,
         )  # fmt: skip
 
     def _limit(self, *, is_busy: bool = False) -> float:
@@ -349,7 +374,7 @@ class Watchdog:
         culprits = find_culprits(beats, silent, on_gpu=self._on_gpu)
         is_first = beat.rank == min((rank for rank in witnesses if rank not in silent), default=-1)
         if is_first and beat.quiet >= self._limit() and may_report(beats, culprits, silent, beat):
-            text = explain(beats, culprits, silent, ranks=world, host=beat.host)
+            text = explain(beats, culprits, silent, ranks=world, here=beat.machine)
             if store.compare_set("report", "", text).decode() == text:
                 self._print(text, beat, beats)
 

@@ -9,8 +9,10 @@ import math
 import os
 import platform
 import re
+import resource
 import shutil
 import stat
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -28,6 +30,8 @@ BLOCK = 2**20
 """Bytes to read at once."""
 SMALL = 2**28
 """Bytes that a config, a tokenizer or an index may have. The largest known tokenizer.json has an eighth of it."""
+LEAST_OPEN_FILES = 64
+"""Files that a process has open with a margin: of two ranks, each has about 30."""
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 """Errors of file systems without locks."""
 
@@ -288,6 +292,30 @@ def lock_work(path: Path, *, on_wait: Callable[[str], None]) -> IO[str]:
     if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
         raise PermissionError(errno.EPERM, "is not a folder of this user", str(folder))
     return lock_file(folder / hashlib.sha256(str(path.absolute()).encode()).hexdigest()[:32], on_wait=on_wait)
+
+
+def leave_deleted_folder() -> None:
+    """Change to a folder in which nothing is, and nothing can be made, if the current one was deleted.
+
+    Libraries end a process without a current folder (MKL). Absolute paths work, and relative ones lead nowhere.
+    """
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        print("warning: the current folder was deleted: relative paths lead nowhere", file=sys.stderr, flush=True)
+        with suppress(OSError):
+            os.chdir("/proc/self/fdinfo")
+
+
+def check_open_files() -> None:
+    """Check that this process may open as many files as training has open at least.
+
+    Raises:
+        UserError: it may not.
+    """
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if 0 <= limit < LEAST_OPEN_FILES:
+        raise UserError(f"this process may open {limit} files, and needs {LEAST_OPEN_FILES}: raise `ulimit -n`")
 
 
 def why_not_writable(folder: str) -> str | None:

@@ -7,6 +7,7 @@ Memory is the total that PyTorch reports, rounded down: drivers differ by some t
 """
 
 import os
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -152,9 +153,25 @@ def _known(device: torch.device) -> Hardware | None:
     return next((hardware for hardware in HARDWARE if name in hardware.driver_names), None)
 
 
-def host_memory() -> int:
-    """Return the bytes of memory of the machine, or of its container (cgroup v2)."""
-    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = Path("/sys/fs/cgroup/memory.max")
-    allowed = limit.read_text().strip() if limit.is_file() else "max"
-    return physical if allowed == "max" else min(physical, int(allowed))
+def host_memory(root: Path = Path("/")) -> int:
+    """Return the bytes of memory of the machine, or the least limit of this process's cgroups (v1, v2) and of those
+    above them.
+
+    Args:
+        root: folder of /proc and /sys.
+    """
+    limits = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")]
+    with suppress(OSError, ValueError):
+        for line in (root / "proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if "memory" in controllers.split(","):
+                folder, name = root / "sys/fs/cgroup/memory", "memory.limit_in_bytes"
+            elif not controllers:
+                folder, name = root / "sys/fs/cgroup", "memory.max"
+            else:
+                continue
+            for part in ("", *path.split("/")):  # a container's own is where its parents would be
+                folder = folder if part == ".." else folder / part
+                with suppress(OSError, ValueError):  # "max", or it cannot be seen from here
+                    limits.append(int((folder / name).read_text()))
+    return min(limits)

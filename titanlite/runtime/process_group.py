@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from titanlite.runtime.allocator import cores, keep_freed_memory
-from titanlite.runtime.errors import UserError, whole_number
+from titanlite.runtime.errors import RunError, UserError, whole_number
 
 
 @dataclass(frozen=True)
@@ -113,14 +113,14 @@ def process_group(
         watch: returns a context that is entered while the group runs, its last barrier included.
 
     Raises:
-        UserError: WORLD_SIZE is set and RANK is not.
+        UserError: torchrun's environment variables are not complete, or the port is in use.
+        RunError: the other ranks cannot be reached.
     """
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, cores() // ranks.local_world_size))
     if deterministic:
         use_deterministic_kernels()
-    if ranks.world_size > 1 and "RANK" not in os.environ:
-        raise UserError("WORLD_SIZE is set and RANK is not: several processes are started with torchrun")
+    _check_environment(ranks, os.environ)
     if ranks.world_size == ranks.local_world_size:
         use_loopback(os.environ)
     backend, bound = "gloo", None
@@ -130,11 +130,32 @@ def process_group(
         torch.cuda.set_device(device)
         backend, bound = "cuda:nccl,cpu:gloo", device
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
-    dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound, **alone)
+    try:
+        dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound, **alone)
+    except dist.DistNetworkError as error:
+        place = f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')} (MASTER_ADDR, MASTER_PORT)"
+        if "EADDRINUSE" in str(error):
+            raise UserError(f"{place}: another process uses this port: name another, or let torchrun choose") from None
+        raise RunError(f"{place}: {str(error).splitlines()[0]}") from None
     with watch():
         yield
         dist.barrier()
     dist.destroy_process_group()
+
+
+def _check_environment(ranks: Ranks, environ: Mapping[str, str]) -> None:
+    """Check that torchrun's environment variables are all there, or none of them."""
+    names = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    missing = [name for name in names if name not in environ]
+    if missing and ("RANK" in environ or ranks.world_size > 1):
+        there = ", ".join(name for name in names if name in environ)
+        raise UserError(
+            f"{there} without {', '.join(missing)}: several processes are started with torchrun, which sets all of them"
+        )
+    if ranks.rank >= ranks.world_size:
+        raise UserError(f"RANK is {ranks.rank}, and WORLD_SIZE {ranks.world_size}: ranks begin at 0")
+    if "RANK" in environ and whole_number(environ, "MASTER_PORT", 0) > 65535:
+        raise UserError(f"MASTER_PORT: {environ['MASTER_PORT']} is no port")
 
 
 def use_loopback(environ: MutableMapping[str, str]) -> None:

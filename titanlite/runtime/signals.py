@@ -52,35 +52,36 @@ class StopRequests:
 
     def __init__(self) -> None:
         self.end, self.planned = math.inf, ""
-        """Time of day (seconds since 1970) from which on the run must stop, and the reason."""
+        """Time of `time.monotonic` from which on the run must stop, and the reason. The time of day may be set."""
         self._signal: str | None = None
         self._since = 0.0
         self._trains = False
 
-    def plan(self, max_seconds: float | None, environ: Mapping[str, str], *, started: float) -> None:
+    def plan(self, max_seconds: float | None, environ: Mapping[str, str], *, started: float, since_1970: float) -> None:
         """Plan the end of this start: after a time, and before the end of a Slurm job.
 
         Args:
             max_seconds: `training.max_duration`.
-            started: time of day at which this start began.
+            started: time of `time.monotonic` at which this start began.
+            since_1970: time of day less that of `time.monotonic`.
 
         Raises:
             UserError: SLURM_JOB_END_TIME is not a number.
         """
         ends = [] if max_seconds is None else [(started + max_seconds, "training.max_duration")]
         if end := whole_number(environ, "SLURM_JOB_END_TIME", 0):
-            margin = min(SLURM_MARGIN, max(end - started, 0) / 10)  # a job of minutes trains, too
-            ends.append((end - margin, "the end of the Slurm job"))
+            margin = min(SLURM_MARGIN, max(end - since_1970 - started, 0) / 10)  # a job of minutes trains, too
+            ends.append((end - since_1970 - margin, "the end of the Slurm job"))
         self.end, self.planned = min(ends, default=(math.inf, ""))
 
     def requested(self) -> bool:
         """Return whether this process knows a reason to stop."""
-        return self._signal is not None or time.time() >= self.end
+        return self._signal is not None or time.monotonic() >= self.end
 
     @property
     def reason(self) -> str:
         """Reason for the stop, as far as this process knows."""
-        if self._signal is None and time.time() >= self.end:
+        if self._signal is None and time.monotonic() >= self.end:
             return self.planned
         return self._signal or "a signal to another process"
 

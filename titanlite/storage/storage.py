@@ -128,7 +128,7 @@ class LocalStorage(Storage):
 
     def list(self) -> dict[str, dict[str, int]]:
         found: dict[str, dict[str, int]] = {}
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError), naming_path(self.root):
             for folder in os.scandir(self.root):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
                     if folder.is_dir(follow_symlinks=False):  # a link's manifest is that of another folder

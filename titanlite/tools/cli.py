@@ -17,6 +17,7 @@ from titanlite.run.proc import kill_stopped_descendants
 from titanlite.run.restarts import RunEnd
 from titanlite.runtime.allocator import importing, use_expandable_segments
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
+from titanlite.runtime.files import check_open_files, leave_deleted_folder
 from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import StopRequests, stop_with_launcher
 from titanlite.tools.arguments import Parser
@@ -101,6 +102,7 @@ def main() -> NoReturn:
     if sys.getfilesystemencoding() == "ascii":  # LC_ALL=C with PYTHONUTF8=0: paths would be no valid text
         os.execve(sys.executable, sys.orig_argv, {**os.environ, "PYTHONUTF8": "1"})
     open_closed_streams()
+    leave_deleted_folder()
     words = sys.argv[1:]
     with queued_output() if words[:1] == ["train"] else nullcontext():
         code = run(words)
@@ -122,6 +124,7 @@ def _run(words: list[str]) -> None:
         parser.print_help()
         return
     options = parser.parse(words)
+    check_open_files()
     if getattr(options, "config", None):
         options.config = str(find_config(options.config))
     options.run(options)
@@ -139,7 +142,8 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
     Example:
         llama3_8b --training.steps=500
     """
-    started, began = time.time(), time.monotonic()
+    began = time.monotonic()
+    since_1970 = time.time() - began
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_launcher()
     requests, end = StopRequests(), RunEnd()
@@ -151,7 +155,7 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
 
     with leaving_mark(), requests.listening(stop_at_once, another_has_ended):
         loaded, resolved, ranks, device = _checked(config, overrides, log=True)
-        requests.plan(loaded.training.max_seconds, os.environ, started=started)
+        requests.plan(loaded.training.max_seconds, os.environ, started=began, since_1970=since_1970)
         from titanlite.metrics.clock import phase_seconds
         from titanlite.run.timeouts import PhaseTimeouts
 

@@ -23,8 +23,9 @@ from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
-from titanlite.run.endings import FAILED, read_end
+from titanlite.run.endings import FAILED, read_end, report_errors
 from titanlite.runtime.allocator import cores
+from titanlite.runtime.files import check_open_files, leave_deleted_folder
 from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests
 
@@ -56,6 +57,9 @@ def main() -> NoReturn:
     after failures, arguments of training.
     """
     open_closed_streams()
+    leave_deleted_folder()
+    if code := report_errors(check_open_files):
+        sys.exit(code)
     nodes, processes, endpoint, restarts, *words = sys.argv[1:]
     folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
     with _Requests().listening(partial(_end_now, folder), lambda: False):
