@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 
@@ -29,6 +30,21 @@ def test_further_cells_train_as_one_process(tiny: TinyRun, part: int) -> None:
 @pytest.mark.parametrize("name", ROWS)
 def test_every_cell_trains_as_one_process(tiny: TinyRun, name: str) -> None:
     assert_equal(Matrix(tiny, steps=STEPS), cells_of("all", name))
+
+
+HEAP_CHECKS = Path("/lib/x86_64-linux-gnu/libc_malloc_debug.so.0")
+"""Part of glibc that aborts a process whose heap is damaged."""
+
+
+@pytest.mark.nightly
+@pytest.mark.skipif(not HEAP_CHECKS.exists(), reason="needs glibc's checks of the heap")
+@pytest.mark.parametrize("turn", range(10))
+def test_rows_that_once_crashed_and_hung(tiny: TinyRun, turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`malloc(): unaligned tcache chunk` once, and a hang of gloo: run until the cause is known or 1,000 are clean."""
+    monkeypatch.setenv("LD_PRELOAD", str(HEAP_CHECKS))
+    monkeypatch.setenv("MALLOC_CHECK_", "3")
+    rows = [f"reproducible sequences, {it}" for it in ("Llama 3", "bfloat16", "gpt-oss, bfloat16")]
+    assert_equal(Matrix(tiny, steps=FEW), [(name, layout) for name in rows for layout in ("c2", "s2 c2")])
 
 
 def test_other_cells_are_refused_with_the_key_of_the_option(tiny: TinyRun) -> None:
