@@ -22,11 +22,12 @@ from titanlite.models.decoder_formats import (
     rope_theta,
     write_plain_rope,
 )
-from titanlite.models.experts import DecoderOfExperts, GroupedExpertArgs
+from titanlite.models.experts import DecoderOfExperts, ExpertOptions, GroupedExpertArgs
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import InitialValues, Normal
 from titanlite.models.layers import Rope, yarn_size
 from titanlite.models.mla import LatentAttention
+from titanlite.runtime.errors import UserError
 
 YARN = {"original_max_position_embeddings": 4096, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
 """Constants of the rotary positions, by their keys of config.json."""
@@ -60,6 +61,14 @@ class DeepseekV3Args(GroupedExpertArgs):
     routed_scaling_factor: float = 2.5
     n_dense_layers: int = 3
     dense_hidden_dim: int = 18432
+    softmax_scores: bool = False
+    """Weigh a token's experts by their shares of a softmax over all, as DeepSeek-V2 (arXiv:2405.04434), and not by
+    sigmoids that are scaled to a sum of 1."""
+
+    @property
+    def experts(self) -> ExpertOptions:
+        options = super().experts
+        return replace(options, scores="softmax", normalized=False) if self.softmax_scores else options
 
     @property
     def head_size(self) -> int:
@@ -80,6 +89,8 @@ class DeepseekV3Args(GroupedExpertArgs):
         )  # fmt: skip
 
     def __post_init__(self) -> None:
+        if self.softmax_scores and self.n_groups > 1:
+            raise ValueError(f"n_groups must be 1 with softmax_scores, got {self.n_groups}")
         super().__post_init__()
         for name in ("kv_rank", "nope_dim", "v_dim", "n_shared_experts", "rope_scaling_factor"):
             if getattr(self, name) < 1:
@@ -102,6 +113,8 @@ class DeepseekV3Args(GroupedExpertArgs):
 
 
 def _write_rest(args: DeepseekV3Args) -> ConfigJson:
+    if args.softmax_scores:
+        raise UserError("model.args.softmax_scores: transformers has no such model, so that it cannot be exported")
     rope = write_plain_rope(args)
     if args.rope_scaling_factor != 1:
         yarn = {"rope_type": "yarn", "factor": args.rope_scaling_factor, "beta_fast": args.rope_most_turns, **YARN}

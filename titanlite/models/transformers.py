@@ -302,6 +302,8 @@ def decoder_of(path: str) -> type[Transformers]:
         for name, value in settings.items()
         if isinstance(value, bool | int | float | str | None) and name not in skipped and name.isidentifier()
     }
+    if theta := (settings.get("rope_parameters") or {}).get("rope_theta"):  # of transformers 5
+        scalars["rope_theta"] = theta
     fields = [
         (name, bool | int | float | str | None if value is None else type(value), field(default=value))
         for name, value in scalars.items()
@@ -326,6 +328,8 @@ def _read(path: str) -> PretrainedConfig:
 
 def _config(settings: Mapping[str, Any], args: ModelArgs) -> PretrainedConfig:
     own = {name: value for name, value in asdict(args).items() if name != "max_seq_len"}
+    if rope := settings.get("rope_parameters"):
+        own["rope_parameters"] = {**rope, "rope_theta": own.pop("rope_theta")} if "rope_theta" in own else rope
     changed = {**settings, **own}
     kinds, blocks = changed.get("layer_types"), changed.get("num_hidden_layers")
     if kinds and blocks and len(kinds) != blocks:

@@ -15,7 +15,7 @@ import tomli
 from titanlite.config.keys import dotted_keys, tables, toml_text
 from titanlite.runtime.errors import RunError, UserError, nearest_name
 from titanlite.tools.arguments import Count
-from titanlite.tools.migrate.rules import FLOAT8, OPTIMIZERS, RULES, Old, convert
+from titanlite.tools.migrate.rules import FLOAT8, OF_0_1, OPTIMIZERS, RULES, TOKENIZER_OF_0_1, Old, convert
 
 
 class TrainingChanges(RunError):
@@ -64,7 +64,7 @@ def migrate_config(
     does not train as the old one did.
 
     Args:
-        old (OLD.toml): config of torchtitan 0.2
+        old (OLD.toml): config of torchtitan 0.1 or 0.2
         out (NEW.toml): file to write; it must not exist
         world_size: processes of the run; torchtitan's batch sizes depend on it
 
@@ -110,9 +110,12 @@ def migrate(text: str, name: str, *, world_size: int | None = None) -> Migration
         given = _flat(tomli.loads(text))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not valid TOML: {error}") from None
-    _check(given, name)
     migration = Migration()
-    old = Old({key: value for key, value in given.items() if key in RULES}, world_size)
+    is_0_1 = any(key in OF_0_1 for key in given)
+    if is_0_1:
+        given = _renamed(given, migration)
+    _check(given, name)
+    old = Old({key: value for key, value in given.items() if key in RULES}, world_size, is_0_1)
     if world_size and world_size % old.model_parallel_degree:
         degree = old.model_parallel_degree
         raise UserError(f"--world-size: {world_size} processes are not a multiple of the {degree} that share a batch")
@@ -130,6 +133,16 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
+def _renamed(given: dict[str, Any], migration: Migration) -> dict[str, Any]:
+    """Return the keys of torchtitan 0.1 by their names in 0.2."""
+    for key in OF_0_1.keys() & given.keys():
+        migration.remark("renamed", key, f" -> {OF_0_1[key]} in torchtitan 0.2")
+    if given.pop("job.use_for_integration_test", None) is not None:
+        migration.remark("dropped", "job.use_for_integration_test", ": is of its tests")
+    given = {OF_0_1.get(key, key): value for key, value in given.items()}
+    return {"model.tokenizer_path": TOKENIZER_OF_0_1, **given}
+
+
 def _check(given: dict[str, Any], name: str) -> None:
     """Raises UserError: it is titanlite's, or neither's, or values have the wrong type. The last names all that is
     wrong, unknown keys too."""
@@ -138,7 +151,7 @@ def _check(given: dict[str, Any], name: str) -> None:
     if any(key in ours for key in given if key not in RULES) and all(key in ours for key in known):
         raise UserError(f"{name} is a config of titanlite already")
     if not known:
-        raise UserError(f"{name} is not a config of torchtitan 0.2: it has none of their keys")
+        raise UserError(f"{name} is not a config of torchtitan: it has none of their keys")
     wrong = {}
     for key in known:
         value_type, value = RULES[key].value_type, given[key]
@@ -178,7 +191,7 @@ def _migrate_key(key: str, value: Any, old: Old, migration: Migration) -> None:
 def _hint(key: str) -> str:
     leaves = {name.rpartition(".")[2]: name for name in RULES}
     near = nearest_name(key, RULES, cutoff=0.8)
-    near = near or leaves.get(nearest_name(key.rpartition(".")[2], leaves, cutoff=0.8) or "")
+    near = near or leaves.get(nearest_name(key.rpartition(".")[2], leaves, cutoff=0.9) or "")
     return f", did you mean {near}?" if near else ""
 
 

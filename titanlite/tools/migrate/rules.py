@@ -1,5 +1,5 @@
-"""The keys of torchtitan 0.2, their defaults there, and their names here; and one function for those
-whose value changes, or depends on other keys.
+"""The keys of torchtitan 0.2, their defaults there, and their names here; those of 0.1 by their names in 0.2; and one
+function for those whose value changes, or depends on other keys.
 """
 
 import os
@@ -68,6 +68,7 @@ OTHERS: dict[str, tuple[str, Any]] = {
     "metrics.enable_wandb": ("metrics.loggers", False),
     "model.tokenizer_path": ("data.tokenizer", str),
     "model.hf_assets_path": ("data.tokenizer", "./tests/assets/tokenizer"),
+    "hf_transformers.model": ("model.path", str),
     "model.converters": (f"{FLOAT8}.enable", []),
     f"{MX}.recipe_name": (f"{FLOAT8}.recipe_name", "mxfp8_cublas"),
     f"{MX}.filter_fqns": (f"{FLOAT8}.filter_fqns", ["output"]),
@@ -157,9 +158,28 @@ RULES: dict[str, Rule] = {
 }
 RULES["compile.components"] = RULES["compile.components"]._replace(default=["model", "loss"], value_type=list)
 
+TRANSFORMERS = "transformers_modeling_backend"
+OF_0_1 = {
+    "job.print_args": "job.print_config",
+    "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
+    "training.compile": "compile.enable",
+    "checkpoint.enable_checkpoint": "checkpoint.enable",
+    "checkpoint.initial_load_model_weights_only": "checkpoint.initial_load_model_only",
+    "checkpoint.last_save_model_weights_only": "checkpoint.last_save_model_only",
+    "memory_estimation.enabled": "memory_estimation.enable",
+    **{key.removeprefix("quantize.linear."): key for key in RULES if key.startswith(f"{FLOAT8}.")},
+}
+"""Names in torchtitan 0.2 of the keys that 0.1 alone has."""
+TOKENIZER_OF_0_1 = "./torchtitan/datasets/tokenizer/tokenizer.model"
+
 C4_SPLITS = {"c4": "train", "c4_validation": "validation"}
 OPTIMIZERS: tuple[str, ...] = ("Adam", "AdamW")
 """All that torchtitan has."""
+SOFTMAX_EXPERTS = {
+    "softmax_scores": True, "n_shared_experts": 2, "n_groups": 1, "n_active_groups": 1, "routed_scaling_factor": 1.0,
+    "balance_rate": 5e-3, "q_rank": 0, "norm_eps": 1e-5,
+}  # fmt: skip
+"""Of the models of DeepSeek-V2, which torchtitan has as flavors of deepseek_v3."""
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"llama3/{size}": ("llama3", size, {}) for size in ("8B", "70B", "405B")},
     **{f"qwen3/{size}": ("qwen3", size, {}) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
@@ -171,15 +191,39 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3/debugmodel": ("qwen3", "debug", {
         "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "hidden_dim": 3072, "head_dim": 128, "rope_theta": 1e6,
     }),
+    "deepseek_v3/debugmodel": ("deepseek_v3", "debug", {
+        "n_layers": 6, "n_heads": 16, "n_kv_heads": 16, "hidden_dim": 256, "dense_hidden_dim": 1024, "kv_rank": 512,
+        "nope_dim": 128, "rope_dim": 64, "v_dim": 128, "n_active_experts": 3, **SOFTMAX_EXPERTS,
+    }),
+    "deepseek_v3/16B": ("deepseek_v3", "Moonlight-16B-A3B", {
+        "rope_theta": 1e4, "dense_hidden_dim": 10944, "vocab_size": 102400, **SOFTMAX_EXPERTS,
+    }),
+    "deepseek_v3/671B": ("deepseek_v3", "671B", {"norm_eps": 1e-5}),
+    "gpt_oss/debugmodel": ("gpt_oss", "debug", {
+        "n_heads": 64, "n_kv_heads": 8, "hidden_dim": 2880, "n_active_experts": 4, "rope_theta": 1.5e5,
+        "rope_scaling_factor": 32.0, "window": 128, "vocab_size": 201088, "balance_rate": 5e-3,
+    }),
+    "gpt_oss/20b": ("gpt_oss", "20B", {}),
+    "gpt_oss/120b": ("gpt_oss", "120B", {}),
+    "transformers_modeling_backend/debugmodel": ("transformers", "", {
+        "hidden_size": 256, "num_hidden_layers": 2, "num_attention_heads": 16, "num_key_value_heads": 16,
+        "head_dim": 16, "intermediate_size": 768, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    }),
+    "transformers_modeling_backend/full": ("transformers", "", {
+        "hidden_size": 4096, "num_hidden_layers": 32, "num_attention_heads": 32, "head_dim": 128,
+        "intermediate_size": 11008, "rms_norm_eps": 1e-5, "rope_theta": 1e4,
+    }),
     "qwen3/debugmodel_moe": ("qwen3_moe", "debug", {
         "n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "hidden_dim": 768, "head_dim": 128, "n_experts": 64,
         "n_active_experts": 8, "rope_theta": 1e6,
     }),
 }  # fmt: skip
 """Family and flavor of each of torchtitan's models, and what else is needed for the same model."""
-VOCABULARIES = {"llama3": 128256, "qwen3": 151936}
+VOCABULARIES = {"llama3": 128256, "qwen3": 151936, "deepseek_v3": 129280, "gpt_oss": 201088}
 DEBUG_VOCABULARY = 2048
 FAMILIES = {shape.partition("/")[0] for shape in SHAPES}
+MASKS_DOCUMENTS = ("deepseek_v3/16B", "deepseek_v3/671B")
+"""Models whose attention is within documents without a kernel's name in the flavor."""
 
 
 @dataclass(frozen=True)
@@ -188,6 +232,7 @@ class Old:
 
     given: dict[str, Any]
     world_size: int | None = None
+    is_0_1: bool = False
 
     def __getitem__(self, key: str) -> Any:
         return self.given.get(key, RULES[key].default)
@@ -269,12 +314,18 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
                     "not the same here: see titanlite/models for what there is, or name a file of yours in model.file"
                 )
                 lost = True
+            if value == TRANSFORMERS and not old["hf_transformers.model"]:
+                note, lost = "hf_transformers.model names no model", True
             value, _, _ = SHAPES.get(f"{value}/{old.base_flavor}", (value, "", {}))
-            if value == "qwen3_moe":
+            if value in ("qwen3_moe", "gpt_oss") or (value == "deepseek_v3" and old.base_flavor != "671B"):
                 note = "the bias that balances experts is added to the router's logits here, and to its probabilities "
                 note += "there (model.args.balance_rate)"
         case "model.flavor":
             return _flavor(value, old)
+        case "hf_transformers.model":
+            if not value or old["model.name"] != TRANSFORMERS:
+                return Outcome({}, nothing)
+            note = "a folder with its config.json: fetch it from the hub, and set model.args.vocab_size to its own"
         case "model.hf_assets_path" if old["model.tokenizer_path"]:
             return Outcome({}, "model.tokenizer_path goes before it")
         case "model.converters":
@@ -334,10 +385,21 @@ def _flavor(value: str, old: Old) -> Outcome:
         note = f"no such shape of {name} is the same here (there are {known}): give its sizes in model.args"
         return Outcome({"model.flavor": value}, note, lost=True)
     _, flavor, args = shape or (name, value, {})
-    if shape:  # the flavor gave the vocabulary's size, whatever the tokenizer
-        args = args | {"vocab_size": DEBUG_VOCABULARY if flavor == "debug" else VOCABULARIES[name]}
-    writes = {"model.flavor": flavor, **{f"model.args.{field}": size for field, size in args.items()}}
-    return Outcome(writes | ({"data.document_mask": True} if base != value else {}))
+    note, lost = "", False
+    if old.is_0_1 and name == "llama3":
+        args = args | {"rope_scaling_factor": 1.0}
+        note = "the tokenizer gives the vocabulary's size, as in 0.1, rounded up to a multiple of 128"
+    elif shape and name in VOCABULARIES:  # the flavor gave the vocabulary's size, whatever the tokenizer
+        args = {"vocab_size": DEBUG_VOCABULARY if flavor == "debug" else VOCABULARIES[name], **args}
+    if name == "deepseek_v3":  # yarn is for sequences of more than 4,096 tokens there, and for all or none here
+        is_long = old["training.seq_len"] > 4096
+        args = args | {"rope_scaling_factor": 40.0 if is_long else 1.0}
+        if is_long and args.get("softmax_scores"):
+            note, lost = "the scale of attention for sequences of more than 4,096 tokens (mscale) is another one", True
+    writes = {"model.flavor": flavor} if flavor else {}
+    writes |= {f"model.args.{field}": size for field, size in args.items()}
+    masks = base != value or f"{name}/{base}" in MASKS_DOCUMENTS
+    return Outcome(writes | ({"data.document_mask": True} if masks else {}), note, lost)
 
 
 def _dataset(value: str, to: str, path: str | None) -> Outcome:
