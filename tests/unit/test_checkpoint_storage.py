@@ -14,8 +14,9 @@ from tests.manifests import manifest_of
 from tests.object_stores import Flaky
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
-from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage
+from titanlite.tools import cli
 
 
 @pytest.fixture(params=["disk", "flaky memory", pytest.param("s3", marks=pytest.mark.slow)])
@@ -251,3 +252,12 @@ def test_retention(keep_latest_k: int, keep_every: int, deleted: list[int]) -> N
     steps = [50, 10, 30, 20, 40]
     assert manifests.to_delete(steps, keep_latest_k=keep_latest_k, keep_every=keep_every) == deleted
     assert manifests.to_delete([], keep_latest_k=keep_latest_k, keep_every=keep_every) == []
+
+
+def test_a_protocol_that_cannot_connect_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """ftp connects when it is opened, and has errors of its own."""
+    with pytest.raises(RunError, match=r"^ftp://localhost:1/x: [^\n]+$"):
+        open_storage("ftp://localhost:1/x")
+    for words in (["generate", "ftp://localhost:1/x", "--prompt", "a"], ["checkpoint", "list", "ftp://localhost:1/x"]):
+        assert cli.run(words) == 1
+        assert len(capfd.readouterr().err.splitlines()) == 1

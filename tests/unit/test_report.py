@@ -40,6 +40,7 @@ def test_the_smoothed_line_runs_through_the_values() -> None:
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     assert restarts(run) == [(4, "was killed")]
+    assert read_run(str(tmp_path / "run")) == run
     # The first start has left its times in its last record (step 4), the second one in run.json.
     assert phase_totals(run) == {
         "start": 5 + 3, "compile": 0, "compute": 4 + 2.5, "data": 2, "checkpoint": 0, "validation": 0,

@@ -296,6 +296,10 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
             value = max(1, value)
         case "parallelism.pipeline_parallel_microbatch_size":
             return Outcome({}, f"is {to}" if old.is_pipeline else "does nothing without a pipeline")
+        case "parallelism.module_fqns_per_model_part" if not old.is_pipeline:
+            return Outcome({}, "does nothing without a pipeline")
+        case _ if key.startswith("parallelism.pipeline_parallel_") and not old.is_pipeline:
+            return Outcome({}, "does nothing without a pipeline")
         case "training.local_batch_size" if old.is_pipeline:
             value = old["parallelism.pipeline_parallel_microbatch_size"]
             note = "parallelism.pipeline_parallel_microbatch_size: what passes through the stages at once"
