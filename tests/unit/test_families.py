@@ -468,7 +468,7 @@ def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> 
 
 def test_experts_of_deepseek_v2_are_weighed_by_a_softmax() -> None:
     """`test_experts.py` compares such a router with transformers, which has no DeepSeek-V3 with it."""
-    args = replace(FAMILIES["deepseek_v3"][1], softmax_scores=True, n_groups=1, n_active_groups=1)
+    args: Any = replace(FAMILIES["deepseek_v3"][1], softmax_scores=True, n_groups=1, n_active_groups=1)
     options = args.experts
     assert (options.scores, options.normalized) == ("softmax", False)
     form = MODELS["deepseek_v3"].formats.hugging_face
