@@ -106,10 +106,11 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
 ]  # fmt: skip
 
 PUBLISHED_LOSS = f"--training.loss={Path(__file__).resolve()}:logits_in_full"
-H100, A100 = find_hardware("H100"), find_hardware("A100-80")
+H100, A100, GB200 = find_hardware("H100"), find_hardware("A100-80"), find_hardware("GB200")
 GRAND_TETON = replace(H100, memory=int(95 * GIB), memory_bandwidth=2.4e12, clock=0.86)
 """H100s of 96 GB HBM2e, run at 500 W instead of 700. Their clock and `CLOCK_SPREAD` are the two rates that were fitted
-to published rows: to every second one of both tables, without those of experts."""
+to published rows: to every second one of both tables, without those of experts. The second rate was fitted when one of
+the GB200 rows, now held out, stood for a B200."""
 FLOAT8 = [f"--quantize.linear.float8.{option}" for option in ("enable=true", "skip_small=false")]  # as torchtitan's
 MXFP8 = "--quantize.linear.float8.recipe_name=mxfp8"
 FLASH = "--training.attention_backend=flash"  # PyTorch's choice until 2025
@@ -187,31 +188,32 @@ AXES: list[tuple[str, str, Hardware, int, list[str], float]] = [
     ("30B-A3B, FSDP 8 x expert 8", "qwen3_30b_a3b", neighbours(8, 128, 8), 8,
      [EXPERT + "8", *sizes(4, 512), FULL, *BFLOAT16], 12_040),
     ("gpt-oss 20B, FSDP 8 x expert 8", "gpt_oss_20b", neighbours(8, 32, 4), 8,
-     [EXPERT + "8", *sizes(2, 256), NO_AC, *BFLOAT16], 13_058),
+     [EXPERT + "8", *sizes(2, 256), FULL, *BFLOAT16], 13_058),
     ("gpt-oss 120B, FSDP 64 x expert 64", "gpt_oss_20b", neighbours(64, 128, 4), 64,
      [EXPERT + "64", "--model.flavor=120B", *sizes(2, 512), NO_AC, *BFLOAT16], 7_626),
     ("DeepSeek-V3 671B, FSDP 64 x expert 64 x pipeline 4", "moonlight_16b_a3b", neighbours(64, 256, 8), 256,
      [EXPERT + "64", PIPELINE + "4", INTERLEAVED, LAYERS_PER_STAGE, "--model.flavor=671B",
       "--model.args.vocab_size=129280", *sizes(1, 512), FULL, *BFLOAT16], 1_002),
-    ("8B, FSDP 4, B200, 2,048 tokens", "llama3_8b", find_hardware("B200"), 4,
+    ("8B, FSDP 4, GB200, 2,048 tokens", "llama3_8b", GB200, 4,
      ["--training.seq_len=2048", *sizes(32, 128), COMPILE], 21_919),
-    ("Qwen3 8B, FSDP 4, B200, 2,048 tokens", "qwen3_8b", find_hardware("B200"), 4,
+    ("Qwen3 8B, FSDP 4, GB200, 2,048 tokens", "qwen3_8b", GB200, 4,
      ["--training.seq_len=2048", *sizes(16, 64), COMPILE], 20_913),
-    ("8B, MXFP8, FSDP 4, B200, 2,048 tokens", "llama3_8b", find_hardware("B200"), 4,
+    ("8B, MXFP8, FSDP 4, GB200, 2,048 tokens", "llama3_8b", GB200, 4,
      ["--training.seq_len=2048", *sizes(32, 128), COMPILE, *FLOAT8, MXFP8], 28_084),
-    ("Qwen3 8B, MXFP8, FSDP 4, B200, 2,048 tokens", "qwen3_8b", find_hardware("B200"), 4,
+    ("Qwen3 8B, MXFP8, FSDP 4, GB200, 2,048 tokens", "qwen3_8b", GB200, 4,
      ["--training.seq_len=2048", *sizes(16, 64), COMPILE, *FLOAT8, MXFP8], 27_587),
 ]  # fmt: skip
 """Published: (which, config, hardware, GPUs, options, tokens a second and GPU). Sequences have 8,192 tokens, and 4,096
 of models with experts.
 
 70B with context, and experts: NeMo AutoModel (docs/performance-summary of its repository, April 2026); recomputation,
-dtypes, compilation and expert parallelism are those of examples/llm_benchmark there, of November 2025 for experts. 70B
-with stages: Megatron-Bridge 26.04.01, whose recomputation is guessed. All others are torchtitan's: 405B on 128 GPUs and
-A100s in docs/performance.md of its repository, 2024; 8B and 70B with a tensor axis in bfloat16, and 8B in float8, in
-benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; B200s in torchtitan/components/quantization/nvfp4.md, 2026,
-which does not say what layers are MXFP8;
-the rest in benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are stages.
+dtypes, compilation and expert parallelism are those of examples/llm_benchmark there, and for experts those of
+examples/benchmark/configs in October 2025, when their rows were published. 70B with stages: Megatron-Bridge 26.04.01,
+whose recomputation is guessed. All others are torchtitan's: 405B on 128 GPUs and A100s in docs/performance.md of its
+repository, 2024; 8B and 70B with a tensor axis in bfloat16, and 8B in float8, in
+benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md there; GB200s in torchtitan/components/quantization/nvfp4.md, 2026,
+which says Blackwell, and whose commit (bcc0929) says GB200 (which layers are MXFP8 is not said); the rest in
+benchmarks/llama3_h100_202412_torchtitan.md, with asynchronous tensor parallelism where there are stages.
 Pipelines had as many micro-batches as ranks (`pipeline_parallel_degree`), the default of that time."""
 
 TORCHTITAN = {
@@ -326,7 +328,7 @@ def on_further_axes(only: str, found: Ratios) -> Iterator[str]:
             it = planned(loaded, world_size, hardware, 8)
             each = it.tokens_per_second / world_size
             found["published tokens a second of further axes"].append(each / speed)
-            use = "experts" if hardware.exchange_share < 1 else "held out" if MXFP8 in options else half(number)
+            use = "experts" if hardware.exchange_share < 1 else "held out" if hardware is GB200 else half(number)
             ratios[use].append(each / speed)
             cells = f"{it.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})", use
             yield row(name, world_size, *cells)

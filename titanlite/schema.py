@@ -443,8 +443,9 @@ class Job(Section):
 
 class ModelSelection(Section):
     name: Name | None = None
-    """Model family: llama3 (the default), qwen3, qwen3_moe, or transformers for any decoder of that package, which
-    model.path names. With model.file: the class to use if the file defines several."""
+    """Model family: llama3 (the default), deepseek_v3, gemma3, glm4_moe, gpt_oss, olmo3, qwen3, qwen3_moe, qwen3_next,
+    smollm3, or transformers for any decoder of that package, which model.path names. With model.file: the class to use
+    if the file defines several."""
     path: Name | None = None
     """Config of a model of transformers: a folder with a config.json, or a model type such as olmo2."""
     file: Name | None = None

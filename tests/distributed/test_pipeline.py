@@ -8,11 +8,14 @@ from unittest.mock import patch
 import pytest
 
 from tests.faults import FAULTS
-from tests.helpers import TinyRun, built, one_process, run_in_turn, train_on_this_rank
+from tests.helpers import TinyRun, built, mentions, one_process, run_in_turn, train_on_this_rank
 from tests.layouts import degrees, whole
+from tests.models import SMALL
+from tests.models import built as built_model
 from tests.unit.test_average import checkpoint, stored
+from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Parallelism
-from titanlite.techniques.pipeline.stages import blocks_of_stages
+from titanlite.techniques.pipeline.stages import blocks_of_stages, check_stages
 from titanlite.tools.report.value_dump import TOKENS, Dump, read_dump, record
 from titanlite.tools.report.where import compare_dumps
 from titanlite.train import finish, train
@@ -78,6 +81,19 @@ def test_names_of_stages_are_those_of_all_blocks_in_order(parts: list[list[str]]
     words = Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=parts)
     with pytest.raises(ValueError, match=named):
         blocks_of_stages(3, words)
+
+
+def test_names_of_modules_that_are_not_there_are_refused() -> None:
+    model = built_model(SMALL)
+    for names, unknown in ((["hed"], "hed"), (["head"], None), (["norm", "output"], None), (["head.norm"], None)):
+        parts = [["tok_embeddings", "layers.0"], [*(f"layers.{it}" for it in range(1, len(model.layers))), *names]]
+        words = Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=parts)
+        if unknown is None:
+            check_stages(model, words)
+            continue
+        with pytest.raises(UserError) as error:
+            check_stages(model, words)
+        assert mentions(str(error.value), "module_fqns_per_model_part", unknown, "head")
 
 
 def values_of(rank: int, world_size: int, config: Config) -> dict[str, Any]:

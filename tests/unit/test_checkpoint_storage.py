@@ -20,9 +20,10 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.data.tokens import TokenStore
 from titanlite.run.endings import report_errors
-from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.files import write_all, write_atomically
 from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage, sync
+from titanlite.tools import cli
 from titanlite.tools.ingest.token_writer import TokenWriter
 
 
@@ -351,3 +352,12 @@ def test_an_error_of_a_disk_names_the_path_and_the_rank(
     assert report_errors(act) == 1
     [line] = capfd.readouterr().err.splitlines()
     assert mentions(line, "error: rank 3", f"[Errno {errno.EIO}]", f"'{path}'")
+
+
+def test_a_protocol_that_cannot_connect_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
+    """ftp connects when it is opened, and has errors of its own."""
+    with pytest.raises(RunError, match=r"^ftp://localhost:1/x: [^\n]+$"):
+        open_storage("ftp://localhost:1/x")
+    for words in (["generate", "ftp://localhost:1/x", "--prompt", "a"], ["checkpoint", "list", "ftp://localhost:1/x"]):
+        assert cli.run(words) == 1
+        assert len(capfd.readouterr().err.splitlines()) == 1

@@ -360,6 +360,37 @@ def test_validation_of_own_data_on_the_standard_library_is_a_warning(tmp_path: P
     assert warnings(f"--data.path={tmp_path}/a", f"--validation.path={tmp_path}/a") == []
 
 
+def test_options_without_an_effect_are_warnings(tmp_path: Path) -> None:
+    idle = {
+        "parallelism.pipeline_parallel_schedule": "'GPipe'",
+        "parallelism.pipeline_parallel_layers_per_stage": 2,
+        "parallelism.module_fqns_per_model_part": "[['nothing']]",
+        "training.tokens": 1000,
+        "training.steps": 7,
+        "checkpoint.initial_load": "['progress']",
+        "checkpoint.allow_missing": "['head.*']",
+        "lr_scheduler.warmup_steps": 1,
+    }
+    text = "".join(f"{key} = {value}\n" for key, value in idle.items())
+    warnings = [*find_warnings(good(tmp_path, text), steps=100)]
+    effects = [key for key in idle if key not in ("training.tokens", "lr_scheduler.warmup_steps")]
+    assert len(warnings) == len(effects)
+    for key, line in zip(effects, warnings, strict=True):
+        assert mentions(line, key)
+    assert [*find_warnings(good(tmp_path, "lr_scheduler.warmup_steps = 1\n"), steps=100)] == []
+
+
+def test_code_of_the_command_line_is_named_from_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The config of the run is in another folder, and its commands read it."""
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    config = good(tmp_path, "", "--model.file=own.py", "--training.loss=../loss.py:mine")
+    assert config.model.file == str(tmp_path / "cwd" / "own.py")
+    assert config.training.loss == f"{tmp_path}/loss.py:mine"
+
+
 @pytest.mark.parametrize("path", sorted(Path("tests/data/torchtitan").glob("*.toml")), ids=lambda path: path.stem)
 def test_a_config_of_torchtitan_is_recognised(path: Path) -> None:
     with pytest.raises(ConfigError) as error:

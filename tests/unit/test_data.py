@@ -18,13 +18,14 @@ from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.packing import Stream
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Samples, Source, permute
-from titanlite.data.sources import open_sources
+from titanlite.data.sources import check_path, open_sources
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, JoinedTokens, TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import BatchSizes
 from titanlite.schema import Data, DataSource, Validation, ValidationSource
 from titanlite.tools.ingest.encoding import Options
+from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.ingest.prepare import prepare, prepare_text
 from titanlite.tools.ingest.token_writer import TokenWriter
 
@@ -81,7 +82,7 @@ def test_tokens_and_text_are_two_sources(tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text("a")
     for second in ("text.txt", "a", "./a"):
         with pytest.raises(UserError) as error:
-            prepared_tokens([str(tmp_path / "a"), f"{tmp_path}/{second}"])
+            check_path([str(tmp_path / "a"), f"{tmp_path}/{second}"], find_files)
         assert mentions(str(error.value), tmp_path / "a")
     assert prepared_tokens([str(tmp_path / "text.txt"), str(tmp_path)]) == []
     write_tokens(tmp_path / "b", [[1, 2]])

@@ -6,10 +6,13 @@ import pytest
 import tomli
 from jsonschema import Draft202012Validator, ValidationError
 
+from tests.helpers import mentions
 from titanlite.config.load import load
-from titanlite.schema import dump
+from titanlite.models.registry import MODELS, TRANSFORMERS
+from titanlite.schema import ModelSelection, dump
 from titanlite.tools.describe import (
     file_schema,
+    first_sentence,
     json_schema_text,
     show,
 )
@@ -22,6 +25,11 @@ WORLD_SIZES = {"llama3_70b": 64, "llama3_405b": 512, "debug": 2}
 def test_the_schema_for_editors_is_current() -> None:
     command = "python -m titanlite config schema > train_configs/schema.json"
     assert (ROOT / "train_configs/schema.json").read_text() == json_schema_text(), f"run: {command}"
+
+
+def test_the_description_of_a_model_names_all_families() -> None:
+    description = ModelSelection.model_json_schema()["properties"]["name"]["description"]
+    assert mentions(first_sentence(description), *MODELS, TRANSFORMERS)
 
 
 # JSON schema

@@ -66,3 +66,12 @@ def problem_of(line: str) -> str:
 def test_commands_are_commands(page: Path) -> None:
     problems = {line: problem for line in command_lines(page) if (problem := problem_of(line))}
     assert problems == {}
+
+
+def test_rows_of_tables_are_shown_as_tables() -> None:
+    """A row after an empty line is text."""
+    for page in PAGES:
+        text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+        for table in re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE):
+            heads = [line for line in table.splitlines()[1:2] if re.fullmatch(r"\|[-:| ]+\|", line)]
+            assert heads, f"{page.name}: {table[:80]}"

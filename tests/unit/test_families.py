@@ -19,9 +19,10 @@ from titanlite.models.experts import DecoderOfExperts, ExpertArgs, Experts
 from titanlite.models.gemma3 import ScaledEmbedding
 from titanlite.models.layers import Attention, FeedForward, RMSNorm, rope_cos_sin, yarn_size
 from titanlite.models.mla import LatentAttention
-from titanlite.models.registry import resolve_model
+from titanlite.models.registry import MODELS, resolve_model
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import Kernels
+from titanlite.runtime.errors import UserError
 from titanlite.schema import ActivationCheckpoint, Config, Optimizer
 from titanlite.techniques.parametrization import find_scaling
 from titanlite.tools import cli
@@ -449,6 +450,7 @@ def test_branches_shrink_with_the_depth_by_their_norms(family: str, names: set[s
         ("deepseek_v3", {"q_rank": -1}),
         ("deepseek_v3", {"rope_dim": 7}),
         ("deepseek_v3", {"n_kv_heads": 2}),
+        ("deepseek_v3", {"softmax_scores": True, "n_groups": 2, "n_active_groups": 1}),
         ("glm4_moe", {"rotary_factor": 0.3}),
         ("glm4_moe", {"n_groups": 3}),
         ("qwen3_next", {"rotary_factor": 0.3}),
@@ -462,6 +464,17 @@ def test_branches_shrink_with_the_depth_by_their_norms(family: str, names: set[s
 def test_impossible_shapes_are_refused(family: str, changes: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=next(iter(changes))):
         replace(FAMILIES[family][1], **changes)
+
+
+def test_experts_of_deepseek_v2_are_weighed_by_a_softmax() -> None:
+    """`test_experts.py` compares such a router with transformers, which has no DeepSeek-V3 with it."""
+    args: Any = replace(FAMILIES["deepseek_v3"][1], softmax_scores=True, n_groups=1, n_active_groups=1)
+    options = args.experts
+    assert (options.scores, options.normalized) == ("softmax", False)
+    form = MODELS["deepseek_v3"].formats.hugging_face
+    assert form is not None
+    with pytest.raises(UserError, match="softmax_scores"):
+        form.to_config(args)
 
 
 @pytest.mark.parametrize(

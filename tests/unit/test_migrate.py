@@ -93,7 +93,114 @@ def test_experts_of_qwen3_are_a_family_of_their_own(old: str, expected: tuple[fl
     assert any(line.startswith("translated  model.name") and "bias that balances experts" in line for line in report)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+def resolved(text: str) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """Return the new settings, what is lost, and the arguments of the model that they make."""
+    from titanlite.models.registry import resolve_model
+
+    new, _, losses = run(text, world_size=1)
+    args = {key.removeprefix("model.args."): value for key, value in new.items() if key.startswith("model.args.")}
+    return new, losses, vars(resolve_model(new["model.name"], new.get("model.flavor"), args).args)
+
+
+@pytest.mark.parametrize(
+    ("flavor", "seq_len", "expected", "parameters"),
+    [
+        ("debugmodel", 2048, (256, 6, 0, 8, 3, 1, True, 1.0, 2048, None), 0),
+        ("debugmodel_flex_attn", 2048, (256, 6, 0, 8, 3, 1, True, 1.0, 2048, True), 0),
+        ("16B", 4096, (2048, 27, 0, 64, 6, 1, True, 1.0, 102400, True), 15_706_484_224),
+        ("671B", 4096, (7168, 61, 1536, 256, 8, 8, False, 1.0, 129280, True), 671_026_404_352),
+        ("671B", 8192, (7168, 61, 1536, 256, 8, 8, False, 40.0, 129280, True), 671_026_404_352),
+    ],
+)
+def test_deepseek_v3_is_a_family_here(flavor: str, seq_len: int, expected: tuple[Any, ...], parameters: int) -> None:
+    """The parameters of 16B are those of DeepSeek-V2-Lite, and yarn begins beyond 4,096 tokens."""
+    from titanlite.models.registry import resolve_model
+
+    new, losses, args = resolved(
+        f"model = {{name = 'deepseek_v3', flavor = '{flavor}'}}\ntraining.seq_len = {seq_len}\n"
+    )
+    assert losses == []
+    names = "dim n_layers q_rank n_experts n_active_experts n_groups softmax_scores rope_scaling_factor vocab_size"
+    assert (*(args[name] for name in names.split()), new.get("data.document_mask")) == expected
+    assert args["norm_eps"] == 1e-5
+    if parameters:
+        model = resolve_model("deepseek_v3", None, args).build()
+        assert sum(parameter.numel() for parameter in model.parameters()) == parameters
+
+
+@pytest.mark.parametrize("flavor", ["16B", "debugmodel", "236B", "7B"])
+def test_what_deepseek_v3_has_there_alone_is_lost(flavor: str) -> None:
+    text = f"model = {{name = 'deepseek_v3', flavor = '{flavor}'}}\ntraining.seq_len = 8192\n"
+    assert run(text, world_size=1)[2] == ["model.flavor"]
+
+
+def test_gpt_oss_is_a_family_here() -> None:
+    names = "dim n_layers n_heads n_kv_heads head_dim hidden_dim n_experts n_active_experts window vocab_size"
+    for flavor, expected in {
+        "debugmodel": (256, 4, 64, 8, 64, 2880, 8, 4, 128, 201088),
+        "20b": (2880, 24, 64, 8, 64, 2880, 32, 4, 128, 201088),
+        "120b": (2880, 36, 64, 8, 64, 2880, 128, 4, 128, 201088),
+    }.items():
+        _, losses, args = resolved(f"model = {{name = 'gpt_oss', flavor = '{flavor}'}}")
+        assert losses == []
+        assert tuple(args[name] for name in names.split()) == expected
+        assert (args["rope_theta"], args["rope_scaling_factor"], args["norm_eps"]) == (150000.0, 32.0, 1e-5)
+
+
+@pytest.mark.parametrize("flavor", ["debugmodel", "full"])
+def test_decoders_of_transformers_are_so_here(flavor: str, tmp_path: Path) -> None:
+    from transformers import Qwen3Config
+
+    from titanlite.models.registry import resolve_model
+
+    Qwen3Config(num_hidden_layers=36, max_window_layers=36).save_pretrained(tmp_path)
+    text = f"model = {{name = 'transformers_modeling_backend', flavor = '{flavor}'}}\n"
+    new, report, losses = run(f"{text}[hf_transformers]\nmodel = '{tmp_path}'\n", world_size=1)
+    assert losses == []
+    assert (new["model.name"], new["model.path"], "model.flavor" in new) == ("transformers", str(tmp_path), False)
+    assert any(mentions(line, "hf_transformers.model", "model.args.vocab_size") for line in report)
+    args = {key.removeprefix("model.args."): value for key, value in new.items() if key.startswith("model.args.")}
+    form = resolve_model("transformers", None, args, path=str(tmp_path))
+    assert form.model_cls.formats.hugging_face is not None
+    config = form.model_cls.formats.hugging_face.to_config(form.args)
+    sizes = tuple(config[key] for key in ("hidden_size", "num_hidden_layers", "head_dim", "intermediate_size"))
+    assert sizes == {"debugmodel": (256, 2, 16, 768), "full": (4096, 32, 128, 11008)}[flavor]
+    assert (config["rope_parameters"]["rope_theta"], config["rms_norm_eps"]) == (1e4, 1e-5)
+    assert run(text, world_size=1)[2] == ["model.name"]
+    unknown = run(f"{text}[hf_transformer]\nmode = 'x'\n", world_size=1)
+    assert unknown[2] == ["model.name", "hf_transformer.mode"]
+
+
+OLD_0_1 = """
+job = {description = "d", print_args = false, use_for_integration_test = true}
+model = {name = "llama3", flavor = "8B", converters = ["float8"]}
+lr_scheduler.lr_min = 0.25
+training = {compile = true, steps = 100, local_batch_size = 2}
+checkpoint = {enable_checkpoint = true, interval = 50, last_save_model_weights_only = false}
+float8 = {filter_fqns = ["output"], enable_fsdp_float8_all_gather = true}
+"""
+
+
+def test_configs_of_0_1_have_other_names() -> None:
+    new, report, losses = run(OLD_0_1, world_size=1)
+    assert losses == []
+    expected = {
+        "lr_scheduler.min_lr_factor": 0.25,
+        "compile.enable": True,
+        "checkpoint.enable": True,
+        "quantize.linear.float8.enable": True,
+        "quantize.linear.float8.enable_fsdp_float8_all_gather": True,
+        "quantize.linear.float8.filter_fqns": ["output"],
+        "model.args.rope_scaling_factor": 1.0,
+        "data.tokenizer": "./torchtitan/datasets/tokenizer/tokenizer.model",
+    }
+    assert {key: new.get(key) for key in expected} == expected
+    assert "model.args.vocab_size" not in new, "it is the tokenizer's"
+    for key in flat(tomli.loads(OLD_0_1)):
+        assert any(re.match(rf"\w+ +{re.escape(key)}(?![\w.])", line) for line in report), key
+
+
+@pytest.mark.parametrize("shape", [shape for shape, (name, *_) in SHAPES.items() if name != "transformers"])
 def test_the_vocabulary_is_the_flavors(shape: str) -> None:
     """The vocabulary follows the tokenizer here unless it is set. There it never did."""
     from titanlite.models.registry import resolve_model

@@ -419,9 +419,9 @@ def test_paths_that_name_nothing_or_twice(tmp_path: Path) -> None:
     tokens = make(tmp_path / "a.txt", tmp_path / "tokens").folder
     check_path(str(tokens), find_files)
     more = make(tmp_path / "a.txt", tmp_path / "more").folder
-    for other in (str(tmp_path / "a.txt"), str(more)):
-        with pytest.raises(UserError, match=r"/tokens .*\[\[data\.sources\]\]"):
-            check_path([str(tokens), other], find_files)
+    with pytest.raises(UserError, match=r"/tokens .*\[\[data\.sources\]\]"):
+        check_path([str(tokens), str(tmp_path / "a.txt")], find_files)
+    check_path([str(tokens), str(more)], find_files)
     with pytest.raises(UserError, match="/tokens "):
         make(tokens, tmp_path / "again")
     assert tokens_of(make(tmp_path, tmp_path / "beside")) == [BOS, 97, EOS], "tokens below are not text"

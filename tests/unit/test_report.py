@@ -3,6 +3,7 @@
 import json
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,7 @@ def test_the_smoothed_line_runs_through_the_values() -> None:
 def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     run = read_run(write_run(tmp_path / "run"))
     assert restarts(run) == [(4, "was killed")]
+    assert read_run(str(tmp_path / "run")) == run
     # The first start has left its times in its last record (step 4), the second one in run.json.
     assert phase_totals(run) == {
         "start": 5 + 3, "compile": 0, "compute": 4 + 2.5, "data": 2, "checkpoint": 0, "validation": 0,
@@ -67,6 +69,11 @@ def test_a_run_that_was_killed_and_resumed(tmp_path: Path) -> None:
     assert (summary["loss"], summary["loss, smoothed"]) == ("1.3333", f"{line['y'][-1]:.4f}")
     assert summary["tokens/s"] == "400"  # the median without the first
     assert summary["restarts"] == "1"
+    assert summary["validation loss"] == "1.5000"
+    assert not summary.keys() & {"hashes", "commit", "MFU"}, "no run has a value"
+    assert all(any(row[1:]) for row in report["tables"][0]["rows"])
+    no_loss = replace(run, validation=[*run.validation, {"step": 7, "tasks": {}}])
+    assert ["validation loss", "1.5000"] in report_of([no_loss])["tables"][0]["rows"]
     assert json.loads(to_json({"x": [float("nan"), 1.0]})) == {"x": [None, 1.0]}
 
 

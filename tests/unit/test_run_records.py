@@ -8,6 +8,7 @@ import os
 import platform
 import re
 import resource
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -351,3 +352,31 @@ def test_secrets_of_urls_are_hidden() -> None:
         "me@example.org": "me@example.org",
     }.items():
         assert hide_secrets(f'path = "{url}"') == f'path = "{hidden}"'
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["of titanlite", "own", "a folder of transformers"])
+def test_the_commands_of_the_last_lines_work(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Those on a checkpoint whose config names code or a folder need the user's word for it."""
+    tiny = TinyRun(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "own.py").write_text("from titanlite.models.llama3 import Llama3\n\nclass Mine(Llama3):\n    pass\n")
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 384, **sizes}))
+    words = {"own": ["--model.file=own.py"], "a folder of transformers": ["--model.name=transformers"]}.get(kind, [])
+    if kind.startswith("a folder"):
+        tiny.toml.write_text(tiny.toml.read_text().replace("[model.args]", "[model]\npath = 'hf'\n[old]"))
+        lines = tiny.toml.read_text().split("[old]")
+        tiny.toml.write_text(lines[0] + lines[1][lines[1].index("[training]") :])
+    assert cli.run(["train", str(tiny.toml), "--training.steps=2", "--lr_scheduler.warmup_steps=1", *words]) == 0
+    out = "".join(capfd.readouterr())
+    done = []
+    for line in out.splitlines():
+        if (words := line.split())[:1] in (["sample"], ["continue"]):
+            command = line.rpartition("titanlite ")[2]
+            assert cli.run(shlex.split(command)) == 0, command
+            done.append(words[0])
+    assert done == ["sample", "continue"]

@@ -11,7 +11,7 @@ import transformers
 from torch import Tensor
 
 from tests.decoders import FAMILIES, SIZE, config_of
-from tests.helpers import TinyRun, built, titanlite, train_on_this_rank
+from tests.helpers import TinyRun, built, mentions, titanlite, train_on_this_rank
 from titanlite.models.base import build_on_meta
 from titanlite.models.registry import resolve_model
 from titanlite.models.transformers import Transformers, decoder_of
@@ -135,6 +135,29 @@ def test_configs_may_come_from_a_folder_and_sizes_are_checked(tmp_path: Path) ->
     ):
         with pytest.raises(ConfigError, match=key):
             resolve_model(name, None, {}, path=path)
+
+
+def test_mistakes_of_a_path_are_one_short_line(tmp_path: Path) -> None:
+    """transformers itself names all of its model types, or asks for code to be trusted."""
+    (tmp_path / "config.json").write_text('{"model_type": "new", "auto_map": {"AutoConfig": "configuration_new.New"}}')
+    (tmp_path / "configuration_new.py").write_text("raise SystemExit('run')")
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / "config.json").write_text("{")
+    for path, args, named in (
+        ("olmo99", {}, ["olmo99", "olmo"]),
+        ("Qwen/Qwen3-8B", {}, ["Qwen/Qwen3-8B"]),
+        (str(tmp_path), {}, [tmp_path, "auto_map", "model.file"]),
+        (str(tmp_path / "empty"), {}, [tmp_path / "empty"]),
+        (str(tmp_path / "damaged"), {}, [tmp_path / "damaged"]),
+        ("qwen3", {"num_hidden_layers": 0}, ["num_hidden_layers", 1, 0]),
+        ("qwen3", {"hidden_size": -8}, ["hidden_size", 1, "-8"]),
+    ):
+        with pytest.raises(ConfigError) as error:
+            resolve_model("transformers", None, args, path=path).build()
+        assert mentions(str(error.value), "model.args" if args else "model.path", *named)
+        assert len(str(error.value).splitlines()) == 1
+        assert len(str(error.value)) < 250 + len(path)
 
 
 @pytest.mark.slow

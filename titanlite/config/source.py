@@ -54,6 +54,8 @@ def read_source(path: Path, overrides: Sequence[str]) -> Source:
     source = Source()
     source.tree, source.places = _read_file(path, source, folder=path.parent)
     _apply_overrides(source, overrides)
+    for key in CODE:  # of the command line: the config of the run is read from another folder
+        _anchor(source.tree, key, Path())
     return source
 
 

@@ -21,20 +21,19 @@ READER = "reader://"
 
 
 def prepared_tokens(paths: Sequence[str]) -> list[str]:
-    """Return the folders and URLs of prepared tokens that the paths name; none if they name text.
+    """Return the folders and URLs of prepared tokens that the paths name; none if one of them names text.
 
     Raises:
-        UserError: some name tokens and others text, or two name the same tokens.
+        UserError: two name the same tokens.
     """
     places: list[str] = []
     for path in map(os.path.expanduser, paths):
         places += sorted(glob(path)) if "*" in path and "://" not in path else [path]
-    tokens = [place for place in places if _holds_tokens(place)]
-    if tokens and (text := next((place for place in places if place not in tokens), None)):
-        raise UserError(f"data.path: {tokens[0]} holds tokens and {text} text: make two of data.sources of them")
-    if len({place if "://" in place else os.path.realpath(place) for place in tokens}) < len(tokens):
-        raise UserError(f"data.path: {', '.join(tokens)} name the same tokens twice: name them once")
-    return tokens
+    if not all(map(_holds_tokens, places)):
+        return []
+    if len({place if "://" in place else os.path.realpath(place) for place in places}) < len(places):
+        raise UserError(f"data.path: {', '.join(places)} name the same tokens twice: name them once")
+    return places
 
 
 def _holds_tokens(place: str) -> bool:

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manager import Progress
+from titanlite.config.keys import toml_text
 from titanlite.config.shipped import shipped_names
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
@@ -40,6 +41,12 @@ from titanlite.storage.storage import Storage
 from titanlite.techniques import keeps_gradients, used
 
 logger = logging.getLogger(__name__)
+
+PIPELINE_ALONE = (
+    "pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage", "module_fqns_per_model_part",
+    "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers",
+)  # fmt: skip
+OF_INITIAL_LOAD = "initial_load", "allow_missing", "allow_unexpected"
 
 
 def report_start(
@@ -110,6 +117,7 @@ def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
             f"lr_scheduler.warmup_steps: a warm-up of {warmup} steps never reaches the peak learning rate in a run of "
             f"{steps} steps; set --lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"
         )
+    yield from _idle(config)
     if any(_is_stdlib(source.path) for source in config.data.all_sources()):
         return
     for number, source in enumerate(config.validation.all_sources()):
@@ -119,6 +127,21 @@ def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
                 f"{key}: validates on the source of Python's standard library, and the training data is not that; name "
                 f"text of your own (--{key}=...), or turn validation off (--validation.enable=false)"
             )
+
+
+def _idle(config: Config) -> Iterator[str]:
+    """Find options that are set and have no effect, because of another one."""
+    length, degree = config.training.length, config.parallelism.pipeline_parallel_degree
+    reasons = {
+        "parallelism": ("pipeline_parallel_degree is 1", PIPELINE_ALONE if degree == 1 else ()),
+        "training": (f"{length} is set, too", ("steps",) if length != "steps" else ()),
+        "checkpoint": ("initial_load_path is not set", () if config.checkpoint.initial_load_path else OF_INITIAL_LOAD),
+    }
+    for section, (reason, names) in reasons.items():
+        values = getattr(config, section)
+        for name in names:
+            if (value := getattr(values, name)) != type(values).model_fields[name].default:
+                yield f"{section}.{name} = {toml_text(value)} has no effect: {section}.{reason}"
 
 
 def _is_stdlib(path: str | list[str]) -> bool:
@@ -272,6 +295,10 @@ def report_end(
     steps = max(steps, resumed_at)
     length = config.training.length
     more = f"--training.{length}={2 * (steps if length == 'steps' else getattr(config.training, length))}"
+    # What a checkpoint's config names of code is refused by commands unless the user names it.
+    own = f" --model-file {shlex.quote(config.model.file)}" if config.model.file else ""
+    if config.model.path and os.path.isdir(os.path.expanduser(config.model.path)):
+        own = f" --config {shlex.quote(str(folder.path / 'config.toml'))}"
     lines = [
         "",
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
@@ -282,7 +309,7 @@ def report_end(
         *([f"  profile      {folder.path / 'profile'}"] if (folder.path / "profile").is_dir() else []),
         "What next?",
         f"  look           {titanlite} report {path}{needs}",
-        *([f"  sample         {titanlite} generate {path} --prompt TEXT"] if done else []),
+        *([f"  sample         {titanlite} generate {path}{own} --prompt TEXT"] if done else []),
         f"  continue       the same command with {more}, or {resume} {more}",
         f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
         f"  another model  {titanlite} train NAME, with NAME one of {', '.join(shipped_names())}",

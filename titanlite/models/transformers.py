@@ -8,6 +8,7 @@ that export is the identity.
 # ruff: noqa: SLF001 (transformers has no other name for the initialization of one module)
 
 import copy
+import json
 import math
 import re
 import zlib
@@ -20,20 +21,30 @@ from typing import Any, ClassVar
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    AutoConfig,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.layers import Loss
 from titanlite.ops.attention import Documents, additive_mask, seen_causally
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import UserError, did_you_mean
+from titanlite.runtime.files import read_small
 from titanlite.runtime.private_torch.tensors import TorchDispatchMode
 
 ATTENTION = "titanlite"
 """Name of our attention among those of transformers. It makes its masks itself, so transformers makes none."""
 FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
 """Fields of configs by which logits are multiplied (1) or divided (-1). Here that happens before the head."""
+SIZES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"
+"""Fields of configs that are at least 1 in any decoder."""
 INITIALIZED = "_is_hf_initialized"
 """Mark that transformers sets on modules and parameters whose values its initialization leaves alone."""
 MAX_LENGTH = 2**20
@@ -290,10 +301,11 @@ def decoder_of(path: str) -> type[Transformers]:
         config = _read(path)
         settings = config.to_dict()
         settings.pop("quantization_config", None)  # of files: the model that is trained has wide weights
+    except UserError:
+        raise
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(
-            f"model.path: {path} is neither a folder with a config.json nor a model type: {error}"
-        ) from None
+        reason = str(error).strip().split("\n")[0]
+        raise UserError(f"model.path: {path}: its config.json cannot be read: {reason}") from None
     if cap := settings.get("final_logit_softcapping"):
         raise UserError(f"model.path: {path} has final_logit_softcapping = {cap}, which the loss does not compute")
     skipped = {*PretrainedConfig().to_dict(), "model_type", "vocab_size"} - {"tie_word_embeddings"}
@@ -321,9 +333,16 @@ def decoder_of(path: str) -> type[Transformers]:
 
 
 def _read(path: str) -> PretrainedConfig:
-    if Path(path).expanduser().is_dir():
-        return AutoConfig.from_pretrained(Path(path).expanduser(), trust_remote_code=False, local_files_only=True)
-    return AutoConfig.for_model(path)
+    folder = Path(path).expanduser()
+    if not folder.is_dir():
+        if path not in CONFIG_MAPPING:
+            near = did_you_mean(path, CONFIG_MAPPING)
+            raise UserError(f"model.path: there is no folder {path}, and no model type of that name{near}")
+        return AutoConfig.for_model(path)
+    stated = json.loads(read_small(folder / "config.json"))
+    if "auto_map" in stated and stated.get("model_type") not in CONFIG_MAPPING:
+        raise UserError(f"model.path: {path} has code of its own (auto_map), which is not run: name it in model.file")
+    return AutoConfig.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
 
 
 def _config(settings: Mapping[str, Any], args: ModelArgs) -> PretrainedConfig:
@@ -331,6 +350,8 @@ def _config(settings: Mapping[str, Any], args: ModelArgs) -> PretrainedConfig:
     if rope := settings.get("rope_parameters"):
         own["rope_parameters"] = {**rope, "rope_theta": own.pop("rope_theta")} if "rope_theta" in own else rope
     changed = {**settings, **own}
+    if small := next((name for name in SIZES if type(changed.get(name)) is int and changed[name] < 1), None):
+        raise ValueError(f"{small} must be at least 1, got {changed[small]}")
     kinds, blocks = changed.get("layer_types"), changed.get("num_hidden_layers")
     if kinds and blocks and len(kinds) != blocks:
         changed["layer_types"] = [kinds[number % len(kinds)] for number in range(blocks)]

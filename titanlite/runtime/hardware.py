@@ -123,6 +123,12 @@ HARDWARE = (
     _gpu("B200", "NVIDIA B200",                 178.3, (2250, 4500, 75),         (7700, 900, 50),
          "HGX B200 data sheet, 2024: 8 have bfloat16 36 and float8 72 PFLOPS with sparsity, float32 600 TFLOPS; "
          f"7.7 TB/s, NVLink 1.8 TB/s both ways. {SXM.format(400)}"),
+    _gpu("GB200", "NVIDIA GB200",               184.3, (2500, 5000, 80),         (8000, 900, 50),
+         "GB200 NVL72 data sheet, 2024: 72 have bfloat16 360 and float8 720 PFLOPS with sparsity, float32 5,760 "
+         f"TFLOPS; 576 TB/s, NVLink 130 TB/s both ways. {SXM.format(400)}"),
+    _gpu("GB300", "NVIDIA GB300",               276.5, (2500, 5000, 80),         (8000, 900, 100),
+         "GB300 NVL72 data sheet, 2025: 72 have bfloat16 360 and float8 720 PFLOPS with sparsity; 576 TB/s, NVLink 130 "
+         f"TB/s both ways. float32 as GB200. {SXM.format(800)}"),
     _gpu("L40S", "NVIDIA L40S",                  44.3, (362.05, 733, 91.6),      (864, 32, 12.5),
          "L40S data sheet, 2023: bfloat16 733 and float8 1,466 TFLOPS with sparsity. " + PCIE.format(4, 100)),
     _gpu("RTX4090", "NVIDIA GeForce RTX 4090",   23.5, (165.2, 330.3, 82.6),     (1008, 32, 1.25),

@@ -205,7 +205,12 @@ class ObjectStorage(Storage):
         settings = {}
         if is_s3 := url.partition("://")[0] in ("s3", "s3a"):
             settings = {"config_kwargs": S3_SETTINGS | conf.get("s3", {}).get("config_kwargs", {})}
-        self.fs, root = fsspec.url_to_fs(url, **settings)
+        try:
+            self.fs, root = fsspec.url_to_fs(url, **settings)
+        except (ValueError, ImportError):
+            raise
+        except Exception as error:  # a protocol that connects at once (ftp, sftp) has errors of its own
+            raise RunError(f"{url}: no connection: {error}") from error
         if is_s3:
             self.fs.retries = 1
         self.root = root.rstrip("/")

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.mesh import pipeline_mesh
 from titanlite.models.base import Model, head_of, unique_parameters
 from titanlite.ops.kernels import in_every_pass
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.schema import Parallelism
 from titanlite.techniques.tensor.layers import split_blocks, take_own_tokens, tensor_ranks
 
@@ -211,6 +211,10 @@ def check_stages(model: Model, parallelism: Parallelism) -> None:
             f"needs a model of an embedding, `layers` and a head, and {name} has {', '.join(children)}: make one "
             "module of what is before the layers, or set 1"
         )
+    known = *dict(model.named_modules()), "norm", "output"  # the last two are torchtitan's names
+    others = [it for part in parallelism.module_fqns_per_model_part for it in part if not BLOCK.fullmatch(it)]
+    if unknown := [it for it in others if it not in known]:
+        raise UserError(f"module_fqns_per_model_part: {name} has no {unknown[0]}{did_you_mean(unknown[0], known)}")
     if shared := {id(it) for it in model.get_submodule(children[0]).parameters()} & {
         id(it) for it in head_of(model).parameters()
     }:

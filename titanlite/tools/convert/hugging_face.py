@@ -57,9 +57,10 @@ class HuggingFaceFolder(ForeignSource):
             return None
         if not isinstance(model_type, str) or model_type not in tables:
             known = ", ".join(tables)
+            code = " (its own code, auto_map, is not run)" if "auto_map" in self._config() else ""
             raise UserError(
-                f"{self.folder} is a model of type {model_type!r}, and titanlite has {known}: for a model of your own, "
-                "name its config (--config)"
+                f"{self.folder} is a model of type {model_type!r}{code}, and titanlite has {known}: for one of your "
+                "own, name its config (--config)"
             )
         return tables[model_type]
 

@@ -126,8 +126,8 @@ def _walk(root: str, source: int) -> Iterator[File]:
         elif is_token_folder(names):
             if folder == root:
                 raise UserError(
-                    f"{folder} holds prepared tokens, which no other path can be beside: give each folder of tokens, "
-                    "and the text, an entry of its own in [[data.sources]]"
+                    f"{folder} holds prepared tokens, and another path text: give each an entry of its own in "
+                    "[[data.sources]]"
                 )
             logger.warning("%s holds prepared tokens, not text, and is left out", folder)
             folders.clear()

@@ -158,6 +158,7 @@ RULES: dict[str, Rule] = {
 }
 RULES["compile.components"] = RULES["compile.components"]._replace(default=["model", "loss"], value_type=list)
 
+TRANSFORMERS = "transformers_modeling_backend"
 OF_0_1 = {
     "job.print_args": "job.print_config",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
@@ -295,6 +296,10 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
             value = max(1, value)
         case "parallelism.pipeline_parallel_microbatch_size":
             return Outcome({}, f"is {to}" if old.is_pipeline else "does nothing without a pipeline")
+        case "parallelism.module_fqns_per_model_part" if not old.is_pipeline:
+            return Outcome({}, "does nothing without a pipeline")
+        case _ if key.startswith("parallelism.pipeline_parallel_") and not old.is_pipeline:
+            return Outcome({}, "does nothing without a pipeline")
         case "training.local_batch_size" if old.is_pipeline:
             value = old["parallelism.pipeline_parallel_microbatch_size"]
             note = "parallelism.pipeline_parallel_microbatch_size: what passes through the stages at once"
@@ -313,6 +318,8 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
                     "not the same here: see titanlite/models for what there is, or name a file of yours in model.file"
                 )
                 lost = True
+            if value == TRANSFORMERS and not old["hf_transformers.model"]:
+                note, lost = "hf_transformers.model names no model", True
             value, _, _ = SHAPES.get(f"{value}/{old.base_flavor}", (value, "", {}))
             if value in ("qwen3_moe", "gpt_oss") or (value == "deepseek_v3" and old.base_flavor != "671B"):
                 note = "the bias that balances experts is added to the router's logits here, and to its probabilities "
@@ -320,12 +327,9 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
         case "model.flavor":
             return _flavor(value, old)
         case "hf_transformers.model":
-            if old["model.name"] != "transformers_modeling_backend":
+            if not value or old["model.name"] != TRANSFORMERS:
                 return Outcome({}, nothing)
-            note = (
-                "a folder with its config.json: fetch it from the hub. torchtitan takes its vocabulary, whatever the "
-            )
-            note += "tokenizer: set model.args.vocab_size"
+            note = "a folder with its config.json: fetch it from the hub, and set model.args.vocab_size to its own"
         case "model.hf_assets_path" if old["model.tokenizer_path"]:
             return Outcome({}, "model.tokenizer_path goes before it")
         case "model.converters":

@@ -165,6 +165,7 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         "step": lambda run: f"{run.steps[-1]:,} of {_steps_of(run)}",
         "loss": lambda run: _number(run.metrics[-1].get("loss"), 4),
         "loss, smoothed": lambda run: _number(smoothed(run.column("loss"))[-1], 4),
+        "validation loss": _validation_loss,
         "tokens/s": lambda run: _number(_median(run.column("tokens_per_second")), 0),
         "MFU": lambda run: _share(_median(run.column("mfu"))),
         "memory": lambda run: _number(run.metrics[-1].get("memory_gib"), 2, " GiB"),
@@ -180,10 +181,17 @@ def _tables(runs: Sequence[RunRecords]) -> Iterator[dict[str, Any]]:
         "id": lambda run: run.run_id[:12],
     }
     columns = ["", *(run.name for run in runs)]
-    yield {"title": "", "columns": columns, "rows": [[name, *map(of, runs)] for name, of in rows.items()]}
+    cells = {name: [*map(of, runs)] for name, of in rows.items()}
+    yield {"title": "", "columns": columns, "rows": [[name, *its] for name, its in cells.items() if any(its)]}
     if differences := config_differences(runs) if len(runs) > 1 else {}:
         rows_of = [[key, *values] for key, values in differences.items()]
         yield {"title": "Options that differ", "columns": columns, "rows": rows_of}
+
+
+def _validation_loss(run: RunRecords) -> str:
+    """Return the loss of the last validation that has one: it may be of tasks alone."""
+    losses = [record["loss"] for record in run.validation if record.get("loss") is not None]
+    return _number(losses[-1] if losses else None, 4)
 
 
 def _steps_of(run: RunRecords) -> str:
@@ -225,4 +233,4 @@ def _text(value: Any, missing: str = "") -> str:
 
 
 def _share(value: float | None) -> str:
-    return "n/a" if value is None else f"{value:.1%}"
+    return "" if value is None else f"{value:.1%}"

@@ -52,13 +52,14 @@ class RunRecords:
         return [record["step"] for record in self.metrics]
 
 
-def read_run(path: Path) -> RunRecords:
+def read_run(path: str | Path) -> RunRecords:
     """Read the folder of a run. The last line of a file may be half written: the run may still train.
 
     Raises:
         UserError: the folder is no run, has no records yet, or records of another schema, or a file is a link that
             leads out of it.
     """
+    path = Path(path)
     if not path.is_dir():
         raise UserError(f"no folder {path}: name the folder of a run, such as outputs/debug")
     if not (path / "metrics.jsonl").is_file():
