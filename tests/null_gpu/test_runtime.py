@@ -75,7 +75,8 @@ def test_groups_of_the_mesh_are_split_from_the_first_communicator(run_python: Ru
 
 
 def test_the_flight_recorder_writes_to_the_folder_of_the_logs(run_python: RunPython, tmp_path: Path) -> None:
-    """A pipe asks PyTorch for the traces that it writes at a timeout."""
+    """A pipe asks PyTorch for the traces that it writes at a timeout. The implementation that is new in torch 2.15 has no
+    such pipe."""
     (tmp_path / "logs").mkdir()
     code = """
 import os, time, torch, torch.distributed as dist
@@ -93,5 +94,24 @@ while not os.listdir("logs"):
     time.sleep(0.1)
 os._exit(0)
 """
-    run_python("-c", code, timeout=120, TORCH_NCCL_DEBUG_INFO_PIPE_FILE="pipe-")
+    run_python("-c", code, timeout=120, TORCH_NCCL_DEBUG_INFO_PIPE_FILE="pipe-", TORCH_DIST_USE_NCCL2="0")
     assert [path.name for path in (tmp_path / "logs").iterdir()] == ["nccl-rank-0"]
+
+
+def test_collectives_of_nccl_are_counted_and_named(run_python: RunPython) -> None:
+    """Both name a hang. Releases before 2.15 record NCCL's collectives elsewhere, and write them at a timeout."""
+    code = """
+import json, os, torch, torch.distributed as dist
+from titanlite.runtime.private_torch.process_groups import count_collectives, recent_collectives
+
+device = torch.device("cuda", 0)
+dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=2, device_id=device)
+for _ in range(3):
+    dist.all_reduce(torch.ones(1000, device=device))
+assert [*count_collectives().values()] == [3], count_collectives()
+if type(dist.group.WORLD._get_backend(device)).__name__ == "ProcessGroupNCCL2":
+    names = [it["profiling_name"] for it in json.loads(recent_collectives())["entries"]]
+    assert names == ["nccl2:all_reduce"] * 3, names
+os._exit(0)
+"""
+    run_python("-c", code, timeout=120)
