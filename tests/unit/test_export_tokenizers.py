@@ -176,6 +176,7 @@ def test_an_export_begins_a_text_as_training_did(
     assert kept["tokenizer.json"] == (tmp_path / "own" / "tokenizer.json").read_bytes()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config", STATED, ids=str)
 @pytest.mark.parametrize("processor", ["", "bos", "level_bos_eos"])
 def test_files_of_others_are_read_as_transformers_does(
@@ -185,3 +186,14 @@ def test_files_of_others_are_read_as_transformers_does(
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "own").encode("a b")
     ids = ours.encode("a b").tolist()
     assert prompt_encoder(ours, config=None, chat=None)("a b") == theirs[: theirs.index(ids[0]) + len(ids)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("add_bos", [True, False])
+@pytest.mark.parametrize("name", ["bytes", "python-2k", "ranks.tiktoken"])
+def test_translated_files_begin_a_text_as_training_did(name: str, add_bos: bool, tmp_path: Path) -> None:
+    ours = load_tokenizer(str(rank_file(tmp_path / name)) if name.startswith("ranks") else name)
+    theirs = written(ours, tmp_path / "hf", add_bos=add_bos)
+    expected = [*([ours.bos_id] if add_bos else []), *ours.encode("self").tolist()]
+    assert theirs.encode("self") == expected
+    assert prompt_encoder(load_tokenizer(str(tmp_path / "hf")), config=None, chat=None)("self") == expected
