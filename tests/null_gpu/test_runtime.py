@@ -75,7 +75,7 @@ def test_groups_of_the_mesh_are_split_from_the_first_communicator(run_python: Ru
 
 
 def test_the_flight_recorder_writes_to_the_folder_of_the_logs(run_python: RunPython, tmp_path: Path) -> None:
-    """A pipe asks PyTorch for the traces that it writes at a timeout. The implementation that is new in torch 2.15 has no
+    """A pipe asks PyTorch for the traces that it writes at a timeout. The implementation that is new in 2.15 has no
     such pipe."""
     (tmp_path / "logs").mkdir()
     code = """
