@@ -91,12 +91,12 @@ def test_a_stopped_data_worker_is_named_and_ends_the_run(tiny: TinyRun) -> None:
 
 @pytest.mark.slow
 def test_a_file_system_that_blocks_is_named_and_the_process_is_ended(tiny: TinyRun) -> None:
-    """A pipe that nobody writes to stands for a file: to open it blocks for ever. No collective would end it."""
+    """A pipe that nobody writes to stands for a file: to read it blocks for ever. No collective would end it."""
     pipe = tiny.folder / "pipe"
     os.mkfifo(pipe)
-    (tiny.folder / "mine.py").write_text(ASLEEP.replace("{waits}", f"open({str(pipe)!r})").replace(
-        "dist.get_rank() == 1", "True"
-    ))  # fmt: skip
+    waits = f"os.read(os.open({str(pipe)!r}, os.O_RDWR), 1)"
+    mine = ASLEEP.replace("{waits}", waits).replace("dist.get_rank() == 1", "True")
+    (tiny.folder / "mine.py").write_text(mine)
     loss = f"--training.loss={tiny.folder / 'mine.py'}:loss"
     with started(
         tiny.folder, f"--config={tiny.toml}", loss, *ENDLESS, "--comm.train_timeout_seconds=20", command=TRAIN

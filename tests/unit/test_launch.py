@@ -45,12 +45,15 @@ def test_gloo_uses_the_interface_of_the_address() -> None:
         assert environ == chosen
 
 
-def run(words: list[str], folder: Path, *, files: int | None = None, **environ: str) -> tuple[int, list[str]]:
+def run(
+    words: list[str], folder: Path, *, files: int | None = None, environ: dict[str, str] | None = None
+) -> tuple[int, list[str]]:
     """Run a command in a folder, and return its exit code and the lines of its errors."""
     limit = (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))) if files else None
-    environ["PATH"] = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    everything = {**os.environ, "PATH": path, **(environ or {})}
     result = subprocess.run(
-        words, cwd=folder, env={**os.environ, **environ}, capture_output=True, text=True, check=False, preexec_fn=limit
+        words, cwd=folder, env=everything, capture_output=True, text=True, check=False, preexec_fn=limit
     )
     return result.returncode, result.stderr.splitlines()
 
@@ -74,7 +77,7 @@ MODULE = [sys.executable, "-m"]
     ],
 )
 def test_numbers_of_the_environment_are_decimal(name: str, value: str, named: str, tmp_path: Path) -> None:
-    code, lines = run([SCRIPT, "--config", "no_such_config"], tmp_path, **{name: value})
+    code, lines = run([SCRIPT, "--config", "no_such_config"], tmp_path, environ={name: value})
     assert (code, len(lines)) == (2, 1)
     assert mentions(lines[0], "error: " + named if named.isupper() else named)
 

@@ -91,6 +91,12 @@ def test_the_process_of_another_machine_of_the_same_name_is_not_looked_for() -> 
         assert mentions(explain(both, [1], [1], ranks=2, here="a"), named)
 
 
+def test_several_ranks_of_one_reason_are_one_clause() -> None:
+    each = [replace(beat(rank, 7, kind=CODE), text="is in its own code (mine.py:3, loss)") for rank in range(3)]
+    text = explain(beats(*each), [1, 2], [], ranks=3, here="")
+    assert text == "each of ranks 1-2 on host-a is in its own code (mine.py:3, loss) since 24 s; rank 0 waits for them"
+
+
 def test_a_rank_without_a_reason_is_silent_or_has_its_time() -> None:
     both = beats(beat(0, 7), beat(1, 6, kind=""))
     assert not may_report(both, [1], [], replace(both[0], quiet=24.0))
@@ -366,7 +372,6 @@ def test_the_file_that_a_thread_waits_for_is_named(tmp_path: Path) -> None:
 
     thread = threading.Thread(target=read, daemon=True)
     thread.start()
-    wait_until(waits_for_file)
     with open(pipe, "wb"):
         assert began.wait(20)
         wait_until(waits_for_file)

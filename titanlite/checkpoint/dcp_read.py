@@ -171,11 +171,11 @@ def _of_other_types(found: Metadata) -> Iterator[str]:
         return isinstance(value, tuple) and all(type(it) is int and it >= 0 for it in value)
 
     for name, entry in found.state_dict_metadata.items():
-        is_right = isinstance(entry, BytesStorageMetadata)
+        is_right = isinstance(name, str)
         if isinstance(entry, TensorStorageMetadata):
-            chunks = [it.offsets + it.sizes for it in entry.chunks]
-            is_right = isinstance(entry.properties.dtype, torch.dtype) and all(map(is_size, [entry.size, *chunks]))
-        if not isinstance(name, str) or not is_right:
+            is_right &= isinstance(entry.properties.dtype, torch.dtype) and is_size(entry.size)
+            is_right &= all(is_size(it.offsets + it.sizes) for it in entry.chunks)
+        if not is_right or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             yield str(name)
     for index, info in (found.storage_data or {}).items():
         numbers = type(info.offset) is type(info.length) is int

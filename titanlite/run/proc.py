@@ -14,8 +14,6 @@ from typing import NamedTuple
 
 STATES = {"T": "is stopped", "t": "is in a debugger", "D": "waits for a disk", "Z": "has ended"}
 """States of a process that explain why it does nothing (proc_pid_stat(5))."""
-AT_FDCWD = 0xFFFFFF9C
-"""Number of the present folder as a file descriptor: -100."""
 DATA, FILES, COLLECTIVE, DEBUGGER, CODE = "data", "files", "collective", "debugger", "code"
 """Kinds of what a thread waits for."""
 BUSY_SHARE = 0.1
@@ -55,19 +53,12 @@ def state_of(pid: int) -> str:
 def blocked_file(pid: int, thread: int) -> str:
     """Return the file or pipe of the system call in which a thread is now; "" if there is none, or none is known.
 
-    A file descriptor is a call's first argument. A path is the second one of calls that begin at the present folder,
-    as open's and stat's do.
+    A file descriptor is a call's first argument. A call that takes a path, as open's, is in the stacks of the log.
     """
     try:
-        first, second = (int(it, 16) for it in Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()[1:3])
-        if first & 0xFFFFFFFF == AT_FDCWD:
-            memory = os.open(f"/proc/{pid}/mem", os.O_RDONLY)
-            try:
-                return os.pread(memory, 4096 - second % 4096, second).partition(b"\0")[0].decode(errors="replace")
-            finally:
-                os.close(memory)
+        first = int(Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()[1], 16)
         path = os.readlink(f"/proc/{pid}/fd/{first}") if first > 2 else ""
-    except (OSError, ValueError):  # it runs
+    except (OSError, ValueError, IndexError):  # it runs
         return ""
     return path if path.startswith(("/", "pipe:")) and not path.startswith("/dev/") else ""
 

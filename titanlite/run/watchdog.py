@@ -66,7 +66,6 @@ MARGIN_SHARE = 1 / 10
 """Share of a timeout for which collectives have time to end a run, before the watchdog ends its process."""
 TRACES = "TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
 """Environment variables that name the files of PyTorch's flight recorder. PyTorch adds the rank."""
-PLURALS = {"is": "are", "has": "have", "sends": "send", "waits": "wait", "runs": "run"}
 
 
 @dataclass(frozen=True)
@@ -176,9 +175,8 @@ def explain(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Sequence
     for (place, text), members in groupby(culprits, reason):
         several = [*members]
         process = f" (process {beats[several[0]].pid})" if len(several) == 1 and several[0] in beats else ""
-        verb, _, rest = text.partition(" ")
-        verb = PLURALS.get(verb, verb) if len(several) > 1 else verb
-        clauses.append(f"{ranks_text(several)}{place}{process} {verb} {rest}")
+        each = "each of " if len(several) > 1 else ""
+        clauses.append(f"{each}{ranks_text(several)}{place}{process} {text}")
     waiting = sorted({*range(ranks)} - {*culprits})
     verb, whom = "waits" if len(waiting) == 1 else "wait", "it" if len(culprits) == 1 else "them"
     return "; ".join([*clauses, *([f"{ranks_text(waiting)} {verb} for {whom}"] if waiting else [])])

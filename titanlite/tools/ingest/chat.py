@@ -9,6 +9,7 @@ import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
+from titanlite.runtime.files import read_small
 from titanlite.tools.ingest.chat_template import Refused, find_template, open_template
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
 from titanlite.tools.ingest.formats import Part
@@ -61,7 +62,7 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
     else:
         where = template
         try:
-            text = template.read_text(encoding="utf-8")
+            text = read_small(template).decode().replace("\r\n", "\n")
         except (OSError, UnicodeDecodeError) as error:
             raise UserError(f"{template} cannot be read: {error}") from None
     return ChatOptions(template=text, where=str(where))

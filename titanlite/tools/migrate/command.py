@@ -14,6 +14,7 @@ import tomli
 
 from titanlite.config.keys import dotted_keys, tables, toml_text
 from titanlite.runtime.errors import RunError, UserError, nearest_name
+from titanlite.runtime.files import read_small
 from titanlite.tools.arguments import Count
 from titanlite.tools.migrate.rules import FLOAT8, OF_0_1, OPTIMIZERS, RULES, TOKENIZER_OF_0_1, Old, convert
 
@@ -76,7 +77,7 @@ def migrate_config(
         old.toml --out new.toml --world-size 64
     """
     try:
-        text = old.read_text(encoding="utf-8")
+        text = read_small(old).decode().replace("\r\n", "\n")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"cannot read {old}: {error}") from None
     migration = migrate(text, old.name, world_size=world_size)
