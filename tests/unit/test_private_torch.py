@@ -1,5 +1,6 @@
 """PyTorch's private API does what titanlite/runtime/private_torch/ relies on."""
 
+import copyreg
 import io
 import math
 import pickle
@@ -30,6 +31,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from tests import packed_kernel
 from tests.helpers import world
 from tests.operators import Operators
+from titanlite.checkpoint.dcp_read import unpickle_metadata
 from titanlite.ops.cpu import CpuKernels
 from titanlite.runtime.private_torch.attention import (
     cpu_attention,
@@ -254,8 +256,11 @@ def test_metadata_of_all_releases(tmp_path: Path) -> None:
     metadata = checkpoint(tmp_path)
     properties = metadata.state_dict_metadata["a"].properties
     of_2_15 = (*properties.__getstate__()[:5], (1,))
-    read = StoredProperties()
-    read.__setstate__(of_2_15)
+    pickler = pickle.Pickler(stream := io.BytesIO())
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: lambda _: (TensorProperties, (), of_2_15)}
+    pickler.dump(metadata)
+    read = unpickle_metadata(stream.getvalue(), "a checkpoint of 2.15").state_dict_metadata["a"].properties
+    assert type(read) is StoredProperties
     assert (read.dtype, read.layout, read.memory_format) == (torch.float32, torch.strided, torch.contiguous_format)
     states: list[tuple[Any, ...]] = []
 
