@@ -163,8 +163,16 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
         return None
     if config.model.file:
         report.attempt("model.file", [], lambda: check_own_model(model))
+    if config.model.path:
+        report.attempt("model.path", ["data.document_mask"], lambda: _check_forward(spec, config))
     report.ask(lambda it: it.choose_trained, model, config)
     return model
+
+
+def _check_forward(spec: ModelSpec, config: Config) -> None:
+    from titanlite.checks.transformers import check_forward  # transformers is there if this model is
+
+    check_forward(spec, with_documents=config.data.document_mask)
 
 
 class _Report:
