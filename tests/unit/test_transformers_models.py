@@ -187,7 +187,8 @@ def test_decoders_that_mix_documents_are_refused() -> None:
 
 
 def without_masks(*arguments: Any, **options: Any) -> Any:
-    return attend(*arguments[:4], None, **options)
+    module, q, k, v, _ = arguments
+    return attend(module, q, k, v, None, **options)
 
 
 def without_scaling(*arguments: Any, **options: Any) -> Any:
@@ -198,7 +199,7 @@ def without_scaling(*arguments: Any, **options: Any) -> Any:
     ("name", "plant"), [("mistral", without_masks), ("gpt_oss", without_masks), ("granite", without_scaling)]
 )
 def test_a_planted_mistake_of_attention_shows(name: str, plant: Any) -> None:
-    changes = {"attention_multiplier": 0.01} if name == "granite" else {}
+    changes: dict[str, Any] = {"attention_multiplier": 0.01} if name == "granite" else {}
     AttentionInterface.register(ATTENTION, plant)
     try:
         with pytest.raises(ConfigError, match=r"^model\.path"):

@@ -30,7 +30,7 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from titanlite.models.base import Model, ModelArgs, unique_parameters
-from titanlite.models.formats import Entry, Formats, HuggingFace, Table
+from titanlite.models.formats import Entry, Formats, HuggingFace, Table, complete
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.layers import Loss
 from titanlite.ops.attention import Documents, additive_mask, seen_causally
@@ -213,14 +213,14 @@ class _Fixed(nn.Module):
 
     def __init__(self, decoder: nn.Module, hidden_BLD: Tensor) -> None:
         super().__init__()
-        self.of = lambda name: getattr(decoder, name)
+        object.__setattr__(self, "decoder", decoder)
         self.hidden_BLD = hidden_BLD
 
     def forward(self, *args: Any, **options: Any) -> _Hidden:
         return _Hidden((self.hidden_BLD,))
 
     def __getattr__(self, name: str) -> Any:
-        return self.of(name)
+        return getattr(self.__dict__["decoder"], name)
 
 
 def _factor(whole: PreTrainedModel) -> float:
@@ -394,15 +394,9 @@ def decoder_class(settings: dict[str, Any]) -> type[Transformers]:
     """
     if not isinstance(settings.get("vocab_size"), int):
         raise UserError(f"a model of type {settings.get('model_type')} has no vocab_size: not supported")
-    skipped = {*PretrainedConfig().to_dict(), "model_type", "vocab_size"} - {"tie_word_embeddings"}
-    scalars = {
-        name: value
-        for name, value in settings.items()
-        if isinstance(value, bool | int | float | str | None) and name not in skipped and name.isidentifier()
-    }
     fields = [
         (name, bool | int | float | str | None if value is None else type(value), field(default=value))
-        for name, value in scalars.items()
+        for name, value in _scalars(settings).items()
     ]
     args_cls = make_dataclass("TransformersArgs", fields, bases=(ModelArgs,), frozen=True, kw_only=True)
     length = settings.get("max_position_embeddings") or MAX_LENGTH
@@ -413,6 +407,16 @@ def decoder_class(settings: dict[str, Any]) -> type[Transformers]:
     name = f"Transformers{type(whole.config).__name__.removesuffix('Config')}"
     members = {"settings": settings, "flavors": {"default": args}, "__module__": __name__}
     return type(name, (Transformers,), {**members, "formats": Formats(hugging_face=_format(whole, settings))})
+
+
+def _scalars(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config that can be arguments of a model, beside vocab_size."""
+    skipped = {*PretrainedConfig().to_dict(), "model_type", "vocab_size"} - {"tie_word_embeddings"}
+    return {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, bool | int | float | str | None) and name not in skipped and name.isidentifier()
+    }
 
 
 def _read(path: str) -> PretrainedConfig:
@@ -476,6 +480,18 @@ def _format(whole: PreTrainedModel, settings: Mapping[str, Any]) -> HuggingFace:
 @dataclass(frozen=True, kw_only=True)
 class _WholeConfig(HuggingFace):
     settings: Mapping[str, Any]
+
+    def to_args(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the numbers of a config.json that are arguments of the model.
+
+        Raises:
+            ValueError: it describes another model type, or has another RoPE.
+        """
+        super().to_args(config)
+        found, _ = complete(config, self.model_type)
+        if found.get("rope_parameters") != self.settings.get("rope_parameters"):
+            raise ValueError(f"rope_parameters are {found.get('rope_parameters')}: name this folder in model.path")
+        return {name: found[name] for name in _scalars(self.settings) if name in found}
 
     def to_config(self, args: Any) -> dict[str, Any]:
         return {**_config(self.settings, args).to_dict(), "architectures": [self.architecture]}
