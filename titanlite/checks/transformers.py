@@ -20,12 +20,13 @@ from titanlite.models.documents import fill
 from titanlite.models.registry import ModelSpec
 from titanlite.models.transformers import Transformers, decoder_class
 from titanlite.ops.attention import Documents
-from titanlite.parallelize.materialize import allocate
+from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, Problem
 
 CPU = torch.device("cpu")
 SCALES = (16, 32, 8, 4, 2, 1)
 """Divisors of the dims, in the order in which they are tried: some configs do not fit small dims."""
+LEAST_WIDTH = 32
 MOST_BLOCKS = 8
 MOST_EXPERTS = 16
 SMALL = 1 << 25
@@ -38,6 +39,7 @@ LENGTHS = (5, 40)
 ALLOWED = 1e-3
 """Difference between logits, relative to the largest. Different kernels differ by 1e-6."""
 IS_DIM = re.compile(r"(size|dim|rank|width|inner)s?$|(^|_)(d_[a-z]+|n_embd)$")
+IS_OF_HEAD = re.compile("head|rope")
 IS_NONE = re.compile("kernel|conv|block|patch|image|batch|vocab|position")
 IS_WINDOW = re.compile("window|chunk")
 IS_DEPTH = re.compile("^(num|n)_(hidden_)?layers?$")
@@ -117,6 +119,7 @@ def small_decoder(spec: ModelSpec, scale: int, *, is_deep: bool = False) -> Tran
     model = build_on_meta(model_cls, next(iter(model_cls.flavors.values())))
     if (size := sum(parameter.numel() for _, parameter in unique_parameters(model))) > SMALL:
         raise ValueError(f"{size:,} parameters")
+    set_dtype(model, torch.float32)
     allocate(model, CPU, CPU)
     generator = torch.Generator().manual_seed(0)
     for _, parameter in unique_parameters(model):
@@ -142,6 +145,8 @@ def _tokens(length: int, vocabulary: int) -> Tensor:
 
 def _smaller(config: PretrainedConfig, scale: int, *, is_deep: bool) -> dict[str, Any]:
     settings, depth = config.to_dict(), config.num_hidden_layers
+    if scale > 1 and config.hidden_size < LEAST_WIDTH * scale:
+        raise ValueError(f"hidden_size of {config.hidden_size} is too small to be divided by {scale}")
     needed, active = [2], [MOST_EXPERTS // 2]
     for name, value in settings.items():
         if isinstance(value, list) and len(value) == depth:
@@ -169,6 +174,8 @@ def _smaller(config: PretrainedConfig, scale: int, *, is_deep: bool) -> dict[str
         if IS_DEPTH.search(name):
             return min(value, blocks)
         if (IS_DIM.search(name) and not IS_NONE.search(name)) or name == "mrope_section":
+            if scale > 1 and IS_OF_HEAD.search(name) and value % (2 * scale):
+                raise ValueError(f"{name} of {value} cannot be divided by {scale}")  # halves of a head are rotated
             return max(value // scale, 1)
         return value
 

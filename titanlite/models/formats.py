@@ -180,7 +180,7 @@ class HuggingFace:
 def complete(config: ConfigJson, model_type: str) -> tuple[ConfigJson, bool]:
     """Return a config.json in the form of transformers 5, and whether it has the defaults of the family's own class.
 
-    Without transformers, a key that is missing stays so.
+    Without transformers, a key that is missing stays so, as it does in models that transformers does not know.
 
     Raises:
         ValueError: transformers refuses it, or it has two descriptions of RoPE that differ.
@@ -189,6 +189,8 @@ def complete(config: ConfigJson, model_type: str) -> tuple[ConfigJson, bool]:
         from transformers import CONFIG_MAPPING
     except ImportError:
         return {**config, "rope_parameters": _ropes(config)}, False
+    if model_type not in CONFIG_MAPPING:
+        return config, True
     own = {key: value for key, value in config.items() if key != "quantization_config"}
     try:
         filled = CONFIG_MAPPING[model_type].from_dict({**deepcopy(own), "model_type": model_type})

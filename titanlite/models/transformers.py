@@ -232,8 +232,8 @@ def _factor(whole: PreTrainedModel) -> float:
     with torch.device("cpu"), torch.no_grad():
         hidden_BLD = torch.linspace(-1000.0, 1000.0, 16).view(1, 1, -1)
         tokens = torch.zeros(1, 1, dtype=torch.int64)
-        plain_head = nn.utils.skip_init(nn.Linear, 16, 16, bias=False)
-        plain_head.weight.copy_(torch.eye(16))
+        plain_head = nn.Linear(16, 16, bias=False, device="meta")
+        plain_head.weight = nn.Parameter(torch.eye(16))
     head = whole.get_output_embeddings()
     alone = copy.copy(whole)
     alone._modules = {
