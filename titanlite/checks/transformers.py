@@ -47,6 +47,10 @@ IS_EXPERTS = re.compile("experts$")
 IS_PERIOD = re.compile("first|interval|period|freq|pattern|every|step|offset")
 
 
+class _OtherSize(ValueError):
+    """A config fits no such size, or is too large at it."""
+
+
 def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
     """Compare the logits of a decoder at a small size with those of transformers' own forward.
 
@@ -64,7 +68,8 @@ def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
             theirs = _own(ours)
             expected = [theirs(input_ids=it, use_cache=False).logits for it in tokens]
         except Exception as error:  # whatever the checks of a config and its layers raise
-            reason = reason or _line(error)
+            if not (isinstance(error, _OtherSize) and reason):
+                reason = _line(error)
             continue
         break
     else:
@@ -118,7 +123,7 @@ def small_decoder(spec: ModelSpec, scale: int, *, is_deep: bool = False) -> Tran
     model_cls = decoder_class(_smaller(config, scale, is_deep=is_deep))
     model = build_on_meta(model_cls, next(iter(model_cls.flavors.values())))
     if (size := sum(parameter.numel() for _, parameter in unique_parameters(model))) > SMALL:
-        raise ValueError(f"{size:,} parameters")
+        raise _OtherSize(f"{size:,} parameters")
     set_dtype(model, torch.float32)
     allocate(model, CPU, CPU)
     generator = torch.Generator().manual_seed(0)
@@ -146,7 +151,7 @@ def _tokens(length: int, vocabulary: int) -> Tensor:
 def _smaller(config: PretrainedConfig, scale: int, *, is_deep: bool) -> dict[str, Any]:
     settings, depth = config.to_dict(), config.num_hidden_layers
     if scale > 1 and config.hidden_size < LEAST_WIDTH * scale:
-        raise ValueError(f"hidden_size of {config.hidden_size} is too small to be divided by {scale}")
+        raise _OtherSize(f"hidden_size of {config.hidden_size} is too small to be divided by {scale}")
     needed, active = [2], [MOST_EXPERTS // 2]
     for name, value in settings.items():
         if isinstance(value, list) and len(value) == depth:
@@ -175,7 +180,7 @@ def _smaller(config: PretrainedConfig, scale: int, *, is_deep: bool) -> dict[str
             return min(value, blocks)
         if (IS_DIM.search(name) and not IS_NONE.search(name)) or name == "mrope_section":
             if scale > 1 and IS_OF_HEAD.search(name) and value % (2 * scale):
-                raise ValueError(f"{name} of {value} cannot be divided by {scale}")  # halves of a head are rotated
+                raise _OtherSize(f"{name} of {value} cannot be divided by {scale}")  # halves of a head are rotated
             return max(value // scale, 1)
         return value
 

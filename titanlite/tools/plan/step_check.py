@@ -120,10 +120,9 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
         return str(error)
     except (Exception, SystemExit) as error:  # code of the user's own may raise anything
         reason = _describe(error).replace("FakeTensor", "Tensor")
-        if not _has_own_code(config) or any(word in reason.lower() for word in NEEDS_REAL_TENSORS):
+        if any(word in reason.lower() for word in NEEDS_REAL_TENSORS):
             return f"{what} could not be traced ({reason})"
-        key = "model.file" if config.model.file else "training.loss" if config.training.loss else "optimizer.name"
-        raise UserError(f"{key}: one step fails: {reason}") from error
+        raise UserError(f"{_suspect(config)}: one step fails: {reason}") from error
     return f"{what} was traced"
 
 
@@ -148,9 +147,15 @@ def _few_blocks(spec: ModelSpec, config: Config, period: int) -> ModelSpec:
     return spec._replace(args=replace(args, n_layers=few))
 
 
-def _has_own_code(config: Config) -> bool:
+def _suspect(config: Config) -> str:
+    """Return the option to which the mistake of a step belongs: code of the user's own, or else the model."""
     optimizers = [config.optimizer.name, *(group.name or "" for group in config.optimizer.groups)]
-    return bool(config.model.file or config.training.loss or any("." in it or ":" in it for it in optimizers))
+    has_own_optimizer = any("." in it or ":" in it for it in optimizers)
+    options = {
+        "model.file": config.model.file, "training.loss": config.training.loss, "optimizer.name": has_own_optimizer,
+        "model.path": config.model.path,
+    }  # fmt: skip
+    return next((option for option, value in options.items() if value), "model.args")
 
 
 def _describe(error: BaseException) -> str:
