@@ -22,6 +22,7 @@ from titanlite.ops.attention import Documents
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
+from titanlite.tools.convert.source import load_model, open_source
 
 CPU = torch.device("cpu")
 
@@ -195,6 +196,11 @@ def without_scaling(*arguments: Any, **options: Any) -> Any:
     return attend(*arguments, **{**options, "scaling": None})
 
 
+def backwards(*arguments: Any, **options: Any) -> Any:
+    out_BLNH, _ = attend(*arguments, **options)
+    return out_BLNH.flip(1), None
+
+
 @pytest.mark.parametrize(
     ("name", "plant"), [("mistral", without_masks), ("gpt_oss", without_masks), ("granite", without_scaling)]
 )
@@ -238,6 +244,14 @@ def test_a_trained_model_is_exported_under_its_own_names(tiny: TinyRun) -> None:
     out, args = tiny.folder / "exported", ["--config", str(tiny.toml), "--no-tokenizer"]
     code, _, errors = titanlite("checkpoint", "export", str(tiny.folder / "outputs" / "tiny"), "--out", str(out), *args)
     assert code == 0, errors
+    source = open_source(str(tiny.folder / "outputs" / "tiny"), config=tiny.toml)
+    AttentionInterface.register(ATTENTION, backwards)
+    try:
+        with pytest.raises(ConfigError, match=r"^model\.path"):
+            load_model(source)
+    finally:
+        AttentionInterface.register(ATTENTION, attend)
+    load_model(source)
     expected = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
     tokens = tokens_of() % run.model.args.vocab_size
     found = run.model.eval()(tokens)

@@ -38,6 +38,7 @@ LENGTHS = (5, 40)
 """Tokens of the sequences: within every window, and beyond."""
 ALLOWED = 1e-3
 """Difference between logits, relative to the largest. Different kernels differ by 1e-6."""
+# Names of numbers in configs: what each family calls its dims, windows and layers.
 IS_DIM = re.compile(r"(size|dim|rank|width|inner)s?$|(^|_)(d_[a-z]+|n_embd)$")
 IS_OF_HEAD = re.compile("head|rope")
 IS_NONE = re.compile("kernel|conv|block|patch|image|batch|vocab|position")
@@ -61,12 +62,13 @@ def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
         ConfigError: they differ, or one of them cannot be computed.
     """
     name, reason = spec.model_cls.__name__, ""
-    for is_deep, scale in product((False, True), SCALES):
+    for is_deep, scale in product((False, True), SCALES):  # all blocks where few are no valid config
         try:
             ours = small_decoder(spec, scale, is_deep=is_deep)
             tokens = [_tokens(length, ours.args.vocab_size) for length in LENGTHS]
-            theirs = _own(ours)
-            expected = [theirs(input_ids=it, use_cache=False).logits for it in tokens]
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                theirs = _own(ours)
+                expected = [theirs(input_ids=it, use_cache=False).logits for it in tokens]
         except Exception as error:  # whatever the checks of a config and its layers raise
             if not (isinstance(error, _OtherSize) and reason):
                 reason = _line(error)
@@ -132,7 +134,6 @@ def small_decoder(spec: ModelSpec, scale: int, *, is_deep: bool = False) -> Tran
     return cast(Transformers, model.eval())
 
 
-@torch.no_grad()
 def _own(ours: Transformers) -> Any:
     """Return the model of transformers with the same weights, and the attention and the buffers of its own."""
     whole = ours._whole
