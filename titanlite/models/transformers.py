@@ -482,7 +482,7 @@ class _WholeConfig(HuggingFace):
     settings: Mapping[str, Any]
 
     def to_args(self, config: dict[str, Any]) -> dict[str, Any]:
-        """Return the numbers of a config.json that are arguments of the model.
+        """Return the values of a config.json that are arguments of the model, and that its logits can depend on.
 
         Raises:
             ValueError: it describes another model type, or has another RoPE.
@@ -491,7 +491,8 @@ class _WholeConfig(HuggingFace):
         found, _ = complete(config, self.model_type)
         if found.get("rope_parameters") != self.settings.get("rope_parameters"):
             raise ValueError(f"rope_parameters are {found.get('rope_parameters')}: name this folder in model.path")
-        return {name: found[name] for name in _scalars(self.settings) if name in found}
+        names = [name for name in _scalars(self.settings) if name in found and not name.endswith("_token_id")]
+        return {name: found[name] for name in names if name not in ("initializer_range", "use_cache")}
 
     def to_config(self, args: Any) -> dict[str, Any]:
         return {**_config(self.settings, args).to_dict(), "architectures": [self.architecture]}
