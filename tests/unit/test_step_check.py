@@ -113,6 +113,17 @@ def test_a_decoder_of_transformers_whose_sizes_do_not_fit_is_refused(
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_a_decoder_of_transformers_that_trains_passes(
+    name: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Grouped matmuls in float32 need values."""
+    config_of(tiny, name)
+    assert cli.run(["check", str(tiny.toml)]) == 0
+    assert mentions(capfd.readouterr().out, "tiny is right")
+
+
 def test_a_step_of_a_model_of_ours_that_fails_is_a_mistake_too(
     tiny: TinyRun, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

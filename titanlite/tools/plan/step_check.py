@@ -28,8 +28,9 @@ from titanlite.tools.plan.trace import trace_step
 
 MOST_CHARACTERS = 300
 """Length of the message of an error of code of the user's own."""
-NEEDS_REAL_TENSORS = ("fake", "subclass", "data pointer")
-"""Words of errors of code that may be right on real tensors, such as `numpy()` and operators of the user's own."""
+NEEDS_REAL_TENSORS = ("fake", "subclass", "data pointer", "inputs of bf16 type")
+"""Words of errors of code that may be right on real tensors, such as `numpy()`, operators of the user's own, and
+grouped matmuls in float32."""
 
 
 def check_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> Iterator[str]:
@@ -120,7 +121,8 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
         return str(error)
     except (Exception, SystemExit) as error:  # code of the user's own may raise anything
         reason = _describe(error).replace("FakeTensor", "Tensor")
-        if any(word in reason.lower() for word in NEEDS_REAL_TENSORS):
+        needs_values = any(word in reason.lower() for word in NEEDS_REAL_TENSORS)
+        if needs_values or (config.model.path and _has_a_step(resolved.model)):
             return f"{what} could not be traced ({reason})"
         raise UserError(f"{_suspect(config)}: one step fails: {reason}") from error
     return f"{what} was traced"
@@ -145,6 +147,18 @@ def _few_blocks(spec: ModelSpec, config: Config, period: int) -> ModelSpec:
     if len(model.layers) <= few or not can_vary(spec, config, few):
         return spec
     return spec._replace(args=replace(args, n_layers=few))
+
+
+def _has_a_step(spec: ModelSpec) -> bool:
+    """Return whether a few blocks of a decoder of transformers make a step with values, at their own size."""
+    from titanlite.checks.transformers import small_decoder
+
+    try:
+        model = small_decoder(spec, 1).train()
+        model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    except Exception:  # whatever its layers raise; or it is large
+        return False
+    return True
 
 
 def _suspect(config: Config) -> str:
