@@ -24,7 +24,7 @@ def config_of(family: str, *, tied: bool = False, **changes: Any) -> Any:
     common: dict[str, Any] = {
         "vocab_size": 67, "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2,
         "num_attention_heads": N_HEADS, "num_key_value_heads": N_KV_HEADS, "max_position_embeddings": 64,
-        "rms_norm_eps": 1e-5, "tie_word_embeddings": tied, "rope_parameters": ROPE,
+        "rms_norm_eps": 1e-5, "tie_word_embeddings": tied, "rope_parameters": dict(ROPE),
     }  # fmt: skip
     experts: dict[str, Any] = {
         "num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 20, "norm_topk_prob": True,

@@ -1,5 +1,6 @@
 """Tables of other formats against transformers' own names and configs, in both directions."""
 
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -10,6 +11,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.models.base import Model, ModelArgs, build_on_meta
 from titanlite.models.formats import Entry, HuggingFace, Table
+from titanlite.models.llama3 import SCALING
 from titanlite.models.registry import MODELS
 from titanlite.tools.convert.reader import ForeignReader, ForeignTensor, Part, read_whole
 
@@ -88,13 +90,40 @@ def test_other_models_are_refused_with_every_reason() -> None:
     config = hugging_face.to_config(args)
     with pytest.raises(ValueError, match=r"model_type.*'gpt2'.*'llama'"):
         hugging_face.to_args({**config, "model_type": "gpt2"})
-    del config["hidden_size"]
     yarn = {"rope_type": "yarn", "factor": 4.0}
-    with pytest.raises(ValueError, match=r"hidden_size\b.*\bmlp_bias\b.*\bTrue\b.*\byarn\b"):
+    with pytest.raises(ValueError, match=r"\bmlp_bias\b.*\bTrue\b.*\byarn\b"):
         hugging_face.to_args({**config, "mlp_bias": True, "rope_scaling": yarn})
     _, args, hugging_face = small("qwen3_moe")
     with pytest.raises(ValueError, match=r"norm_topk_prob = False.* True"):
         hugging_face.to_args({**hugging_face.to_config(args), "norm_topk_prob": False})
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_without_transformers_every_key_is_needed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes have the defaults. What we write is whole."""
+    _, args, hugging_face = small(family)
+    config = hugging_face.to_config(args)
+    expected = hugging_face.to_args(config)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    assert hugging_face.to_args(config) == expected
+    for key in {*hugging_face.fields.values(), *hugging_face.constants}:
+        with pytest.raises(ValueError, match=f"{key} is missing"):
+            hugging_face.to_args({name: value for name, value in config.items() if name != key})
+    ropes = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+    with pytest.raises(ValueError, match=r"(rope_theta|full_attention) is missing"):
+        hugging_face.to_args({name: value for name, value in config.items() if name not in ropes})
+
+
+def test_without_transformers_two_ropes_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, args, hugging_face = small("llama3")
+    config = hugging_face.to_config(args)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    scaling = {"factor": 8.0, "rope_type": "llama3", **SCALING}
+    plain = {"rope_type": "default", "rope_theta": 700.0}
+    assert hugging_face.to_args({**config, "rope_scaling": scaling})["rope_scaling_factor"] == 8.0
+    assert hugging_face.to_args({**config, "rope_parameters": plain})["rope_theta"] == 700.0
+    with pytest.raises(ValueError, match="rope_scaling"):
+        hugging_face.to_args({**config, "rope_parameters": plain, "rope_scaling": scaling})
 
 
 def test_names_of_no_entry_have_no_place() -> None:

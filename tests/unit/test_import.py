@@ -36,6 +36,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.meta import MetaFolder
 from titanlite.tools.convert.reader import ForeignReader
+from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.convert.weights import find_flavor, open_weights
 
 CASES = [("llama3", False), ("llama3", True), ("qwen3", True), ("qwen3_moe", False)]
@@ -100,9 +101,57 @@ def test_base_models_and_old_files(tmp_path: Path) -> None:
     stored = load_file(tmp_path / "model.safetensors")
     assert "embed_tokens.weight" in stored, "without the prefix"
     stored["layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(5)  # of older releases
-    stored["lm_head.weight"] = torch.ones(67, 24)  # not used: the config ties it
     save_file(stored, tmp_path / "model.safetensors")
     assert_same(tensors_of(loaded(tmp_path, spec_of("qwen3", oracle))), expected_tensors(oracle))
+
+
+@pytest.mark.parametrize("family", ["llama3", "qwen3"])
+def test_a_head_of_its_own_is_used_where_the_config_ties_it(family: str, tmp_path: Path) -> None:
+    """As in transformers. The same matrix twice is still one."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    oracle = oracle_of(family, tied=True)
+    oracle.save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    embedding = stored["model.embed_tokens.weight"]
+    for row in (None, 66):  # one row far from the first ones is a difference, too
+        head = embedding.clone()
+        if row is not None:
+            head[row] += 1
+        save_file({**stored, "lm_head.weight": head}, tmp_path / "model.safetensors", {"format": "pt"})
+        found = open_source(str(tmp_path))
+        assert getattr(found.spec.args, "tied_head") is (row is None)  # noqa: B009
+        theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+        with torch.no_grad():
+            assert torch.allclose(load_model(found)(TOKENS), theirs(TOKENS).logits, rtol=1e-4, atol=1e-5)
+    tied = spec_of(family, oracle)
+    assert getattr(tied.args, "tied_head")  # noqa: B009
+    with pytest.raises(UserError, match=r"tied_head = false"):
+        opened(tmp_path, tied)
+
+
+def test_a_decoder_of_transformers_is_compared_with_the_config_of_a_folder(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    oracle = oracle_of("llama3", tied=True)
+    oracle.save_pretrained(tmp_path)
+    spec = resolve_model("transformers", None, {}, path=str(tmp_path))
+    assert opened(tmp_path, spec).shape("model.lm_head.weight") == (67, 24)
+    for changes in ({"rms_norm_eps": 1e-3}, {"hidden_act": "gelu"}):
+        other = resolve_model("transformers", None, changes, path=str(tmp_path))
+        with pytest.raises(UserError, match=next(iter(changes))):
+            opened(tmp_path, other)
+    config = json.loads((tmp_path / "config.json").read_text())
+    other_rope = {**config, "rope_parameters": {"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.0}}
+    (tmp_path / "config.json").write_text(json.dumps(other_rope))
+    with pytest.raises(UserError, match="rope_parameters"):
+        opened(tmp_path, spec)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = load_file(tmp_path / "model.safetensors")
+    save_file({**stored, "lm_head.weight": torch.ones(67, 24)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=r"tie_word_embeddings = false"):
+        opened(tmp_path, spec)
 
 
 def test_links_of_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None:
@@ -313,7 +362,7 @@ def test_paths_with_nothing_to_read(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"notes\.txt .*Hugging Face"):
         open_weights(f"{tmp_path}/notes.txt", spec, [])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    with pytest.raises(UserError, match=r"config\.json: .*hidden_size"):
+    with pytest.raises(UserError, match=r"of another model:\n  dim = 4096"):
         open_weights(str(tmp_path), spec, [])
     assert open_weights("memory://run", spec, []) is None
 

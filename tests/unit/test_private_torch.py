@@ -259,7 +259,8 @@ def test_metadata_of_all_releases(tmp_path: Path) -> None:
     pickler = pickle.Pickler(stream := io.BytesIO())
     pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: lambda _: (TensorProperties, (), of_2_15)}
     pickler.dump(metadata)
-    read: Any = unpickle_metadata(stream.getvalue(), "a checkpoint of 2.15").state_dict_metadata["a"].properties
+    found: Any = unpickle_metadata(stream.getvalue(), "a checkpoint of 2.15").state_dict_metadata["a"]
+    read = found.properties
     assert type(read) is StoredProperties
     assert (read.dtype, read.layout, read.memory_format) == (torch.float32, torch.strided, torch.contiguous_format)
     states: list[tuple[Any, ...]] = []

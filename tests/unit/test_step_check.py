@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.decoders import FAMILIES, config_of
 from tests.helpers import TinyRun, mentions
+from titanlite.models.decoder import Block
 from titanlite.tools import cli
 
 OWN = """
@@ -87,6 +89,49 @@ def test_a_model_that_would_fail_in_the_first_step_is_refused(
 ) -> None:
     assert mentions(refused("check", own_config(tiny, **parts)), "error", *words)
     assert not (tiny.folder / "outputs").exists()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "sizes"),
+    [
+        ("olmo2", {"num_key_value_heads": 3}),
+        ("olmo2", {"hidden_size": 30}),
+        ("olmo2", {"num_attention_heads": 3}),
+        ("gpt_oss", {"head_dim": 7}),
+        ("glm4_moe", {"num_experts_per_tok": 5}),
+        ("qwen3_next", {"linear_num_key_heads": 3}),
+    ],
+)
+def test_a_decoder_of_transformers_whose_sizes_do_not_fit_is_refused(
+    name: str, sizes: dict[str, int], tiny: TinyRun, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(FAMILIES, name, {**FAMILIES[name], **sizes})
+    config_of(tiny, name)
+    message = refused("check", str(tiny.toml))
+    assert message.startswith("error: model.")
+    assert len(message.splitlines()) == 1
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["gemma3_text", "gpt_oss"])
+def test_a_decoder_of_transformers_that_trains_passes(
+    name: str, tiny: TinyRun, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Grouped matmuls in float32 need values."""
+    config_of(tiny, name)
+    assert cli.run(["check", str(tiny.toml)]) == 0
+    assert mentions(capfd.readouterr().out, "tiny is right")
+
+
+def test_a_step_of_a_model_of_ours_that_fails_is_a_mistake_too(
+    tiny: TinyRun, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object, **options: object) -> None:
+        raise RuntimeError("sizes do not fit")
+
+    monkeypatch.setattr(Block, "forward", fails)
+    assert mentions(refused("check", str(tiny.toml)), "model.args", "sizes do not fit")
 
 
 @pytest.mark.long

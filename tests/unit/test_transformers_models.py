@@ -9,15 +9,20 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
+from transformers import AttentionInterface
 
 from tests.decoders import FAMILIES, SIZE, config_of
 from tests.helpers import TinyRun, built, mentions, titanlite, train_on_this_rank
+from titanlite.checks.preflight import preflight
+from titanlite.checks.transformers import check_forward
 from titanlite.models.base import build_on_meta
 from titanlite.models.registry import resolve_model
-from titanlite.models.transformers import Transformers, decoder_of
+from titanlite.models.transformers import ATTENTION, Transformers, attend, decoder_of
 from titanlite.ops.attention import Documents
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.process_group import Ranks
+from titanlite.tools.convert.source import load_model, open_source
 
 CPU = torch.device("cpu")
 
@@ -25,7 +30,7 @@ CPU = torch.device("cpu")
 def model_of(name: str, **changes: Any) -> Transformers:
     """Return a model with its initial values."""
     cls = decoder_of(name)
-    sizes = {"num_hidden_layers": 2, **SIZE, **FAMILIES[name], **changes}
+    sizes = {"num_hidden_layers": 2, **SIZE, **FAMILIES.get(name, {}), **changes}
     args = next(iter(cls.flavors.values()))
     model = build_on_meta(cls, replace(args, vocab_size=64, **{k: v for k, v in sizes.items() if hasattr(args, k)}))
     assert isinstance(model, Transformers)
@@ -129,7 +134,9 @@ def test_configs_may_come_from_a_folder_and_sizes_are_checked(tmp_path: Path) ->
         ("transformers", "olmo22", r"model\.path"),
         ("transformers", None, r"model\.path"),
         ("llama3", "olmo2", r"model\.path"),
-        ("transformers", "gemma2", r"model\.path: .*final_logit_softcapping"),
+        ("transformers", "gemma2", r"model\.path: .*logits"),
+        ("transformers", "gemma3", r"model\.path: .*vocab_size"),
+        ("transformers", "gemma4_assistant", r"model\.path"),
         ("transformers", "t5", r"model\.path"),
         ("transformers", "gpt2", r"model\.path"),
     ):
@@ -160,6 +167,98 @@ def test_mistakes_of_a_path_are_one_short_line(tmp_path: Path) -> None:
         assert len(str(error.value)) < 250 + len(path)
 
 
+def tried(name: str, *, with_documents: bool = False, **changes: Any) -> None:
+    """Compare a decoder of transformers' own sizes with transformers' own forward."""
+    check_forward(resolve_model("transformers", None, changes, path=name), with_documents=with_documents)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("llama", {}),
+        ("qwen2_moe", {"sliding_window": 4096}),
+        ("phimoe", {"sliding_window": 2047}),
+        ("doge", {"sliding_window": 512}),
+        ("hyperclovax", {"logits_scaling": 0.125}),
+        ("granite", {"logits_scaling": 8.0}),
+        ("cohere2", {"logit_scale": 0.25}),
+        ("qwen3_5_text", {}),
+        ("zamba2", {}),
+    ],
+)
+def test_decoders_that_are_taken_compute_what_transformers_does(name: str, changes: dict[str, Any]) -> None:
+    """Windows that only masks know, masks that depend on the tokens, factors of logits, and kinds of layers."""
+    tried(name, **changes)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", ["xglm", "gpt_neox_japanese", "inkling_text"])
+def test_decoders_that_would_be_computed_otherwise_are_refused(name: str) -> None:
+    """Two are not causal without a mask, and one adds biases to scores."""
+    with pytest.raises(ConfigError, match=r"^model\.path"):
+        tried(name)
+
+
+@pytest.mark.long
+def test_decoders_that_mix_documents_are_refused() -> None:
+    tried("olmo2", with_documents=True)
+    tried("gemma3_text", with_documents=True)
+    for name in ("lfm3", "doge"):
+        tried(name)
+        with pytest.raises(ConfigError, match=r"^data\.document_mask"):
+            tried(name, with_documents=True)
+
+
+def without_masks(*arguments: Any, **options: Any) -> Any:
+    module, q, k, v, _ = arguments
+    return attend(module, q, k, v, None, **options)
+
+
+def without_scaling(*arguments: Any, **options: Any) -> Any:
+    return attend(*arguments, **{**options, "scaling": None})
+
+
+def backwards(*arguments: Any, **options: Any) -> Any:
+    out_BLNH, _ = attend(*arguments, **options)
+    return out_BLNH.flip(1), None
+
+
+@pytest.mark.parametrize(
+    ("name", "plant"), [("mistral", without_masks), ("gpt_oss", without_masks), ("granite", without_scaling)]
+)
+def test_a_planted_mistake_of_attention_shows(name: str, plant: Any) -> None:
+    changes: dict[str, Any] = {"attention_multiplier": 0.01} if name == "granite" else {}
+    AttentionInterface.register(ATTENTION, plant)
+    try:
+        with pytest.raises(ConfigError, match=r"^model\.path"):
+            tried(name, **changes)
+    finally:
+        AttentionInterface.register(ATTENTION, attend)
+    tried(name, **changes)
+
+
+def test_preflight_compares_a_decoder_of_transformers(tiny: TinyRun) -> None:
+    config_of(tiny, "olmo2")
+    preflight(tiny.config(), Ranks(0, 1, 0, 1), CPU)
+    tiny.toml.write_text(tiny.toml.read_text().replace('"olmo2"', '"xglm"').replace("hidden_size", "d_model"))
+    text = tiny.toml.read_text()
+    start = text.index("args = {")
+    tiny.toml.write_text(text[:start] + "args = {num_layers = 2}" + text[text.index("}", start) + 1 :])
+    with pytest.raises(ConfigError, match=r"^model\.path"):
+        preflight(tiny.config(), Ranks(0, 1, 0, 1), CPU)
+
+
+def test_dropout_of_the_decoder_itself_ends_in_evaluation() -> None:
+    """The decoder of transformers is no child of ours, and hears of `eval` and `train` all the same."""
+    model, tokens = model_of("biogpt"), tokens_of()
+    assert torch.equal(model(tokens), model(tokens))
+    model.train()
+    assert not torch.equal(model(tokens), model(tokens))
+    model.eval()
+    assert torch.equal(model(tokens), model(tokens))
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("single_process_group")
 def test_a_trained_model_is_exported_under_its_own_names(tiny: TinyRun) -> None:
@@ -168,6 +267,14 @@ def test_a_trained_model_is_exported_under_its_own_names(tiny: TinyRun) -> None:
     out, args = tiny.folder / "exported", ["--config", str(tiny.toml), "--no-tokenizer"]
     code, _, errors = titanlite("checkpoint", "export", str(tiny.folder / "outputs" / "tiny"), "--out", str(out), *args)
     assert code == 0, errors
+    source = open_source(str(tiny.folder / "outputs" / "tiny"), config=tiny.toml)
+    AttentionInterface.register(ATTENTION, backwards)
+    try:
+        with pytest.raises(ConfigError, match=r"^model\.path"):
+            load_model(source)
+    finally:
+        AttentionInterface.register(ATTENTION, attend)
+    load_model(source)
     expected = transformers.AutoModelForCausalLM.from_pretrained(out, attn_implementation="eager")
     tokens = tokens_of() % run.model.args.vocab_size
     found = run.model.eval()(tokens)

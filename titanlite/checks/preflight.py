@@ -164,8 +164,18 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
     if config.model.file:
         predicts_next = config.training.loss is None
         report.attempt("model.file", [], lambda: check_own_model(spec, model, predicts_next=predicts_next))
+    if config.model.path:
+        with_documents = config.data.document_mask
+        report.attempt("model.path", ["data.document_mask"], lambda: check_decoder(spec, with_documents=with_documents))
     report.ask(lambda it: it.choose_trained, model, config)
     return model
+
+
+def check_decoder(spec: ModelSpec, *, with_documents: bool = False) -> None:
+    """Compare a decoder of transformers with transformers' own forward, see `check_forward`."""
+    from titanlite.checks.transformers import check_forward  # transformers is there if this model is
+
+    check_forward(spec, with_documents=with_documents)
 
 
 class _Report:

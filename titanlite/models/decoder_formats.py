@@ -1,5 +1,6 @@
 """Formats of the decoder's tensors and arguments: the parts of the tables that Llama 3, Qwen3 and Qwen3-MoE share."""
 
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from titanlite.models.formats import ConfigJson, Entry
@@ -115,23 +116,47 @@ META_FEED_FORWARD = (
 )
 
 
-def rope_theta(config: ConfigJson, default: float = 10000.0) -> float:
-    """Return the base of RoPE: config.json has it at the top, or in rope_parameters since transformers 5.
+ROPE_DEFAULTS = {"partial_rotary_factor": 1.0, "beta_fast": 32, "beta_slow": 1, "truncate": True}
+"""What transformers takes for keys of RoPE that are missing."""
+
+
+def read_rope(
+    config: ConfigJson,
+    kind: str | None = None,
+    *,
+    scaling: str | None = None,
+    constants: Callable[[float], Mapping[str, Any]] = lambda factor: {},
+    free: Collection[str] = (),
+) -> dict[str, Any]:
+    """Return RoPE's base, as rope_theta, and the factor of its wavelengths, 1 without scaling, beside the free keys.
 
     Args:
-        default: what transformers takes for files that lack it.
+        kind: kind of layers. None: the RoPE of all layers.
+        scaling: type of scaling that the model has. None: it has none.
+        constants: return the values that other keys must have with a factor. Those of `ROPE_DEFAULTS`, and
+            attention_factor, which follows from the factor, may be missing.
+        free: keys with any value.
+
+    Raises:
+        ValueError: config.json asks for something else.
     """
-    for place in (config.get("rope_parameters") or {}, config):
-        if "rope_theta" in place:
-            return float(place["rope_theta"])
-    return default
-
-
-def rope_scaling(config: ConfigJson) -> dict[str, Any]:
-    """Return the scaling of RoPE's wavelengths; nothing if there is none."""
-    scaling = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    return {} if kind == "default" else {**scaling, "rope_type": kind}
+    ropes = config["rope_parameters"]
+    stated = {key: value for key, value in (ropes if kind is None else ropes[kind]).items() if value is not None}
+    type_of = stated.pop("type", "default")
+    rope = {**ROPE_DEFAULTS, "rope_type": type_of, **stated}
+    if rope["rope_type"] == "default":  # which reads no other key
+        rope = {key: rope[key] for key in ("rope_type", "rope_theta", "partial_rotary_factor")} | {"factor": 1}
+    theta, factor = float(rope["rope_theta"]), float(rope["factor"])
+    expected = {"partial_rotary_factor": 1.0}
+    if rope["rope_type"] != "default":
+        expected |= constants(factor)
+    rope = {"attention_factor": expected.get("attention_factor"), **rope}
+    checked = ({*stated, *expected} & rope.keys() | expected.keys()) - {"rope_type", "rope_theta", "factor", *free}
+    wrong = {key: rope.get(key) for key in sorted(checked) if rope.get(key) != expected.get(key)}
+    if rope["rope_type"] not in ("default", scaling) or wrong or factor < 1:
+        known = {"rope_type": scaling, **expected} if scaling else expected
+        raise ValueError(f"RoPE {stated} is not supported, only default{f' or {known}' if scaling else ''}")
+    return {"rope_theta": theta, "factor": factor, **{key: rope[key] for key in free if key in rope}}
 
 
 KINDS = {True: "full_attention", False: "sliding_attention"}
@@ -144,23 +169,30 @@ def write_layer_types(args: Any) -> list[str]:
     return ["linear_attention" if it.has_state else KINDS[it.window is None] for it in layers]
 
 
-def read_full_every(config: ConfigJson, default: int, *, other: str = KINDS[False]) -> int:
+def read_full_every(config: ConfigJson, *, other: str = KINDS[False]) -> int:
     """Return n where each n-th layer attends to all tokens before it, and all others are of another kind.
 
     Args:
-        default: n of files that lack layer_types.
         other: that kind.
 
     Raises:
         ValueError: the layers have no such pattern.
     """
-    numbers = range(1, config.get("num_hidden_layers", 0) + 1)
-    full = KINDS[True]
-    kinds = config.get("layer_types") or [other if number % default else full for number in numbers]
+    full, kinds = KINDS[True], config["layer_types"]
     every = kinds.index(full) + 1 if full in kinds else len(kinds) + 1
     if kinds != [other if number % every else full for number in range(1, len(kinds) + 1)]:
         raise ValueError(f"layer_types {kinds} is not supported, only full attention in each n-th layer")
     return every
+
+
+def check_full(config: ConfigJson) -> None:
+    """Check that no layer has a window.
+
+    Raises:
+        ValueError: one has.
+    """
+    if {*config.get("layer_types", ())} - {KINDS[True]}:
+        raise ValueError(f"layer_types {config['layer_types']} is not supported in this family")
 
 
 def write_plain_rope(args: Any) -> ConfigJson:
@@ -168,18 +200,14 @@ def write_plain_rope(args: Any) -> ConfigJson:
     return {"rope_theta": args.rope_theta, "rope_scaling": None}
 
 
-def read_plain_rope(config: ConfigJson, default: float = 10000.0) -> dict[str, Any]:
-    """Return the argument for RoPE without scaling.
-
-    Args:
-        default: base of files that lack it.
+def read_plain_rope(config: ConfigJson) -> dict[str, Any]:
+    """Return the argument for RoPE without scaling, in models whose layers all see all tokens before them.
 
     Raises:
-        ValueError: config.json asks for scaling.
+        ValueError: config.json asks for scaling, or for windows.
     """
-    if scaling := rope_scaling(config):
-        raise ValueError(f"RoPE scaling of type {scaling['rope_type']!r} is not supported in this family")
-    return {"rope_theta": rope_theta(config, default)}
+    check_full(config)
+    return {"rope_theta": read_rope(config)["rope_theta"]}
 
 
 def write_partial_rope(args: Any) -> ConfigJson:
@@ -187,15 +215,12 @@ def write_partial_rope(args: Any) -> ConfigJson:
     return {**write_plain_rope(args), "partial_rotary_factor": args.rotary_factor}
 
 
-def read_partial_rope(config: ConfigJson, share: float) -> dict[str, Any]:
+def read_partial_rope(config: ConfigJson) -> dict[str, Any]:
     """Return the arguments for RoPE of a share of each head, without scaling.
-
-    Args:
-        share: of files that lack it.
 
     Raises:
         ValueError: config.json asks for scaling.
     """
-    places = config.get("rope_parameters") or {}, config  # the first since transformers 5
-    factors = [place["partial_rotary_factor"] for place in places if "partial_rotary_factor" in place]
-    return {**read_plain_rope(config), "rotary_factor": [*factors, share][0]}
+    rope = read_rope(config, free=["partial_rotary_factor"])
+    share = config["rope_parameters"]["partial_rotary_factor"]  # whose default differs between families
+    return {"rope_theta": rope["rope_theta"], "rotary_factor": share}

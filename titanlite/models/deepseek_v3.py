@@ -18,8 +18,7 @@ from titanlite.models.decoder_formats import (
     HF_FURTHER,
     HF_GROUPED_EXPERTS,
     HF_GROUPED_FIELDS,
-    rope_scaling,
-    rope_theta,
+    read_rope,
     write_plain_rope,
 )
 from titanlite.models.experts import DecoderOfExperts, ExpertOptions, GroupedExpertArgs
@@ -29,7 +28,10 @@ from titanlite.models.layers import Rope, yarn_size
 from titanlite.models.mla import LatentAttention
 from titanlite.runtime.errors import UserError
 
-YARN = {"original_max_position_embeddings": 4096, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0}
+YARN = {
+    "original_max_position_embeddings": 4096, "beta_slow": 1, "mscale": 1.0, "mscale_all_dim": 1.0, "truncate": True,
+    "attention_factor": 1.0,
+}  # fmt: skip
 """Constants of the rotary positions, by their keys of config.json."""
 
 
@@ -123,16 +125,13 @@ def _write_rest(args: DeepseekV3Args) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    scaling = rope_scaling(config)
-    wrong = {key: scaling.get(key) for key, value in YARN.items() if scaling.get(key) != value}
-    if scaling and (scaling["rope_type"] != "yarn" or wrong):
-        raise ValueError(f"RoPE scaling {scaling} is not supported: only rope_type yarn with {YARN}")
-    turns = {"rope_most_turns": float(scaling["beta_fast"])} if "beta_fast" in scaling else {}
-    factor = float(scaling.get("factor", 1.0))
-    return {
-        "rope_theta": rope_theta(config), "rope_scaling_factor": factor, **turns,
-        "q_rank": config.get("q_lora_rank") or 0,
-    }  # fmt: skip
+    rope_dim = config["qk_rope_head_dim"]
+    if config.get("head_dim", rope_dim) != rope_dim:  # transformers rotates as many dims
+        raise ValueError(f"head_dim {config['head_dim']} is not supported, only that of qk_rope_head_dim")
+    rope = read_rope(config, scaling="yarn", constants=lambda factor: YARN, free=["beta_fast"])
+    turns = {"rope_most_turns": float(rope["beta_fast"])} if "beta_fast" in rope else {}
+    theta, factor = rope["rope_theta"], rope["factor"]
+    return {"rope_theta": theta, "rope_scaling_factor": factor, **turns, "q_rank": config["q_lora_rank"] or 0}
 
 
 LATENT_NAMES = {

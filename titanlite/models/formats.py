@@ -6,8 +6,11 @@ need it.
 
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
+
+from titanlite.runtime.console import install_hint
 
 ConfigJson = dict[str, Any]
 """Content of a config.json."""
@@ -128,7 +131,8 @@ class HuggingFace:
     write_rest: Callable[[Any], ConfigJson] = lambda args: {}
     """Return the keys of config.json that follow from several arguments."""
     read_rest: Callable[[ConfigJson], dict[str, Any]] = lambda config: {}
-    """Return the arguments that follow from those keys. Raises ValueError for what the model cannot compute."""
+    """Return the arguments that follow from those keys of a config.json in the form of transformers 5. Raises
+    ValueError for what the model cannot compute, and KeyError for a key that is missing."""
 
     @property
     def model_types(self) -> tuple[str, ...]:
@@ -153,7 +157,9 @@ class HuggingFace:
         found = config.get("model_type")
         if found not in self.model_types:
             raise ValueError(f"model_type is {found!r}, not {self.model_type!r}")
-        problems = [f"{key} is missing" for key in self.fields.values() if key not in config and key not in OPTIONAL]
+        config, is_complete = complete(config, self.model_type)
+        needed = [*self.fields.values(), *(() if is_complete else self.constants)]
+        problems = [f"{key} is missing" for key in needed if key not in config]
         problems += [
             f"{key} = {config[key]!r} is not supported, only {value!r}"
             for key, value in self.constants.items()
@@ -164,13 +170,44 @@ class HuggingFace:
             rest = self.read_rest(config)
         except ValueError as error:
             problems.append(str(error))
+        except KeyError as error:
+            problems.append(f"{error.args[0]} is missing")
         if problems:
-            raise ValueError("; ".join(problems))
-        return {name: config[key] for name, key in self.fields.items() if key in config} | rest
+            raise ValueError("; ".join(problems) + ("" if is_complete else f". {install_hint('transformers')}"))
+        return {name: config[key] for name, key in self.fields.items()} | rest
 
 
-OPTIONAL = {"tie_word_embeddings", "head_dim"}
-"""Keys that older files lack; the model's default is meant then."""
+def complete(config: ConfigJson, model_type: str) -> tuple[ConfigJson, bool]:
+    """Return a config.json in the form of transformers 5, and whether it has the defaults of the family's own class.
+
+    Without transformers, a key that is missing stays so, as it does in models that transformers does not know.
+
+    Raises:
+        ValueError: transformers refuses it, or it has two descriptions of RoPE that differ.
+    """
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        return {**config, "rope_parameters": _ropes(config)}, False
+    if model_type not in CONFIG_MAPPING:
+        return config, True
+    own = {key: value for key, value in config.items() if key != "quantization_config"}
+    try:
+        filled = CONFIG_MAPPING[model_type].from_dict({**deepcopy(own), "model_type": model_type})
+    except Exception as error:  # whatever the checks of the class raise
+        raise ValueError(f"transformers refuses it: {' '.join(str(error).split())}") from error
+    return filled.to_dict(), True
+
+
+def _ropes(config: ConfigJson) -> dict[str, Any]:
+    found, scaling = config.get("rope_parameters") or {}, config.get("rope_scaling") or {}
+    if found and not scaling.items() <= found.get("full_attention", found).items():
+        raise ValueError("rope_parameters and rope_scaling differ")
+    return found or {**scaling, **{key: config[key] for key in ROPE_OF_VERSION_4 if key in config}}
+
+
+ROPE_OF_VERSION_4 = ("rope_theta", "partial_rotary_factor")
+"""Keys of config.json that transformers 5 has in rope_parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)

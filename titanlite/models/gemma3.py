@@ -19,8 +19,7 @@ from titanlite.models.decoder_formats import (
     HF_QK_NORM,
     KINDS,
     read_full_every,
-    rope_scaling,
-    rope_theta,
+    read_rope,
     write_layer_types,
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
@@ -102,20 +101,12 @@ def _write_rest(args: Gemma3Args) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    local = config.get("rope_local_base_freq", 10000.0)
-    if by_kind := config.get("rope_parameters"):  # since transformers 5
-        full, plain = (by_kind.get(KINDS[is_full], {}) for is_full in (True, False))
-        if plain.get("rope_type", "default") != "default":
-            raise ValueError(f"rope_parameters {plain} of layers with a window are not supported")
-        config, local = {**config, "rope_parameters": full}, plain.get("rope_theta", local)
-    scaling = rope_scaling(config)
-    if scaling.get("rope_type", "linear") != "linear":
-        raise ValueError(f"RoPE scaling {scaling} is not supported, only linear")
+    full = read_rope(config, KINDS[True], scaling="linear")
     return {
-        "rope_theta": rope_theta(config, 1e6),
-        "local_rope_theta": float(local),
-        "rope_scaling_factor": float(scaling.get("factor", 1.0)),
-        "full_every": read_full_every(config, config.get("sliding_window_pattern", 6)),
+        "rope_theta": full["rope_theta"],
+        "local_rope_theta": read_rope(config, KINDS[False])["rope_theta"],
+        "rope_scaling_factor": full["factor"],
+        "full_every": read_full_every(config),
     }
 
 

@@ -4,7 +4,6 @@ The released models have a further layer for multi-token prediction, which is no
 """
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar
 
 from titanlite.models.base import ModelArgs
@@ -50,7 +49,7 @@ class Glm4Moe(DecoderOfExperts):
             fields={**HF_GROUPED_FIELDS, "head_dim": "head_dim", "qk_norm": "use_qk_norm"},
             constants={**HF_CONSTANTS, "attention_bias": True, "norm_topk_prob": True},
             write_rest=_write_rest,
-            read_rest=partial(read_partial_rope, share=0.5),
+            read_rest=read_partial_rope,
         ),
     )
     flavors: ClassVar[dict[str, ModelArgs]] = {

@@ -1,6 +1,5 @@
 """gpt-oss (arXiv:2508.10925): experts with biases, attention with sinks and biases, windows in every second layer."""
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -11,23 +10,25 @@ from titanlite.models.decoder_formats import (
     HF_DECODER,
     HF_FIELDS,
     read_full_every,
-    rope_scaling,
-    rope_theta,
+    read_rope,
     write_layer_types,
 )
 from titanlite.models.experts import DecoderOfExperts, ExpertArgs, ExpertOptions
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.layers import Rope
+from titanlite.models.layers import Rope, yarn_size
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.windows import WindowedArgs
 from titanlite.ops.functions import clamped_swiglu
 
 ORIGINAL_SEQ_LEN = 4096
-YARN = {
-    "rope_type": "yarn", "original_max_position_embeddings": ORIGINAL_SEQ_LEN, "beta_fast": 32.0, "beta_slow": 1.0,
-    "truncate": False,
-}  # fmt: skip
-"""Constants of `Rope`, by their keys of config.json."""
+
+
+def _yarn(factor: float) -> dict[str, Any]:
+    """Return the constants of `Rope`, by their keys of config.json."""
+    return {
+        "original_max_position_embeddings": ORIGINAL_SEQ_LEN, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+        "attention_factor": yarn_size(factor),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,26 +67,16 @@ class GptOssArgs(Qwen3Args, ExpertArgs, WindowedArgs):
 
 def _write_rest(args: GptOssArgs) -> ConfigJson:
     factor, theta = args.rope_scaling_factor, {"rope_theta": args.rope_theta}
-    scaling = {**YARN, "factor": factor} if factor != 1 else None
+    scaling = {"rope_type": "yarn", "factor": factor, **_yarn(factor)} if factor != 1 else None
     # transformers before version 5 reads the first two, and later versions the third.
     ropes = {**theta, "rope_scaling": scaling, "rope_parameters": {"rope_type": "default", **theta, **(scaling or {})}}
     return {**ropes, "layer_types": write_layer_types(args)}
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    scaling = rope_scaling(config)
-    if not {"rope_scaling", "rope_parameters"} & config.keys():  # transformers' default
-        scaling = {**YARN, "factor": 32.0}
-    factor = float(scaling.get("factor", 1.0))
-    expected = {**YARN, "attention_factor": 0.1 * math.log(factor) + 1} if scaling else {}
-    found = {"truncate": True, **scaling}
-    if wrong := {key: found[key] for key, value in expected.items() if found.get(key, value) != value}:
-        raise ValueError(f"RoPE scaling {wrong} is not supported, only {expected}")
-    return {
-        "rope_theta": rope_theta(config, 150000.0),
-        "rope_scaling_factor": factor,
-        "full_every": read_full_every(config, 2),
-    }
+    rope = read_rope(config, scaling="yarn", constants=_yarn)
+    theta, factor = rope["rope_theta"], rope["factor"]
+    return {"rope_theta": theta, "rope_scaling_factor": factor, "full_every": read_full_every(config)}
 
 
 HF_REST = (

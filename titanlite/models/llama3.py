@@ -13,8 +13,7 @@ from titanlite.models.decoder_formats import (
     META_DECODER,
     META_FEED_FORWARD,
     META_QK,
-    rope_scaling,
-    rope_theta,
+    read_rope,
     write_plain_rope,
 )
 from titanlite.models.formats import ConfigJson, Formats, HuggingFace, Table
@@ -42,11 +41,8 @@ def _write_rope(args: Llama3Args) -> ConfigJson:
 
 
 def _read_rope(config: ConfigJson) -> dict[str, Any]:
-    if scaling := rope_scaling(config):
-        wrong = {key: scaling.get(key) for key, value in SCALING.items() if scaling.get(key) != value}
-        if scaling["rope_type"] != "llama3" or wrong:
-            raise ValueError(f"RoPE scaling {scaling} is not supported: only rope_type llama3 with {SCALING}")
-    return {"rope_theta": rope_theta(config), "rope_scaling_factor": float(scaling.get("factor", 1.0))}
+    rope = read_rope(config, scaling="llama3", constants=lambda factor: SCALING)
+    return {"rope_theta": rope["rope_theta"], "rope_scaling_factor": rope["factor"]}
 
 
 SCALING = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}

@@ -4,7 +4,6 @@ Norms of queries and keys are of all heads together. Layers with a window have p
 those of YaRN.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,16 +19,20 @@ from titanlite.models.decoder_formats import (
     HF_QK_NORM,
     KINDS,
     read_full_every,
-    rope_scaling,
-    rope_theta,
+    read_rope,
     write_layer_types,
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.layers import AttentionMask, Rope
+from titanlite.models.layers import AttentionMask, Rope, yarn_size
 from titanlite.models.windows import WindowedArgs
 
-YARN = {"rope_type": "yarn", "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1}
-"""Constants of `Rope`, by their keys of config.json."""
+
+def _yarn(factor: float) -> dict[str, Any]:
+    """Return the constants of `Rope`, by their keys of config.json."""
+    return {
+        "original_max_position_embeddings": 8192, "beta_fast": 32, "beta_slow": 1, "truncate": True,
+        "attention_factor": yarn_size(factor),
+    }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,7 @@ class PostNormBlock(Block):
 
 def _write_rest(args: Olmo3Args) -> ConfigJson:
     factor, theta = args.rope_scaling_factor, {"rope_theta": args.rope_theta}
-    scaling = {**YARN, "factor": factor, "attention_factor": 0.1 * math.log(factor) + 1} if factor != 1 else None
+    scaling = {"rope_type": "yarn", "factor": factor, **_yarn(factor)} if factor != 1 else None
     by_kind = {KINDS[False]: {"rope_type": "default", **theta}, KINDS[True]: {"rope_type": "default", **theta}}
     if scaling:
         by_kind[KINDS[True]] |= scaling
@@ -68,18 +71,11 @@ def _write_rest(args: Olmo3Args) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    if by_kind := config.get("rope_parameters"):  # since transformers 5
-        full, plain = (by_kind.get(KINDS[is_full], {}) for is_full in (True, False))
-        if plain.get("rope_type", "default") != "default" or plain.get("rope_theta") != full.get("rope_theta"):
-            raise ValueError(f"rope_parameters {plain} of layers with a window are not supported beside {full}")
-        config = {**config, "rope_parameters": full}
-    scaling = rope_scaling(config)
-    factor = float(scaling.get("factor", 1.0))
-    expected = {**YARN, "attention_factor": 0.1 * math.log(factor) + 1} if scaling else {}
-    if wrong := {key: scaling[key] for key, value in expected.items() if scaling.get(key, value) != value}:
-        raise ValueError(f"RoPE scaling {wrong} is not supported, only {expected}")
-    every = read_full_every(config, 4)
-    return {"rope_theta": rope_theta(config, 500000.0), "rope_scaling_factor": factor, "full_every": every}
+    full = read_rope(config, KINDS[True], scaling="yarn", constants=_yarn)
+    theta, local = full["rope_theta"], read_rope(config, KINDS[False])["rope_theta"]
+    if theta != local:
+        raise ValueError(f"rope_theta {local} of layers with a window is not supported beside {theta} of others")
+    return {"rope_theta": theta, "rope_scaling_factor": full["factor"], "full_every": read_full_every(config)}
 
 
 HF_NORMS = (

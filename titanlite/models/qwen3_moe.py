@@ -40,10 +40,8 @@ def _write_rest(args: Qwen3MoeArgs) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    n_experts = config.get("num_experts", config.get("num_local_experts"))  # the second since transformers 5
-    if n_experts is None:
-        raise ValueError("num_experts is missing")
-    return {**read_plain_rope(config), "n_experts": n_experts}
+    key = "num_local_experts" if "num_local_experts" in config else "num_experts"  # the first since transformers 5
+    return {**read_plain_rope(config), "n_experts": config[key]}
 
 
 # moe.expert_bias of torchtitan counts on probabilities and ours on logits, so neither stands for the other.

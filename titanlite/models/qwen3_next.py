@@ -91,8 +91,7 @@ def _write_rest(args: Qwen3NextArgs) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    every = read_full_every(config, config.get("full_attention_interval", 4), other="linear_attention")
-    return {**read_partial_rope(config, 0.25), "full_every": every}
+    return {**read_partial_rope(config), "full_every": read_full_every(config, other="linear_attention")}
 
 
 LINEAR_NAMES = {

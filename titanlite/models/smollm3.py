@@ -41,13 +41,12 @@ def _write_rest(args: SmolLM3Args) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
-    every, layers = config.get("no_rope_layer_interval", 4), config.get("num_hidden_layers", 0)
-    rotates = config.get("no_rope_layers")
-    if every < 1:
-        raise ValueError(f"no_rope_layer_interval is {every}, and must be at least 1")
-    if rotates is not None and rotates[:layers] != [int((layer + 1) % every != 0) for layer in range(layers)]:
-        raise ValueError(f"no_rope_layers {rotates} is not supported, only each {every}th layer without positions")
-    return {**read_plain_rope(config, 2e6), "no_rope_every": every}
+    layers = config["num_hidden_layers"]
+    rotates = config["no_rope_layers"][:layers]  # 1 where a layer has positions
+    every = rotates.index(0) + 1 if 0 in rotates else layers + 1
+    if rotates != [int((layer + 1) % every != 0) for layer in range(layers)]:
+        raise ValueError(f"no_rope_layers {rotates} is not supported, only each n-th layer without positions")
+    return {**read_plain_rope(config), "no_rope_every": every}
 
 
 class SmolLM3(Decoder):

@@ -9,14 +9,13 @@ that export is the identity.
 
 import copy
 import json
-import math
 import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, make_dataclass
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.nn.functional as F
@@ -24,14 +23,16 @@ from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.masking_utils import sdpa_mask
 
 from titanlite.models.base import Model, ModelArgs, unique_parameters
-from titanlite.models.formats import Entry, Formats, HuggingFace, Table
+from titanlite.models.formats import Entry, Formats, HuggingFace, Table, complete
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.layers import Loss
 from titanlite.ops.attention import Documents, additive_mask, seen_causally
@@ -40,9 +41,7 @@ from titanlite.runtime.files import read_small
 from titanlite.runtime.private_torch.tensors import TorchDispatchMode
 
 ATTENTION = "titanlite"
-"""Name of our attention among those of transformers. It makes its masks itself, so transformers makes none."""
-FACTORS = {"logit_scale": 1, "lm_head_multiplier": 1, "logits_scaling": -1}
-"""Fields of configs by which logits are multiplied (1) or divided (-1). Here that happens before the head."""
+"""Name of our attention among those of transformers, and of our form of its masks."""
 SIZES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"
 """Fields of configs that are at least 1 in any decoder."""
 INITIALIZED = "_is_hf_initialized"
@@ -60,28 +59,27 @@ def attend(
     *,
     scaling: float | None = None,
     dropout: float = 0.0,
-    sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     documents: Documents | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend causally -> ([B, L, N, H], None), in the form of transformers' `AttentionInterface`.
+    """Attend -> ([B, L, N, H], None), in the form of transformers' `AttentionInterface`.
 
     Args:
-        sliding_window: tokens that a token sees, itself included.
+        attention_mask: added to the scores. None: attend causally.
         softcap: bound of the scores, by tanh.
         s_aux: [N], a further logit of the softmax, whose value is zero (a sink).
     """
     seq_len = q_BNLH.shape[2]
-    if sliding_window is not None and sliding_window >= seq_len:
-        sliding_window = None
     shared = q_BNLH.shape[1] // k_BNLH.shape[1]
     is_plain = softcap is None and s_aux is None
-    mask = None
-    if not is_plain or documents is not None or sliding_window is not None:
+    dtype = q_BNLH.dtype if is_plain else torch.float32
+    mask = None if attention_mask is None else attention_mask.to(dtype)
+    if documents is not None or (mask is None and not is_plain):
         ids_BS = documents.ids_BS if documents else torch.zeros(1, seq_len, dtype=torch.int32, device=q_BNLH.device)
-        mask = additive_mask(ids_BS, q_BNLH.dtype if is_plain else torch.float32, window=sliding_window)
+        apart = additive_mask(ids_BS, dtype)
+        mask = apart if mask is None else mask + apart
     if is_plain:
         out_BNLH = F.scaled_dot_product_attention(
             q_BNLH, k_BNLH, v_BNLH, mask, dropout, mask is None, scale=scaling, enable_gqa=shared > 1
@@ -100,7 +98,19 @@ def attend(
     return (F.dropout(shares_BNLL, dropout).to(v_BNLH.dtype) @ v_BNLH).transpose(1, 2), None
 
 
+def make_mask(*, dtype: torch.dtype, **options: Any) -> Tensor | None:
+    """Return a mask [1, 1, L, L] that is added to scores, in the form of transformers' `AttentionMaskInterface`.
+
+    None: causal attention of whole sequences, which needs no mask. Sequences are never padded here.
+    """
+    mask_11LL = sdpa_mask(**{**options, "batch_size": 1, "attention_mask": None})
+    if mask_11LL is None:
+        return None
+    return torch.zeros_like(mask_11LL, dtype=dtype).masked_fill_(~mask_11LL, torch.finfo(dtype).min)
+
+
 AttentionInterface.register(ATTENTION, attend)
+AttentionMaskInterface.register(ATTENTION, make_mask)
 
 
 class Head(nn.Module):
@@ -134,15 +144,27 @@ class Transformers(Model):
         whole = _build(type(self).settings, args)
         for name, child in whole.base_model.named_children():
             self.add_module(name, child)
-        self.lm_head = Head(whole.get_output_embeddings().weight, _factor(whole.config))
+        self.lm_head = Head(whole.get_output_embeddings().weight, _factor(whole))
         # They are no children of this module, since what has parameters in them is one already.
         object.__setattr__(self, "_whole", whole)
         object.__setattr__(self, "_values", _initial_values(whole))
 
     def forward(self, tokens: Tensor, loss: Loss | None = None, *, documents: Documents | None = None) -> Any:
-        inputs = {} if documents is None else {"documents": documents, "position_ids": documents.positions_BL}
+        # A mask of ones keeps transformers from looking for documents in positions, for which it waits for the device.
+        inputs: dict[str, Any] = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool)}
+        if documents is not None:
+            inputs |= {"documents": documents, "position_ids": documents.positions_BL}
         hidden_BLD = self._whole.base_model(input_ids=tokens, use_cache=False, **inputs).last_hidden_state
         return self.lm_head(hidden_BLD, loss)
+
+    def train(self, mode: bool = True) -> Self:
+        self._whole.train(mode)  # which is no child
+        return super().train(mode)
+
+    @classmethod
+    def config_of(cls, args: ModelArgs) -> PretrainedConfig:
+        """Return the config of transformers with these arguments."""
+        return _config(cls.settings, args)
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         return self._values[name]
@@ -180,9 +202,61 @@ class Transformers(Model):
         return weights + 12 * heads * size * sum(seen_causally(n, seq_len) if causal else n for n in tokens)
 
 
-def _factor(config: PretrainedConfig) -> float:
-    found = {name: getattr(config, name, None) or 1.0 for name in FACTORS}
-    return math.prod(value ** FACTORS[name] for name, value in found.items())
+class _Hidden(tuple[Tensor]):
+    """Output of a decoder, of which only the hidden states are there."""
+
+    @property
+    def last_hidden_state(self) -> Tensor:
+        return self[0]
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+
+class _Fixed(nn.Module):
+    """Stands for a decoder whose hidden states are known."""
+
+    def __init__(self, decoder: nn.Module, hidden_BLD: Tensor) -> None:
+        super().__init__()
+        object.__setattr__(self, "decoder", decoder)
+        self.hidden_BLD = hidden_BLD
+
+    def forward(self, *args: Any, **options: Any) -> _Hidden:
+        return _Hidden((self.hidden_BLD,))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["decoder"], name)
+
+
+def _factor(whole: PreTrainedModel) -> float:
+    """Return the factor of the logits, by the forward of the model's own class. Here it is applied before the head.
+
+    Raises:
+        UserError: the forward does more than multiply the logits by a number, such as a soft cap.
+    """
+    with torch.device("cpu"), torch.no_grad():
+        hidden_BLD = torch.linspace(-1000.0, 1000.0, 16).view(1, 1, -1)
+        tokens = torch.zeros(1, 1, dtype=torch.int64)
+        plain_head = nn.Linear(16, 16, bias=False, device="meta")
+        plain_head.weight = nn.Parameter(torch.eye(16))
+    head = whole.get_output_embeddings()
+    alone = copy.copy(whole)
+    alone._modules = {
+        name: plain_head if child is head else _Fixed(child, hidden_BLD) if child is whole.base_model else child
+        for name, child in whole._modules.items()
+    }
+    name = type(whole).__name__
+    try:
+        with torch.no_grad():
+            found_BLD = alone(input_ids=tokens, use_cache=False).logits
+        factor = float(found_BLD[0, 0, -1] / hidden_BLD[0, 0, -1])
+        is_factor = torch.allclose(found_BLD, hidden_BLD * factor, rtol=1e-5)
+    except Exception as error:  # whatever that forward raises
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{name} computes its logits in a way that is not supported: {reason}") from error
+    if not is_factor:
+        raise UserError(f"{name} does more with its logits than multiply them, which the loss does not")
+    return factor
 
 
 def _share_of_experts(config: PretrainedConfig) -> float:
@@ -238,7 +312,9 @@ def _table(whole: PreTrainedModel, name: str) -> Given:
     module = copy.copy(whole.get_submodule(place))
     shapes = {own: parameter.shape for own, parameter in module.named_parameters(recurse=False)}
     with torch.device("cpu"), torch.random.fork_rng(devices=[]), torch.no_grad():
-        module._parameters = {own: nn.Parameter(torch.empty(shape)) for own, shape in shapes.items()}
+        module._parameters = dict.fromkeys(module._parameters) | {
+            own: nn.Parameter(torch.empty(shape)) for own, shape in shapes.items()
+        }
         torch.manual_seed(zlib.crc32(name.encode()))
         whole._init_weights(module)
     return Given(module.get_parameter(attribute).detach())
@@ -303,33 +379,50 @@ def decoder_of(path: str) -> type[Transformers]:
         settings.pop("quantization_config", None)  # of files: the model that is trained has wide weights
     except UserError:
         raise
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:  # whatever the checks of a config raise
         reason = str(error).strip().split("\n")[0]
         raise UserError(f"model.path: {path}: its config.json cannot be read: {reason}") from None
-    if cap := settings.get("final_logit_softcapping"):
-        raise UserError(f"model.path: {path} has final_logit_softcapping = {cap}, which the loss does not compute")
-    skipped = {*PretrainedConfig().to_dict(), "model_type", "vocab_size"} - {"tie_word_embeddings"}
-    scalars = {
-        name: value
-        for name, value in settings.items()
-        if isinstance(value, bool | int | float | str | None) and name not in skipped and name.isidentifier()
-    }
-    if theta := (settings.get("rope_parameters") or {}).get("rope_theta"):  # of transformers 5
-        scalars["rope_theta"] = theta
+    try:
+        return decoder_class(settings)
+    except UserError as error:
+        raise UserError(f"model.path: {path}: {error}") from error
+
+
+def decoder_class(settings: dict[str, Any]) -> type[Transformers]:
+    """Return the model class of a config.
+
+    Args:
+        settings: content of its config.json.
+
+    Raises:
+        UserError: it is of no decoder that we can train.
+    """
+    if not isinstance(settings.get("vocab_size"), int):
+        raise UserError(f"a model of type {settings.get('model_type')} has no vocab_size: not supported")
     fields = [
         (name, bool | int | float | str | None if value is None else type(value), field(default=value))
-        for name, value in scalars.items()
+        for name, value in _scalars(settings).items()
     ]
     args_cls = make_dataclass("TransformersArgs", fields, bases=(ModelArgs,), frozen=True, kw_only=True)
     length = settings.get("max_position_embeddings") or MAX_LENGTH
     args = args_cls(vocab_size=settings["vocab_size"], max_seq_len=length)
-    name = f"Transformers{type(config).__name__.removesuffix('Config')}"
-    cls = type(name, (Transformers,), {"settings": settings, "flavors": {"default": args}, "__module__": __name__})
     with torch.device("meta"):
         whole = _build(settings, args)
-    _check(path, whole)
-    cls.formats = Formats(hugging_face=_format(whole, settings))
-    return cls
+    _check(whole)
+    name = f"Transformers{type(whole.config).__name__.removesuffix('Config')}"
+    members = {"settings": settings, "flavors": {"default": args}, "__module__": __name__}
+    return type(name, (Transformers,), {**members, "formats": Formats(hugging_face=_format(whole, settings))})
+
+
+def _scalars(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a config that can be arguments of a model, beside vocab_size."""
+    skipped = {*PretrainedConfig().to_dict(), "model_type", "vocab_size"} - {"tie_word_embeddings"}
+    theta = (settings.get("rope_parameters") or {}).get("rope_theta")  # of transformers 5
+    return ({} if theta is None else {"rope_theta": theta}) | {
+        name: value
+        for name, value in settings.items()
+        if isinstance(value, bool | int | float | str | None) and name not in skipped and name.isidentifier()
+    }
 
 
 def _read(path: str) -> PretrainedConfig:
@@ -374,7 +467,7 @@ def _build(settings: Mapping[str, Any], args: ModelArgs) -> PreTrainedModel:
         raise UserError(f"transformers builds no decoder of type {settings['model_type']}: {reason}") from error
 
 
-def _check(path: str, whole: PreTrainedModel) -> None:
+def _check(whole: PreTrainedModel) -> None:
     decoder, head = whole.base_model, whole.get_output_embeddings()
     problem = None
     if not isinstance(getattr(decoder, "layers", None), nn.ModuleList):
@@ -384,7 +477,8 @@ def _check(path: str, whole: PreTrainedModel) -> None:
     elif own := [name for name, _ in decoder.named_parameters(recurse=False)]:
         problem = f"has parameters outside of its layers: {', '.join(own)}"
     if problem:
-        raise UserError(f"model.path: {path}, {type(whole).__name__}, {problem}: not supported")
+        raise UserError(f"{type(whole).__name__} {problem}: not supported")
+    _factor(whole)
 
 
 def _format(whole: PreTrainedModel, settings: Mapping[str, Any]) -> HuggingFace:
@@ -403,6 +497,19 @@ def _format(whole: PreTrainedModel, settings: Mapping[str, Any]) -> HuggingFace:
 @dataclass(frozen=True, kw_only=True)
 class _WholeConfig(HuggingFace):
     settings: Mapping[str, Any]
+
+    def to_args(self, config: dict[str, Any]) -> dict[str, Any]:
+        """Return the values of a config.json that are arguments of the model, and that its logits can depend on.
+
+        Raises:
+            ValueError: it describes another model type, or has another RoPE.
+        """
+        super().to_args(config)
+        found, _ = complete(config, self.model_type)
+        if found.get("rope_parameters") != self.settings.get("rope_parameters"):
+            raise ValueError(f"rope_parameters are {found.get('rope_parameters')}: name this folder in model.path")
+        names = [name for name in _scalars(self.settings) if name in found and not name.endswith("_token_id")]
+        return {name: found[name] for name in names if name not in ("initializer_range", "use_cache")}
 
     def to_config(self, args: Any) -> dict[str, Any]:
         return {**_config(self.settings, args).to_dict(), "architectures": [self.architecture]}

@@ -150,7 +150,7 @@ def small_model(spec: ModelSpec) -> Model | None:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             for _, parameter in unique_parameters(small):
-                _fill(parameter, generator)
+                fill(parameter, generator)
         return small.eval()
     return None
 
@@ -169,7 +169,7 @@ def _smaller(spec: ModelSpec) -> list[Any]:
     return found
 
 
-def _fill(parameter: Tensor, generator: torch.Generator) -> None:
+def fill(parameter: Tensor, generator: torch.Generator) -> None:
     """Fill matrices so that they keep the size of activations, and other parameters around 1."""
     if parameter.dim() > 1:
         parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)

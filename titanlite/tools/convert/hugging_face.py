@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from titanlite.models.base import Model
-from titanlite.models.formats import Formats, Table
+from titanlite.models.formats import Formats, Table, complete
 from titanlite.models.registry import MODELS
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
@@ -22,6 +23,9 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16, "F64": torch.float64}
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+TIED = "tie_word_embeddings"
+ROWS = 4096
+"""Rows of a matrix that are compared at once."""
 IGNORED = ".rotary_emb.inv_freq"  # tables of RoPE in older files
 
 
@@ -82,9 +86,27 @@ class HuggingFaceFolder(ForeignSource):
         if found not in known.model_types and (family := self.family()):
             raise UserError(f"{file} describes the model {family}: name that one (model.name, --model)")
         try:
-            return known.to_args(config)
+            args = known.to_args(config)
         except (ValueError, TypeError, AttributeError) as error:  # values of another type
             raise UserError(f"{file}: {error}") from None
+        tied = next((name for name, key in known.fields.items() if key == TIED), TIED)
+        if args.get(tied) and self._has_own_head(known.tensors):  # as transformers takes it
+            args[tied] = False
+        return args
+
+    def _has_own_head(self, table: Table) -> bool:
+        """Return whether the files have a head that is not the embedding."""
+        found = {it.name: it for it in self.tensors(table, {})}
+        head, embedding = found.get(HEAD), found.get(EMBEDDING)
+        if head is None or embedding is None:
+            return False
+        if head.shape != embedding.shape:
+            return True
+        parts = (
+            [slice(row, min(row + ROWS, head.shape[0])), slice(0, head.shape[1])]
+            for row in range(0, head.shape[0], ROWS)
+        )
+        return not all(head.read(tuple(it)).float().equal(embedding.read(tuple(it)).float()) for it in parts)
 
     def _config(self) -> dict[str, Any]:
         file = self.folder / CONFIG
@@ -105,8 +127,7 @@ class HuggingFaceFolder(ForeignSource):
                 name = f"model.{name}"
             if not name.endswith(IGNORED):
                 found[name] = replace(tensor, name=name)
-        if config.get("tie_word_embeddings") and EMBEDDING in found and table.place(HEAD):
-            # transformers does not use a head of the file either
+        if HEAD not in found and EMBEDDING in found and table.place(HEAD) and _is_tied(config):
             found[HEAD] = replace(found[EMBEDDING], name=HEAD)
         return [*found.values()]
 
@@ -133,6 +154,12 @@ class HuggingFaceFolder(ForeignSource):
                 raise UserError(f"{index} names {file}, which is missing")
             files[path] = [name for name, of in names.items() if of == file]
         return files
+
+
+def _is_tied(config: dict[str, Any]) -> bool:
+    with suppress(ValueError):
+        config, _ = complete(config, str(config.get("model_type")))
+    return bool(config.get(TIED))
 
 
 def _read_json(file: Path) -> dict[str, Any]:

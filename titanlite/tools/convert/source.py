@@ -20,7 +20,7 @@ from titanlite.checkpoint.dcp_read import RankReader, ShardReader, UnsafeCheckpo
 from titanlite.checkpoint.load import find_checkpoint, stored_tensors
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import AVERAGE, difference, model_state
-from titanlite.checks.preflight import select_model
+from titanlite.checks.preflight import check_decoder, select_model
 from titanlite.config.foreign import read_foreign
 from titanlite.config.load import load
 from titanlite.data.tokenizer import Tokenizer, find_copy, is_shipped, load_tokenizer
@@ -245,6 +245,8 @@ def open_model(path: str, config: str | None, section: str) -> ModelWeights:
     """Open the weights that a section of a config names, as its `path` and `config`; see `open_source`."""
     try:
         source = open_source(path, config=config)
+        if source.config and source.config.model.path:
+            check_decoder(source.spec)
         return ModelWeights(source.spec, source.tokenizer, source.where, source.identity, source.reader)
     except UserError as error:
         raise UserError(
@@ -258,6 +260,8 @@ def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: to
     Raises:
         UserError: the checkpoint has other tensors than the model, or is damaged.
     """
+    if source.config and source.config.model.path:
+        check_decoder(source.spec)
     model = source.spec.build()
     set_dtype(model, dtype)
     device = torch.device(device)

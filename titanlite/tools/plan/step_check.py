@@ -30,8 +30,9 @@ from titanlite.tools.plan.trace import trace_step
 
 MOST_CHARACTERS = 300
 """Length of the message of an error of code of the user's own."""
-NEEDS_REAL_TENSORS = ("fake", "subclass", "data pointer")
-"""Words of errors of code that may be right on real tensors, such as `numpy()` and operators of the user's own."""
+NEEDS_REAL_TENSORS = ("fake", "subclass", "data pointer", "inputs of bf16 type")
+"""Words of errors of code that may be right on real tensors, such as `numpy()`, operators of the user's own, and
+grouped matmuls in float32."""
 
 
 def check_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> Iterator[str]:
@@ -125,10 +126,10 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
         return str(error)
     except (Exception, SystemExit) as error:  # code of the user's own may raise anything
         reason = _describe(error).replace("FakeTensor", "Tensor")
-        if not _has_own_code(config) or any(word in reason.lower() for word in NEEDS_REAL_TENSORS):
+        needs_values = any(word in reason.lower() for word in NEEDS_REAL_TENSORS)
+        if needs_values or (config.model.path and _has_a_step(resolved.model)):
             return f"{what} could not be traced ({reason})"
-        key = "model.file" if config.model.file else "training.loss" if config.training.loss else "optimizer.name"
-        raise UserError(f"{key}: one step fails: {reason}") from error
+        raise UserError(f"{_suspect(config)}: one step fails: {reason}") from error
     return f"{what} was traced"
 
 
@@ -153,9 +154,27 @@ def _few_blocks(spec: ModelSpec, config: Config, period: int) -> ModelSpec:
     return spec._replace(args=replace(args, n_layers=few))
 
 
-def _has_own_code(config: Config) -> bool:
+def _has_a_step(spec: ModelSpec) -> bool:
+    """Return whether a few blocks of a decoder of transformers make a step with values, at their own size."""
+    from titanlite.checks.transformers import small_decoder
+
+    try:
+        model = small_decoder(spec, 1).train()
+        model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
+    except Exception:  # whatever its layers raise; or it is large
+        return False
+    return True
+
+
+def _suspect(config: Config) -> str:
+    """Return the option to which the mistake of a step belongs: code of the user's own, or else the model."""
     optimizers = [config.optimizer.name, *(group.name or "" for group in config.optimizer.groups)]
-    return bool(config.model.file or config.training.loss or any("." in it or ":" in it for it in optimizers))
+    has_own_optimizer = any("." in it or ":" in it for it in optimizers)
+    options = {
+        "model.file": config.model.file, "training.loss": config.training.loss, "optimizer.name": has_own_optimizer,
+        "model.path": config.model.path,
+    }  # fmt: skip
+    return next((option for option, value in options.items() if value), "model.args")
 
 
 def _describe(error: BaseException) -> str:
