@@ -214,7 +214,12 @@ BAD: list[tuple[Any, str]] = [
     ([turn("robot", "x"), ASSISTANT], "{template} fails: no such role"),
     ([turn("system", "Be brief.")], "no token counts in the loss"),
     ([USER], "no token counts in the loss"),
-    ([USER, turn("assistant", "a \ufdd0 b")], "{template} fails: .*U\\+FDD0"),
+    ({"messages": [USER, ASSISTANT], "tools": "[{"}, "field 'tools' "),
+    ({"messages": [USER, ASSISTANT], "tools": ""}, "field 'tools' "),
+    ({"messages": [USER, ASSISTANT], "tools": "7"}, "field 'tools' "),
+    ({"messages": [USER, ASSISTANT], "tools": ["add"]}, "field 'tools' "),
+    ({"messages": [USER, ASSISTANT], "tools": 7}, "field 'tools' "),
+    ({"messages": [{"from": ["gpt"], "value": "x"}]}, "chat message 0 "),
     ([USER, turn("assistant", "half \ud83d")], ".* surrogate"),
     ({"text": "x"}, "no field 'messages': .*text.*data.text_field"),
 ]
@@ -287,23 +292,24 @@ def test_a_chat_whose_template_fails_is_one_line_and_can_be_left_out(
     [
         (LOOP, "0.1 s"),
         (DOUBLING, "40 MiB"),
-        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "1,000,000"),
+        ("{% for i in range(9999) %}{{ 'x' * 999 }}{% endfor %}", "1,000,000"),
     ],
 )
 def test_a_template_without_end_is_ended(body: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The chats before and after the one that ends the process are rendered."""
-    text = f"{{{{ messages[0] }}}}{{% if messages[0] == 'bad' %}}{body}{{% endif %}}"
+    text = f"{{{{ messages[0].role }}}}{{% if messages[0].role == 'bad' %}}{body}{{% endif %}}"
     seconds = 0.1 if body == LOOP else 5.0
-    template = ChatTemplate(text, where="it", names={}, seconds=seconds, memory=40 * 2**20, longest=10**6)
+    texts = {"default": text}
+    template = ChatTemplate(texts, where="it", names={}, seconds=seconds, memory=40 * 2**20, longest=10**6)
     monkeypatch.setattr(chat_template, "IN_A_ROW", 2)
     for word in ("one", "bad", "two", "bad"):
         if word == "bad":
             with pytest.raises(Refused, match=f"^it .*{words}"):
-                template.render([word])  # pyright: ignore
+                template.render([{"role": word}])
         else:
-            assert template.render([word]) == (word, [])  # pyright: ignore
+            assert template.render([{"role": word}]) == (word, [])
     with pytest.raises(UserError, match="more than") as raised:  # in a row: the rest would be like them
-        template.render(["bad"])  # pyright: ignore
+        template.render([{"role": "bad"}])
     assert isinstance(raised.value, Refused) == (words == "1,000,000")
 
 
@@ -311,15 +317,15 @@ def test_a_template_without_end_is_ended(body: str, words: str, monkeypatch: pyt
 @pytest.mark.parametrize("text", [LOOP.replace("99999", "2") * 10**5, "{{ " + "(" * 5000])
 def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
     with pytest.raises(UserError, match=r"^it [^\n]+$"):
-        ChatTemplate(text, where="it", names={}, seconds=0.2)
+        ChatTemplate({"default": text}, where="it", names={}, seconds=0.2)
 
 
 @pytest.mark.long
 def test_a_process_is_kept_for_all_chats_and_ends_with_the_template() -> None:
-    template = ChatTemplate("{{ messages[0] }}", where="it", names={})
+    template = ChatTemplate({"default": "{{ messages[0].role }}"}, where="it", names={})
     process = template._process
     assert process is not None
-    assert [template.render([word]) for word in "abc"] == [(word, []) for word in "abc"]  # pyright: ignore
+    assert [template.render([{"role": word}]) for word in "abc"] == [(word, []) for word in "abc"]
     assert template._process is process
     running = process._process
     del template, process

@@ -1,16 +1,18 @@
-"""Chat templates of Hugging Face: messages -> one text, and which parts of it are answers.
+"""Chat templates of Hugging Face: messages -> one text, and which parts of it are answers, as transformers has them.
 
 A template comes with a tokenizer of others. So a process of its own renders it, `chat_render`, with limits on its time
 and its memory. One process renders all chats, and a new one takes its place after one that a template has ended.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
 from titanlite.tools.limited import MEMORY, SECONDS, Ended, LimitedProcess
@@ -20,6 +22,10 @@ IN_A_ROW = 3
 """Chats in a row with which a template may reach a limit. The next ones would, too."""
 LONGEST = 2**25
 """Characters of the longest text of one chat."""
+DEFAULT, FOR_TOOLS = "default", "tool_use"
+"""Names of a tokenizer's templates: for all chats, and for those with tools if there is one."""
+Templates = dict[str, str]
+"""Texts of templates by these names."""
 Span = tuple[int, int]
 """Begin and end of a part of a text, in characters."""
 Rendered = tuple[str, list[Span]]
@@ -27,20 +33,20 @@ Rendered = tuple[str, list[Span]]
 
 
 class ChatTemplate:
-    """A template, in the environment that transformers gives it.
+    """The templates of a tokenizer.
 
     Args:
-        where: place of the template, for errors.
-        names: values of bos_token, eos_token and the like in the template.
+        where: place of the templates, for errors.
+        names: values of bos_token, eos_token and the like in the templates.
         seconds, memory, longest: limits of one chat, see the constants.
 
     Raises:
-        UserError: the text is not a template.
+        UserError: a text is not a template, or transformers is not installed.
     """
 
     def __init__(
         self,
-        text: str,
+        texts: Templates,
         *,
         where: object,
         names: Mapping[str, str],
@@ -48,13 +54,17 @@ class ChatTemplate:
         memory: int = MEMORY,
         longest: int = LONGEST,
     ) -> None:
+        if find_spec("transformers") is None:
+            raise UserError(f"chats need transformers: {install_hint('transformers')}")
         self.where = where
-        self._seconds, self._memory = seconds, memory
-        self._begin = {"template": text, "names": dict(names), "longest": longest}
+        self._texts = texts
+        self._limits = {"seconds": seconds, "memory": memory}
+        self._same = {**names, "longest": longest}
         self._process: LimitedProcess | None = None
         self._failed = 0
-        self.has_marks: bool = self._ask(None)["has_marks"]
+        self.has_marks = any(re.search(r"{%[-+]?\s*generation\b", text) for text in texts.values())
         """Presence of marks around answers."""
+        self._ask(DEFAULT if DEFAULT in texts else FOR_TOOLS, "is not a template", conversations=[])
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = False
@@ -62,6 +72,7 @@ class ChatTemplate:
         """Return the text of a chat, and the parts that the template marks.
 
         Args:
+            messages: as for transformers' `apply_chat_template`.
             tools: JSON schemas of functions that the assistant may call.
             add_generation_prompt: end with the beginning of the assistant's next message.
 
@@ -69,27 +80,35 @@ class ChatTemplate:
             Refused: the template refuses these messages, or takes too much time or memory for them.
             UserError: it has taken too much for several chats in a row.
         """
-        same = {"documents": None, "add_generation_prompt": add_generation_prompt}
-        found = self._ask({"messages": messages, "tools": tools, **same})
-        return found["text"], [(begin, end) for begin, end in found["spans"]]
+        name = FOR_TOOLS if tools is not None and FOR_TOOLS in self._texts else DEFAULT
+        if name not in self._texts:
+            raise Refused(f"{self.where} has no template {DEFAULT!r} for chats without tools")
+        chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        found = self._ask(name, "fails", conversations=[chat], **options)
+        [text], [spans] = found["texts"], found["spans"]
+        return text, [(begin, end) for begin, end in spans]
 
-    def _ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the answer of the process, which is started if there is none; None asks for nothing else."""
-        answer: dict[str, Any] = {}
+    def _ask(self, name: str, problem: str, **request: Any) -> dict[str, Any]:
+        """Return the answer of the process, which is started if there is none.
+
+        Args:
+            name: of the template.
+            problem: what is said of a template that raises an error.
+        """
         try:
             if self._process is None:
-                self._process = LimitedProcess(WORKER, "one chat", seconds=self._seconds, memory=self._memory)
-                answer = self._process.ask(self._begin)
-            if request is not None:
-                answer = self._process.ask(request)
+                self._process = LimitedProcess(WORKER, "one chat", **self._limits)
+            answer = self._process.ask({**request, **self._same, "chat_template": self._texts[name]})
             self._failed = 0
         except Ended as error:
             self._process = None
             self._failed += 1
-            answer = {"error": f"fails: {error}"}
+            answer, problem = {"error": error}, "fails"
         if "error" in answer:
             error_class = UserError if self._failed == IN_A_ROW else Refused
-            raise error_class(f"{self.where} {answer['error']}")
+            place = self.where if name == DEFAULT else f"{self.where}: {name}"
+            raise error_class(f"{place} {problem}: {answer['error']}")
         return answer
 
 
@@ -108,16 +127,16 @@ Message = dict[str, str]
 
 
 class Chat:
-    """Chat template of a tokenizer: chat_template.jinja, or `chat_template` of tokenizer_config.json.
+    """Chat template of a tokenizer, see `find_templates`.
 
     Raises:
-        UserError: there is none, or jinja2 is not installed.
+        UserError: there is none, or transformers is not installed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        where, text = find_template(tokenizer)
-        self._template = open_template(text, tokenizer, where=where)
+        where, texts = find_templates(tokenizer)
+        self._template = open_template(texts, tokenizer, where=where)
 
     def encode(self, messages: list[Message]) -> list[int]:
         """Return the token ids of a chat, up to where the assistant's answer begins.
@@ -132,8 +151,11 @@ class Chat:
         return self.tokenizer.encode_marked(text).ids
 
 
-def find_template(tokenizer: Tokenizer) -> tuple[Path, str]:
-    """Return the file of a tokenizer's chat template, and its text.
+def find_templates(tokenizer: Tokenizer) -> tuple[Path, Templates]:
+    """Return the place of a tokenizer's chat templates, and their texts, as transformers finds them.
+
+    They are the files chat_template.jinja and additional_chat_templates/NAME.jinja, or else `chat_template` of
+    tokenizer_config.json: one text, or several by name.
 
     Raises:
         UserError: there is none.
@@ -141,32 +163,43 @@ def find_template(tokenizer: Tokenizer) -> tuple[Path, str]:
     folder = _folder(tokenizer)
     if folder is None:
         raise UserError(f"the tokenizer {tokenizer.name} has no chat template: that needs a tokenizer.json")
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file, read_small(file_inside(folder, file.name)).decode(errors="replace")
-    found = read_json(folder / CONFIG).get("chat_template")
-    if isinstance(found, list):  # several by name
-        found = next((it.get("template") for it in found if isinstance(it, dict) and it.get("name") == "default"), None)
-    if not isinstance(found, str):
-        raise UserError(f"{folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
-    return folder / CONFIG, found
+    more = file_inside(folder, "additional_chat_templates")
+    files = {name: file_inside(more, f"{name}.jinja") for name in sorted(it.stem for it in more.glob("*.jinja"))}
+    if (file := folder / "chat_template.jinja").is_file():
+        files[DEFAULT] = files.get(DEFAULT) or file_inside(folder, file.name)
+    where, found = folder / CONFIG, read_json(folder / CONFIG).get("chat_template")
+    if files:
+        where = file if [*files] == [DEFAULT] else folder
+        found = {name: read_small(file).decode(errors="replace") for name, file in files.items()}
+    elif isinstance(found, list):
+        found = {it.get("name"): it.get("template") for it in found if isinstance(it, dict)}
+    elif not isinstance(found, dict):
+        found = {DEFAULT: found}
+    texts = {name: text for name in (DEFAULT, FOR_TOOLS) if isinstance(text := found.get(name), str)}
+    if not texts:
+        others = ", ".join(str(name) for name, text in found.items() if text)
+        raise UserError(
+            f"{folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)"
+            + (f" for all chats, but for: {others}" if others else "")
+        )
+    return where, texts
 
 
-def open_template(text: str, tokenizer: Tokenizer, *, where: object) -> ChatTemplate:
-    """Return a template with the names of a tokenizer's special tokens.
+def open_template(texts: Templates, tokenizer: Tokenizer, *, where: object) -> ChatTemplate:
+    """Return templates with the names of a tokenizer's special tokens.
 
     Args:
-        where: place of the template, for errors.
+        where: place of the templates, for errors.
 
     Raises:
-        UserError: the text is not a template, or jinja2 is not installed.
+        UserError: a text is not a template, or transformers is not installed.
     """
-    if find_spec("jinja2") is None:
-        raise UserError("chats need jinja2: pip install jinja2")
     folder = _folder(tokenizer)
     config = read_json(folder / CONFIG) if folder else {}
-    names = {key: name for key in SPECIAL if (name := _text(config.get(key)))}
-    return ChatTemplate(text, where=where, names=names)
+    if folder and "added_tokens_decoder" not in config:  # as transformers 5
+        config |= read_json(folder / "special_tokens_map.json")
+    names = {key: _text(config[key]) for key in SPECIAL if config.get(key) is not None}
+    return ChatTemplate(texts, where=where, names=names)
 
 
 def _folder(tokenizer: Tokenizer) -> Path | None:
@@ -190,4 +223,4 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _text(token: Any) -> str:
-    return str(token.get("content", "") if isinstance(token, dict) else token or "")
+    return str(token.get("content", "") if isinstance(token, dict) else token)
