@@ -27,7 +27,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.ingest import chat_template
-from titanlite.tools.ingest.chat_template import ChatTemplate, Refused
+from titanlite.tools.ingest.chat_template import Chat, ChatTemplate, Refused
 from titanlite.tools.ingest.prepare import prepare_text
 
 CHATML = """\
@@ -129,10 +129,20 @@ def documents(folder: Path) -> list[tuple[list[int], list[bool]]]:
 def of_transformers(
     folder: Path, chats: list[list[dict[str, Any]]], **options: Any
 ) -> list[tuple[list[int], list[bool]]]:
+    return of_lines(folder, [{"messages": chat} for chat in chats], **options)
+
+
+def of_lines(folder: Path, lines: list[dict[str, Any]], **options: Any) -> list[tuple[list[int], list[bool]]]:
+    """Return what transformers makes of lines with `messages` and `tools`."""
     theirs = AutoTokenizer.from_pretrained(str(folder))
     found = []
-    for chat in chats:
-        done = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True, **options)
+    for line in lines:
+        done = theirs.apply_chat_template(
+            line["messages"],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **{"tools": line.get("tools")} | options,
+        )
         found.append((list(done["input_ids"]), [bool(it) for it in done["assistant_masks"]]))
     return found
 
@@ -183,18 +193,140 @@ def test_answers_end_where_a_character_has_several_tokens_or_none(tmp_path: Path
     assert counted == {by_bytes: [7, 4], by_words: [2, 1]}
 
 
-def test_tools_and_other_fields(tmp_path: Path, tokenizer: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "description": "Adds <a> & b."}}]
-    lines = [{"messages": [USER, ASSISTANT], "tools": tools}, {"messages": [USER, ASSISTANT], "id": 7}]
-    out = prepared(write_chats(tmp_path / "tools.jsonl", lines), tokenizer)
-    assert documents(out) == [
-        *of_transformers(tokenizer, [[USER, ASSISTANT]], tools=tools),
-        *of_transformers(tokenizer, [[USER, ASSISTANT]]),
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <a> & b.", "extra": None}}
+SHOWING = """\
+{{ bos_token }}{{ tools | tojson }}{{ documents }}{{ pad_token is defined }}{{ cls_token }}
+{% macro said(text) %}<{% generation %}{{ text }}{% endgeneration %}>{% endmacro %}
+{% for message in messages %}
+{{ message | tojson }}{{ message.name is defined }}
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+{{ said(message.content) }}{{ said('x' * 9) | trim }}{% endif %}
+{% endfor %}"""
+"""A template that shows all that it is given, and has answers within a macro."""
+
+
+def called(arguments: Any, **more: Any) -> dict[str, Any]:
+    return turn("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": arguments}}], **more)
+
+
+def test_missing_values_and_tools_are_those_of_transformers(tmp_path: Path) -> None:
+    """Pairs of a line and of what transformers is given for it."""
+    tokenizer = write_chat_tokenizer(tmp_path, SHOWING)
+    (tokenizer / "special_tokens_map.json").write_text(json.dumps({"cls_token": {"content": "<|endoftext|>"}}))
+    chat = [USER, ASSISTANT]
+    same: list[dict[str, Any]] = [
+        {"messages": [USER, turn("assistant", None), ASSISTANT]},
+        {"messages": [USER, called({"x": None, "y": [None, {"z": None}]}), turn("tool", "3", name=None), ASSISTANT]},
+        {"messages": [USER, called('{"x": 1}', reasoning_content=None, name=None), ASSISTANT]},
+        {"messages": [USER, turn("assistant", "Hm.", tool_calls=None, reasoning="why", weight=None)]},
+        {"messages": [USER, turn("assistant", "Hm.", tool_calls=[], thinking="why")]},
+        {"messages": [USER, turn("assistant", [{"type": "text", "text": None}])]},
+        {"messages": [USER, {"role": "assistant"}, turn("assistant", "marks \ufdd0 \ufdd1")]},
+        {"messages": chat, "tools": []},
+        {"messages": chat, "tools": None},
+        {"messages": chat, "tools": [TOOL, {}]},
     ]
-    turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
-    shared = write_chats(tmp_path / "shared.jsonl", [{"conversations": turns}])
-    out = prepared(shared, tokenizer, "--text-field", "conversations")
-    assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
+    turns = [{"from": "human", "value": "Hello?", "role": None}, {"from": "gpt", "value": "Hello.", "tool_calls": []}]
+    pairs = [
+        *((line, line) for line in same),
+        ({"messages": chat, "tools": TOOL}, {"messages": chat, "tools": [TOOL]}),
+        ({"messages": chat, "tools": json.dumps([TOOL, TOOL])}, {"messages": chat, "tools": [TOOL, TOOL]}),
+        ({"messages": chat, "tools": json.dumps(TOOL)}, {"messages": chat, "tools": [TOOL]}),
+        ({"messages": chat, "tools": "[]"}, {"messages": chat, "tools": []}),
+        ({"messages": chat, "tools": "null", "documents": [{"title": "t"}], "id": 7}, {"messages": chat}),
+        ({"messages": turns}, {"messages": [USER, turn("assistant", "Hello.", tool_calls=[])]}),
+    ]
+    bad = [{"messages": chat, "tools": tools} for tools in ("[{", "", "7", '["add"]', ["add"], [None], 7, False)]
+    lines = write_chats(tmp_path / "chats.jsonl", [*(line for line, _ in pairs), *bad])
+    out = prepared(lines, tokenizer, "--on-error", "skip")
+    for found, (line, given) in zip(documents(out), pairs, strict=True):
+        assert found == of_lines(tokenizer, [given])[0], line
+    errors = TokenStore(out).index["first_errors"]
+    assert [error.partition(": ")[0] for error in errors] == [
+        f"{lines}:{number}" for number in range(len(pairs) + 1, len(pairs) + len(bad) + 1)
+    ]
+    assert all("'tools'" in error for error in errors)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "dataset"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_rows_of_tables_have_the_tokens_of_their_lines(tmp_path: Path, kind: str, as_text: bool) -> None:
+    """A table has each key in each object, as null where a line lacks it."""
+    import datasets
+    import pyarrow
+    from pyarrow import feather, parquet
+
+    tokenizer = write_chat_tokenizer(tmp_path, SHOWING)
+    other = {"type": "function", "function": {"name": "g", "parameters": {"y": {"type": "int"}}}}
+    lines: list[dict[str, Any]] = [
+        {"messages": [USER, called({"x": 1}), called({"y": {"z": 2}}), turn("tool", "3"), ASSISTANT], "tools": [other]},
+        {"messages": [USER, turn("assistant", "Hm.", reasoning_content="why")], "tools": [CALL, other]},
+        {"messages": [USER, ASSISTANT], "tools": []},
+        {"messages": [USER, ASSISTANT]},
+    ]
+    rows = [
+        {"id": 7, **line, "tools": json.dumps(line["tools"]) if as_text and "tools" in line else line.get("tools")}
+        for line in lines
+    ]
+    table, file = pyarrow.Table.from_pylist(rows), tmp_path / f"chats.{kind}"
+    match kind:
+        case "parquet":
+            parquet.write_table(table, file)
+        case "arrow":
+            feather.write_feather(table, str(file))
+        case _:
+            datasets.Dataset(table).save_to_disk(str(file))
+    assert documents(prepared(file, tokenizer)) == of_lines(tokenizer, lines)
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+def test_a_template_is_taken_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_files: bool) -> None:
+    tokenizer = write_chat_tokenizer(tmp_path, None)
+    file = tokenizer / "tokenizer_config.json"
+    without = json.loads(file.read_text())
+
+    def name_templates(*names: str) -> None:
+        texts = {name: f"{name}: {CHATML}" for name in names}
+        more = tokenizer / "additional_chat_templates"
+        if not as_files:
+            listed = [{"name": name, "template": text} for name, text in texts.items()]
+            file.write_text(json.dumps(without | {"chat_template": listed}))
+            return
+        file.write_text(json.dumps(without | {"chat_template": "of before"}))
+        more.mkdir(exist_ok=True)
+        for old in (*more.iterdir(), tokenizer / "chat_template.jinja"):
+            old.unlink(missing_ok=True)
+        for name, text in texts.items():
+            (tokenizer / "chat_template.jinja" if name == "default" else more / f"{name}.jinja").write_text(text)
+
+    lines = [{"messages": CHATS[2], "tools": tools} for tools in (None, [], [TOOL])]
+    keys = set()
+    for names in (("rag", "tool_use", "default"), ("default", "rag")):
+        name_templates(*names)
+        out = prepared(write_chats(tmp_path / f"{len(names)}.jsonl", lines), tokenizer)
+        keys.add(TokenStore(out).index["key"])
+        assert documents(out) == of_lines(tokenizer, lines)
+        assert (
+            Chat(load_tokenizer(str(tokenizer))).encode([USER])
+            == AutoTokenizer.from_pretrained(str(tokenizer)).apply_chat_template([USER], add_generation_prompt=True)[
+                "input_ids"
+            ]
+        )
+    assert len(keys) == 2
+    name_templates("rag", "tool_use")
+    chats = write_chats(tmp_path / "chats.jsonl", lines)
+    assert prepare(chats, tokenizer)[0] == 2
+    assert mentions(capsys.readouterr().err, f"{chats}:1", "default")
+    assert documents(prepared(chats, tokenizer, "--on-error", "skip")) == of_lines(tokenizer, lines[1:])
+    name_templates("rag")
+    with pytest.raises(UserError, match="rag"):
+        Chat(load_tokenizer(str(tokenizer)))
+
+
+def test_chats_need_transformers(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"^chats need transformers: .*pip install.*$"):
+        Chat(load_tokenizer(str(tokenizer)))
 
 
 def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> None:
@@ -214,11 +346,6 @@ BAD: list[tuple[Any, str]] = [
     ([turn("robot", "x"), ASSISTANT], "{template} fails: no such role"),
     ([turn("system", "Be brief.")], "no token counts in the loss"),
     ([USER], "no token counts in the loss"),
-    ({"messages": [USER, ASSISTANT], "tools": "[{"}, "field 'tools' "),
-    ({"messages": [USER, ASSISTANT], "tools": ""}, "field 'tools' "),
-    ({"messages": [USER, ASSISTANT], "tools": "7"}, "field 'tools' "),
-    ({"messages": [USER, ASSISTANT], "tools": ["add"]}, "field 'tools' "),
-    ({"messages": [USER, ASSISTANT], "tools": 7}, "field 'tools' "),
     ({"messages": [{"from": ["gpt"], "value": "x"}]}, "chat message 0 "),
     ([USER, turn("assistant", "half \ud83d")], ".* surrogate"),
     ({"text": "x"}, "no field 'messages': .*text.*data.text_field"),

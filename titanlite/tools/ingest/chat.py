@@ -151,8 +151,8 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
             raise Wrong(f"chat message {number} is not an object with role and content")
         message = {key: it for key, it in message.items() if it is not None}
         if "role" not in message and "from" in message:
-            renamed = {"role": message.pop("from"), "content": message.pop("value", None)}
-            message = {**message, **renamed, "role": ROLES.get(str(renamed["role"]), renamed["role"])}
+            name = message.pop("from")
+            message = {"role": ROLES.get(str(name), name), "content": message.pop("value", None), **message}
         if not isinstance(message.get("role"), str):
             raise Wrong(f"chat message {number} has no role")
         messages.append(message)
