@@ -346,7 +346,7 @@ BAD: list[tuple[Any, str]] = [
     ([turn("robot", "x"), ASSISTANT], "{template} fails: no such role"),
     ([turn("system", "Be brief.")], "no token counts in the loss"),
     ([USER], "no token counts in the loss"),
-    ({"messages": [{"from": ["gpt"], "value": "x"}]}, "chat message 0 "),
+    ({"messages": [{"from": ["gpt"], "value": "x"}]}, "chat message 0 has no role"),
     ([USER, turn("assistant", "half \ud83d")], ".* surrogate"),
     ({"text": "x"}, "no field 'messages': .*text.*data.text_field"),
 ]

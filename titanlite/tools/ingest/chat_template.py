@@ -105,6 +105,8 @@ class ChatTemplate:
             self._process = None
             self._failed += 1
             answer, problem = {"error": error}, "fails"
+        except RecursionError:  # the request cannot be sent
+            answer = {"error": "the chat is nested too deeply"}
         if "error" in answer:
             error_class = UserError if self._failed == IN_A_ROW else Refused
             place = self.where if name == DEFAULT else f"{self.where}: {name}"
