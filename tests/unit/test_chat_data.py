@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.ingest import chat_template
+from titanlite.tools.ingest.chat import _segments
 from titanlite.tools.ingest.chat_template import Chat, ChatTemplate, Refused
 from titanlite.tools.ingest.prepare import prepare_text
 
@@ -226,7 +228,11 @@ def test_missing_values_and_tools_are_those_of_transformers(tmp_path: Path) -> N
         {"messages": chat, "tools": None},
         {"messages": chat, "tools": [TOOL, {}]},
     ]
-    turns = [{"from": "human", "value": "Hello?", "role": None}, {"from": "gpt", "value": "Hello.", "tool_calls": []}]
+    turns = [
+        {"from": "human", "value": "Hello?", "role": None},
+        {"from": "gpt", "value": None, "tool_calls": []},
+        {"from": "gpt", "value": "Hello.", "name": None},
+    ]
     pairs = [
         *((line, line) for line in same),
         ({"messages": chat, "tools": TOOL}, {"messages": chat, "tools": [TOOL]}),
@@ -234,7 +240,7 @@ def test_missing_values_and_tools_are_those_of_transformers(tmp_path: Path) -> N
         ({"messages": chat, "tools": json.dumps(TOOL)}, {"messages": chat, "tools": [TOOL]}),
         ({"messages": chat, "tools": "[]"}, {"messages": chat, "tools": []}),
         ({"messages": chat, "tools": "null", "documents": [{"title": "t"}], "id": 7}, {"messages": chat}),
-        ({"messages": turns}, {"messages": [USER, turn("assistant", "Hello.", tool_calls=[])]}),
+        ({"messages": turns}, {"messages": [USER, {"role": "assistant", "tool_calls": []}, ASSISTANT]}),
     ]
     bad = [{"messages": chat, "tools": tools} for tools in ("[{", "", "7", '["add"]', ["add"], [None], 7, False)]
     lines = write_chats(tmp_path / "chats.jsonl", [*(line for line, _ in pairs), *bad])
@@ -306,12 +312,9 @@ def test_a_template_is_taken_by_its_name(tmp_path: Path, capsys: pytest.CaptureF
         out = prepared(write_chats(tmp_path / f"{len(names)}.jsonl", lines), tokenizer)
         keys.add(TokenStore(out).index["key"])
         assert documents(out) == of_lines(tokenizer, lines)
-        assert (
-            Chat(load_tokenizer(str(tokenizer))).encode([USER])
-            == AutoTokenizer.from_pretrained(str(tokenizer)).apply_chat_template([USER], add_generation_prompt=True)[
-                "input_ids"
-            ]
-        )
+        theirs = AutoTokenizer.from_pretrained(str(tokenizer))
+        expected = theirs.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+        assert Chat(load_tokenizer(str(tokenizer))).encode([USER]) == expected
     assert len(keys) == 2
     name_templates("rag", "tool_use")
     chats = write_chats(tmp_path / "chats.jsonl", lines)
@@ -319,7 +322,7 @@ def test_a_template_is_taken_by_its_name(tmp_path: Path, capsys: pytest.CaptureF
     assert mentions(capsys.readouterr().err, f"{chats}:1", "default")
     assert documents(prepared(chats, tokenizer, "--on-error", "skip")) == of_lines(tokenizer, lines[1:])
     name_templates("rag")
-    with pytest.raises(UserError, match="rag"):
+    with pytest.raises(UserError, match="default"):
         Chat(load_tokenizer(str(tokenizer)))
 
 
@@ -337,13 +340,15 @@ def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> N
     assert bytes(ids[1:-1]) == b"System: Be kind.\nUser: Hello?\nAssistant: Hello.\nUser: Hello?\n"
     assert (ids[0], ids[-1]) == (256, 257)
     assert bytes(i for i, counts in zip(ids, mask, strict=True) if counts) == b"Hello.\n"
+    within = [("abcd", True), ("e", True), ("f", False)]
+    assert [*_segments("abcdef", [(0, 4), (0, 3), (3, 5)])] == within, "answers that a template writes within others"
 
 
 BAD: list[tuple[Any, str]] = [
     ({"messages": "text"}, "field 'messages' "),
     ([USER, "text"], "chat message 1 "),
     ([{"content": "x"}], "chat message 0 "),
-    ([turn("robot", "x"), ASSISTANT], "{template} fails: no such role"),
+    ([turn("robot", "x"), ASSISTANT], ".*{template} .*fails: .*no such role"),
     ([turn("system", "Be brief.")], "no token counts in the loss"),
     ([USER], "no token counts in the loss"),
     ({"messages": [{"from": ["gpt"], "value": "x"}]}, "chat message 0 has no role"),
@@ -356,8 +361,7 @@ def test_bad_chats_are_lines_of_their_own(tmp_path: Path, tokenizer: Path, capsy
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *(chat for chat, _ in BAD), []])
     assert prepare(chats, tokenizer)[0] == 2
     expected = [
-        rf"{chats}:{number}: {message.format(template=tokenizer / 'tokenizer_config.json')}"
-        for number, (_, message) in enumerate(BAD, start=2)
+        rf"{chats}:{number}: {message.format(template=tokenizer)}" for number, (_, message) in enumerate(BAD, start=2)
     ]
     assert re.match(f"error: {expected[0]}", capsys.readouterr().err.splitlines()[-1])
     out = prepared(chats, tokenizer, "--on-error", "skip")
@@ -376,7 +380,7 @@ def test_a_file_that_is_no_template(tmp_path: Path, tokenizer: Path, capsys: pyt
     assert code == 2
     assert not out.exists()
     [line] = capsys.readouterr().err.splitlines()
-    assert mentions(line, broken, "template")
+    assert mentions(line, broken, "template", "TemplateSyntaxError")
 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -401,7 +405,7 @@ def test_a_chat_whose_template_fails_is_one_line_and_can_be_left_out(
     template.write_text("".join(failing) + CHATML)
     bad = [[turn("user", str(number)), ASSISTANT] for number in range(len(FAILING))]
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *bad, CHATS[2]])
-    lines = [f"{chats}:{number}: {template} fails: " for number in range(2, 2 + len(FAILING))]
+    lines = [f"{chats}:{number}: chat template {template} " for number in range(2, 2 + len(FAILING))]
     assert prepare(chats, tokenizer, "--chat-template", template)[0] == 2
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: {lines[0]}")
@@ -413,46 +417,61 @@ def test_a_chat_whose_template_fails_is_one_line_and_can_be_left_out(
         assert error.isprintable()
 
 
+BYTES = load_tokenizer("bytes")
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
+    monkeypatch.setattr(chat_template, "LimitedProcess", partial(chat_template.LimitedProcess, **limits))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "limits", "words"),
     [
-        (LOOP, "0.1 s"),
-        (DOUBLING, "40 MiB"),
-        ("{% for i in range(9999) %}{{ 'x' * 999 }}{% endfor %}", "1,000,000"),
+        (LOOP, {"seconds": 0.1}, "0.1 s"),
+        (DOUBLING, {"memory": 40 * 2**20, "seconds": 5.0}, "40 MiB"),
+        ("{{ 'x' * 2**25 }}", {}, "33,554,432"),
     ],
 )
-def test_a_template_without_end_is_ended(body: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_without_end_is_ended(
+    body: str, limits: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The chats before and after the one that ends the process are rendered."""
     text = f"{{{{ messages[0].role }}}}{{% if messages[0].role == 'bad' %}}{body}{{% endif %}}"
-    seconds = 0.1 if body == LOOP else 5.0
-    texts = {"default": text}
-    template = ChatTemplate(texts, where="it", names={}, seconds=seconds, memory=40 * 2**20, longest=10**6)
+    limited(monkeypatch, **limits)
     monkeypatch.setattr(chat_template, "IN_A_ROW", 2)
+    template = ChatTemplate({"default": text}, BYTES, where="it")
     for word in ("one", "bad", "two", "bad"):
         if word == "bad":
-            with pytest.raises(Refused, match=f"^it .*{words}"):
+            with pytest.raises(Refused, match=f" it .*{words}"):
                 template.render([{"role": word}])
         else:
             assert template.render([{"role": word}]) == (word, [])
     with pytest.raises(UserError, match="more than") as raised:  # in a row: the rest would be like them
         template.render([{"role": "bad"}])
-    assert isinstance(raised.value, Refused) == (words == "1,000,000")
+    assert isinstance(raised.value, Refused) == (words == "33,554,432")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("text", [LOOP.replace("99999", "2") * 10**5, "{{ " + "(" * 5000])
-def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"^it [^\n]+$"):
-        ChatTemplate({"default": text}, where="it", names={}, seconds=0.2)
+def test_a_template_that_cannot_be_compiled_is_one_line(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, seconds=0.2)
+    with pytest.raises(UserError, match=r"^[^\n]+ it [^\n]+$"):
+        ChatTemplate({"default": text}, BYTES, where="it")
 
 
 @pytest.mark.long
 def test_a_process_is_kept_for_all_chats_and_ends_with_the_template() -> None:
-    template = ChatTemplate({"default": "{{ messages[0].role }}"}, where="it", names={})
+    template = ChatTemplate({"default": "{{ messages[0].role }}"}, BYTES, where="it")
     process = template._process
     assert process is not None
     assert [template.render([{"role": word}]) for word in "abc"] == [(word, []) for word in "abc"]
+    nested: Any = []
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(Refused, match=r"^[^\n]+ it [^\n]+$"):
+        template.render([{"role": "a", "content": nested}])
+    assert template.render([{"role": "a"}]) == ("a", [])
     assert template._process is process
     running = process._process
     del template, process

@@ -1,7 +1,7 @@
 """Chats -> tokens: conversations as JSON lines of messages, rendered by a chat template. Answers count in the loss."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,7 +10,7 @@ import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
-from titanlite.tools.ingest.chat_template import DEFAULT, Refused, Templates, find_templates, open_template
+from titanlite.tools.ingest.chat_template import DEFAULT, ChatTemplate, Refused, Templates, find_templates
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
 from titanlite.tools.ingest.formats import TOOLS, Part
 
@@ -20,8 +20,9 @@ if TYPE_CHECKING:  # each process that tokenizes imports this file, and needs no
 KEY = "data.chat_template"
 FIELD = "messages"
 """Field of a JSON line with a chat, unless --text-field names another."""
-ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
-"""Roles of chat messages with `from` and `value`, as ShareGPT has them."""
+SHARE_GPT = {"from": "role", "value": "content"}
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Keys and roles of messages as ShareGPT has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,20 +52,11 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
     Raises:
         UserError: there is no template.
     """
-    if template is None:
-        if not hasattr(tokenizer, "encode_marked"):
-            raise UserError(
-                f"the tokenizer {tokenizer.name} has no chat template: name a file (--chat-template, "
-                "data.chat_template)"
-            )
-        where, texts = find_templates(tokenizer)
-    else:
-        where = template
-        try:
-            texts = {DEFAULT: template.read_text(encoding="utf-8")}
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{template} cannot be read: {error}") from None
-    return ChatOptions(templates=texts, where=str(where))
+    try:
+        texts = {DEFAULT: template.read_text(encoding="utf-8")} if template else find_templates(tokenizer)
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{template or tokenizer.name} cannot be read: {error}") from None
+    return ChatOptions(templates=texts, where=str(template or tokenizer.name))
 
 
 def chats_of(data: "Data", tokenizer: Tokenizer) -> ChatOptions | None:
@@ -97,7 +89,7 @@ class ChatReader:
     """
 
     def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
-        self._template = open_template(options.templates, tokenizer, where=options.where)
+        self._template = ChatTemplate(options.templates, tokenizer, where=options.where)
         if not self._template.has_marks:
             raise UserError(
                 f"{options.where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
@@ -149,13 +141,11 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
             raise Wrong(f"chat message {number} is not an object with role and content")
-        message = {key: it for key, it in message.items() if it is not None}
-        if "role" not in message and "from" in message:
-            name = message.pop("from")
-            message = {"role": ROLES.get(str(name), name), "content": message.pop("value", None), **message}
-        if not isinstance(message.get("role"), str):
+        names = SHARE_GPT if message.get("role") is None else {}
+        message = {names.get(key, key): it for key, it in message.items() if it is not None}  # as transformers
+        if not isinstance(role := message.get("role"), str):
             raise Wrong(f"chat message {number} has no role")
-        messages.append(message)
+        messages.append({**message, "role": ROLES.get(role, role) if names else role})
     return messages
 
 
@@ -172,7 +162,7 @@ def _tools(value: Any) -> list[dict[str, Any]] | None:
     return tools
 
 
-def _segments(text: str, spans: list[tuple[int, int]]) -> Iterator[Segment]:
+def _segments(text: str, spans: list[Sequence[int]]) -> Iterator[Segment]:
     """Yield the parts of a text, and whether each counts in the loss.
 
     Args:
