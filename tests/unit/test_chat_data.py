@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from titanlite.runtime.errors import UserError
 from titanlite.schema import Data
 from titanlite.tools import cli
 from titanlite.tools.ingest import chat_template
-from titanlite.tools.ingest.chat_template import ChatTemplate, Refused
+from titanlite.tools.ingest.chat import _segments
+from titanlite.tools.ingest.chat_template import Chat, ChatTemplate, Refused
 from titanlite.tools.ingest.prepare import prepare_text
 
 CHATML = """\
@@ -129,10 +131,20 @@ def documents(folder: Path) -> list[tuple[list[int], list[bool]]]:
 def of_transformers(
     folder: Path, chats: list[list[dict[str, Any]]], **options: Any
 ) -> list[tuple[list[int], list[bool]]]:
+    return of_lines(folder, [{"messages": chat} for chat in chats], **options)
+
+
+def of_lines(folder: Path, lines: list[dict[str, Any]], **options: Any) -> list[tuple[list[int], list[bool]]]:
+    """Return what transformers makes of lines with `messages` and `tools`."""
     theirs = AutoTokenizer.from_pretrained(str(folder))
     found = []
-    for chat in chats:
-        done = theirs.apply_chat_template(chat, return_dict=True, return_assistant_tokens_mask=True, **options)
+    for line in lines:
+        done = theirs.apply_chat_template(
+            line["messages"],
+            return_dict=True,
+            return_assistant_tokens_mask=True,
+            **{"tools": line.get("tools")} | options,
+        )
         found.append((list(done["input_ids"]), [bool(it) for it in done["assistant_masks"]]))
     return found
 
@@ -183,18 +195,141 @@ def test_answers_end_where_a_character_has_several_tokens_or_none(tmp_path: Path
     assert counted == {by_bytes: [7, 4], by_words: [2, 1]}
 
 
-def test_tools_and_other_fields(tmp_path: Path, tokenizer: Path) -> None:
-    tools = [{"type": "function", "function": {"name": "add", "description": "Adds <a> & b."}}]
-    lines = [{"messages": [USER, ASSISTANT], "tools": tools}, {"messages": [USER, ASSISTANT], "id": 7}]
-    out = prepared(write_chats(tmp_path / "tools.jsonl", lines), tokenizer)
-    assert documents(out) == [
-        *of_transformers(tokenizer, [[USER, ASSISTANT]], tools=tools),
-        *of_transformers(tokenizer, [[USER, ASSISTANT]]),
+TOOL = {"type": "function", "function": {"name": "add", "description": "Adds <a> & b.", "extra": None}}
+SHOWING = """\
+{{ bos_token }}{{ tools | tojson }}{{ documents }}{{ pad_token is defined }}{{ cls_token }}
+{% macro said(text) %}<{% generation %}{{ text }}{% endgeneration %}>{% endmacro %}
+{% for message in messages %}
+{{ message | tojson }}{{ message.name is defined }}
+{% if message.role == 'assistant' %}{% generation %}{{ message.content }}{{ eos_token }}{% endgeneration %}
+{{ said(message.content) }}{{ said('x' * 9) | trim }}{% endif %}
+{% endfor %}"""
+"""A template that shows all that it is given, and has answers within a macro."""
+
+
+def called(arguments: Any, **more: Any) -> dict[str, Any]:
+    return turn("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": arguments}}], **more)
+
+
+def test_missing_values_and_tools_are_those_of_transformers(tmp_path: Path) -> None:
+    """Pairs of a line and of what transformers is given for it."""
+    tokenizer = write_chat_tokenizer(tmp_path, SHOWING)
+    (tokenizer / "special_tokens_map.json").write_text(json.dumps({"cls_token": {"content": "<|endoftext|>"}}))
+    chat = [USER, ASSISTANT]
+    same: list[dict[str, Any]] = [
+        {"messages": [USER, turn("assistant", None), ASSISTANT]},
+        {"messages": [USER, called({"x": None, "y": [None, {"z": None}]}), turn("tool", "3", name=None), ASSISTANT]},
+        {"messages": [USER, called('{"x": 1}', reasoning_content=None, name=None), ASSISTANT]},
+        {"messages": [USER, turn("assistant", "Hm.", tool_calls=None, reasoning="why", weight=None)]},
+        {"messages": [USER, turn("assistant", "Hm.", tool_calls=[], thinking="why")]},
+        {"messages": [USER, turn("assistant", [{"type": "text", "text": None}])]},
+        {"messages": [USER, {"role": "assistant"}, turn("assistant", "marks \ufdd0 \ufdd1")]},
+        {"messages": chat, "tools": []},
+        {"messages": chat, "tools": None},
+        {"messages": chat, "tools": [TOOL, {}]},
     ]
-    turns = [{"from": "human", "value": "Hello?"}, {"from": "gpt", "value": "Hello."}]
-    shared = write_chats(tmp_path / "shared.jsonl", [{"conversations": turns}])
-    out = prepared(shared, tokenizer, "--text-field", "conversations")
-    assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
+    turns = [
+        {"from": "human", "value": "Hello?", "role": None},
+        {"from": "gpt", "value": None, "tool_calls": []},
+        {"from": "gpt", "value": "Hello.", "name": None},
+    ]
+    pairs = [
+        *((line, line) for line in same),
+        ({"messages": chat, "tools": TOOL}, {"messages": chat, "tools": [TOOL]}),
+        ({"messages": chat, "tools": json.dumps([TOOL, TOOL])}, {"messages": chat, "tools": [TOOL, TOOL]}),
+        ({"messages": chat, "tools": json.dumps(TOOL)}, {"messages": chat, "tools": [TOOL]}),
+        ({"messages": chat, "tools": "[]"}, {"messages": chat, "tools": []}),
+        ({"messages": chat, "tools": "null", "documents": [{"title": "t"}], "id": 7}, {"messages": chat}),
+        ({"messages": turns}, {"messages": [USER, {"role": "assistant", "tool_calls": []}, ASSISTANT]}),
+    ]
+    bad = [{"messages": chat, "tools": tools} for tools in ("[{", "", "7", '["add"]', ["add"], [None], 7, False)]
+    lines = write_chats(tmp_path / "chats.jsonl", [*(line for line, _ in pairs), *bad])
+    out = prepared(lines, tokenizer, "--on-error", "skip")
+    for found, (line, given) in zip(documents(out), pairs, strict=True):
+        assert found == of_lines(tokenizer, [given])[0], line
+    errors = TokenStore(out).index["first_errors"]
+    assert [error.partition(": ")[0] for error in errors] == [
+        f"{lines}:{number}" for number in range(len(pairs) + 1, len(pairs) + len(bad) + 1)
+    ]
+    assert all("'tools'" in error for error in errors)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "arrow", "dataset"])
+@pytest.mark.parametrize("as_text", [True, False])
+def test_rows_of_tables_have_the_tokens_of_their_lines(tmp_path: Path, kind: str, as_text: bool) -> None:
+    """A table has each key in each object, as null where a line lacks it."""
+    import datasets
+    import pyarrow
+    from pyarrow import feather, parquet
+
+    tokenizer = write_chat_tokenizer(tmp_path, SHOWING)
+    other = {"type": "function", "function": {"name": "g", "parameters": {"y": {"type": "int"}}}}
+    lines: list[dict[str, Any]] = [
+        {"messages": [USER, called({"x": 1}), called({"y": {"z": 2}}), turn("tool", "3"), ASSISTANT], "tools": [other]},
+        {"messages": [USER, turn("assistant", "Hm.", reasoning_content="why")], "tools": [CALL, other]},
+        {"messages": [USER, ASSISTANT], "tools": []},
+        {"messages": [USER, ASSISTANT]},
+    ]
+    rows = [
+        {"id": 7, **line, "tools": json.dumps(line["tools"]) if as_text and "tools" in line else line.get("tools")}
+        for line in lines
+    ]
+    table, file = pyarrow.Table.from_pylist(rows), tmp_path / f"chats.{kind}"
+    match kind:
+        case "parquet":
+            parquet.write_table(table, file)
+        case "arrow":
+            feather.write_feather(table, str(file))
+        case _:
+            datasets.Dataset(table).save_to_disk(str(file))
+    assert documents(prepared(file, tokenizer)) == of_lines(tokenizer, lines)
+
+
+@pytest.mark.parametrize("as_files", [True, False])
+def test_a_template_is_taken_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_files: bool) -> None:
+    tokenizer = write_chat_tokenizer(tmp_path, None)
+    file = tokenizer / "tokenizer_config.json"
+    without = json.loads(file.read_text())
+
+    def name_templates(*names: str) -> None:
+        texts = {name: f"{name}: {CHATML}" for name in names}
+        more = tokenizer / "additional_chat_templates"
+        if not as_files:
+            listed = [{"name": name, "template": text} for name, text in texts.items()]
+            file.write_text(json.dumps(without | {"chat_template": listed}))
+            return
+        file.write_text(json.dumps(without | {"chat_template": "of before"}))
+        more.mkdir(exist_ok=True)
+        for old in (*more.iterdir(), tokenizer / "chat_template.jinja"):
+            old.unlink(missing_ok=True)
+        for name, text in texts.items():
+            (tokenizer / "chat_template.jinja" if name == "default" else more / f"{name}.jinja").write_text(text)
+
+    lines = [{"messages": CHATS[2], "tools": tools} for tools in (None, [], [TOOL])]
+    keys = set()
+    for names in (("rag", "tool_use", "default"), ("default", "rag")):
+        name_templates(*names)
+        out = prepared(write_chats(tmp_path / f"{len(names)}.jsonl", lines), tokenizer)
+        keys.add(TokenStore(out).index["key"])
+        assert documents(out) == of_lines(tokenizer, lines)
+        theirs = AutoTokenizer.from_pretrained(str(tokenizer))
+        expected = theirs.apply_chat_template([USER], add_generation_prompt=True)["input_ids"]
+        assert Chat(load_tokenizer(str(tokenizer))).encode([USER]) == expected
+    assert len(keys) == 2
+    name_templates("rag", "tool_use")
+    chats = write_chats(tmp_path / "chats.jsonl", lines)
+    assert prepare(chats, tokenizer)[0] == 2
+    assert mentions(capsys.readouterr().err, f"{chats}:1", "default")
+    assert documents(prepared(chats, tokenizer, "--on-error", "skip")) == of_lines(tokenizer, lines[1:])
+    name_templates("rag")
+    with pytest.raises(UserError, match="default"):
+        Chat(load_tokenizer(str(tokenizer)))
+
+
+def test_chats_need_transformers(tokenizer: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(chat_template, "find_spec", lambda _: None)
+    with pytest.raises(UserError, match=r"^chats need transformers: .*pip install.*$"):
+        Chat(load_tokenizer(str(tokenizer)))
 
 
 def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> None:
@@ -205,16 +340,18 @@ def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> N
     assert bytes(ids[1:-1]) == b"System: Be kind.\nUser: Hello?\nAssistant: Hello.\nUser: Hello?\n"
     assert (ids[0], ids[-1]) == (256, 257)
     assert bytes(i for i, counts in zip(ids, mask, strict=True) if counts) == b"Hello.\n"
+    within = [("abcd", True), ("e", True), ("f", False)]
+    assert [*_segments("abcdef", [(0, 4), (0, 3), (3, 5)])] == within, "answers that a template writes within others"
 
 
 BAD: list[tuple[Any, str]] = [
     ({"messages": "text"}, "field 'messages' "),
     ([USER, "text"], "chat message 1 "),
     ([{"content": "x"}], "chat message 0 "),
-    ([turn("robot", "x"), ASSISTANT], "{template} fails: no such role"),
+    ([turn("robot", "x"), ASSISTANT], ".*{template} .*fails: .*no such role"),
     ([turn("system", "Be brief.")], "no token counts in the loss"),
     ([USER], "no token counts in the loss"),
-    ([USER, turn("assistant", "a \ufdd0 b")], "{template} fails: .*U\\+FDD0"),
+    ({"messages": [{"from": ["gpt"], "value": "x"}]}, "chat message 0 has no role"),
     ([USER, turn("assistant", "half \ud83d")], ".* surrogate"),
     ({"text": "x"}, "no field 'messages': .*text.*data.text_field"),
 ]
@@ -224,8 +361,7 @@ def test_bad_chats_are_lines_of_their_own(tmp_path: Path, tokenizer: Path, capsy
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *(chat for chat, _ in BAD), []])
     assert prepare(chats, tokenizer)[0] == 2
     expected = [
-        rf"{chats}:{number}: {message.format(template=tokenizer / 'tokenizer_config.json')}"
-        for number, (_, message) in enumerate(BAD, start=2)
+        rf"{chats}:{number}: {message.format(template=tokenizer)}" for number, (_, message) in enumerate(BAD, start=2)
     ]
     assert re.match(f"error: {expected[0]}", capsys.readouterr().err.splitlines()[-1])
     out = prepared(chats, tokenizer, "--on-error", "skip")
@@ -244,7 +380,7 @@ def test_a_file_that_is_no_template(tmp_path: Path, tokenizer: Path, capsys: pyt
     assert code == 2
     assert not out.exists()
     [line] = capsys.readouterr().err.splitlines()
-    assert mentions(line, broken, "template")
+    assert mentions(line, broken, "template", "TemplateSyntaxError")
 
 
 LOOP = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
@@ -269,7 +405,7 @@ def test_a_chat_whose_template_fails_is_one_line_and_can_be_left_out(
     template.write_text("".join(failing) + CHATML)
     bad = [[turn("user", str(number)), ASSISTANT] for number in range(len(FAILING))]
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *bad, CHATS[2]])
-    lines = [f"{chats}:{number}: {template} fails: " for number in range(2, 2 + len(FAILING))]
+    lines = [f"{chats}:{number}: chat template {template} " for number in range(2, 2 + len(FAILING))]
     assert prepare(chats, tokenizer, "--chat-template", template)[0] == 2
     last = capfd.readouterr().err.splitlines()[-1]
     assert last.startswith(f"error: {lines[0]}")
@@ -281,45 +417,61 @@ def test_a_chat_whose_template_fails_is_one_line_and_can_be_left_out(
         assert error.isprintable()
 
 
+BYTES = load_tokenizer("bytes")
+
+
+def limited(monkeypatch: pytest.MonkeyPatch, **limits: Any) -> None:
+    monkeypatch.setattr(chat_template, "LimitedProcess", partial(chat_template.LimitedProcess, **limits))
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("body", "words"),
+    ("body", "limits", "words"),
     [
-        (LOOP, "0.1 s"),
-        (DOUBLING, "40 MiB"),
-        ("{% for i in range(99999) %}{{ 'x' * 999 }}{% endfor %}", "1,000,000"),
+        (LOOP, {"seconds": 0.1}, "0.1 s"),
+        (DOUBLING, {"memory": 40 * 2**20, "seconds": 5.0}, "40 MiB"),
+        ("{{ 'x' * 2**25 }}", {}, "33,554,432"),
     ],
 )
-def test_a_template_without_end_is_ended(body: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_template_without_end_is_ended(
+    body: str, limits: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The chats before and after the one that ends the process are rendered."""
-    text = f"{{{{ messages[0] }}}}{{% if messages[0] == 'bad' %}}{body}{{% endif %}}"
-    seconds = 0.1 if body == LOOP else 5.0
-    template = ChatTemplate(text, where="it", names={}, seconds=seconds, memory=40 * 2**20, longest=10**6)
+    text = f"{{{{ messages[0].role }}}}{{% if messages[0].role == 'bad' %}}{body}{{% endif %}}"
+    limited(monkeypatch, **limits)
     monkeypatch.setattr(chat_template, "IN_A_ROW", 2)
+    template = ChatTemplate({"default": text}, BYTES, where="it")
     for word in ("one", "bad", "two", "bad"):
         if word == "bad":
-            with pytest.raises(Refused, match=f"^it .*{words}"):
-                template.render([word])  # pyright: ignore
+            with pytest.raises(Refused, match=f" it .*{words}"):
+                template.render([{"role": word}])
         else:
-            assert template.render([word]) == (word, [])  # pyright: ignore
+            assert template.render([{"role": word}]) == (word, [])
     with pytest.raises(UserError, match="more than") as raised:  # in a row: the rest would be like them
-        template.render(["bad"])  # pyright: ignore
-    assert isinstance(raised.value, Refused) == (words == "1,000,000")
+        template.render([{"role": "bad"}])
+    assert isinstance(raised.value, Refused) == (words == "33,554,432")
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("text", [LOOP.replace("99999", "2") * 10**5, "{{ " + "(" * 5000])
-def test_a_template_that_cannot_be_compiled_is_one_line(text: str) -> None:
-    with pytest.raises(UserError, match=r"^it [^\n]+$"):
-        ChatTemplate(text, where="it", names={}, seconds=0.2)
+def test_a_template_that_cannot_be_compiled_is_one_line(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    limited(monkeypatch, seconds=0.2)
+    with pytest.raises(UserError, match=r"^[^\n]+ it [^\n]+$"):
+        ChatTemplate({"default": text}, BYTES, where="it")
 
 
 @pytest.mark.long
 def test_a_process_is_kept_for_all_chats_and_ends_with_the_template() -> None:
-    template = ChatTemplate("{{ messages[0] }}", where="it", names={})
+    template = ChatTemplate({"default": "{{ messages[0].role }}"}, BYTES, where="it")
     process = template._process
     assert process is not None
-    assert [template.render([word]) for word in "abc"] == [(word, []) for word in "abc"]  # pyright: ignore
+    assert [template.render([{"role": word}]) for word in "abc"] == [(word, []) for word in "abc"]
+    nested: Any = []
+    for _ in range(2000):
+        nested = [nested]
+    with pytest.raises(Refused, match=r"^[^\n]+ it [^\n]+$"):
+        template.render([{"role": "a", "content": nested}])
+    assert template.render([{"role": "a"}]) == ("a", [])
     assert template._process is process
     running = process._process
     del template, process

@@ -33,6 +33,7 @@ from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.runtime.errors import UserError
+from titanlite.runtime.files import file_inside
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.meta import MetaFolder
 from titanlite.tools.convert.reader import ForeignReader
@@ -159,6 +160,15 @@ def test_links_of_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None
     snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
     oracle.save_pretrained(snapshot)
     blobs.mkdir()
+    more = snapshot / "additional_chat_templates"
+    more.mkdir()
+    for file, leads in {"a": blobs / "0", "b": snapshot / "config.json", "c": tmp_path / "private"}.items():
+        (more / file).symlink_to(leads)
+    assert file_inside(more, "a") == more / "a"
+    for name in "bc":
+        with pytest.raises(UserError, match="leads out"):
+            file_inside(more, name)
+    shutil.rmtree(more)
     for number, file in enumerate(sorted(snapshot.iterdir())):
         file.rename(blobs / str(number))
         file.symlink_to(f"../../blobs/{number}")

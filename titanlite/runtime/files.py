@@ -62,7 +62,7 @@ def checked_name(name: object) -> str:
 def file_inside(folder: Path, name: object) -> Path:
     """Return the path of a file in a folder of others: of weights, a tokenizer, a template, a config, a record.
 
-    The files of Hugging Face's own cache are links from snapshots/<revision> to blobs beside it.
+    The files of Hugging Face's own cache are links from snapshots/<revision>, and folders in it, to blobs beside it.
 
     Args:
         name: as another file of the folder, or titanlite, gives it.
@@ -74,8 +74,8 @@ def file_inside(folder: Path, name: object) -> Path:
         raise UserError(f"{folder}: {name!r} is no name of a file: refused")
     real = Path(os.path.realpath(folder))
     path = Path(os.path.realpath(folder / name))
-    is_blob = real.parent.name == "snapshots" and path.parent == real.parent.parent / "blobs"
-    if name != os.path.basename(name) or name in (".", "..") or (path.parent != real and not is_blob):
+    blobs = [it.parent / "blobs" for it in (real.parent, real.parent.parent) if it.name == "snapshots"]
+    if name != os.path.basename(name) or name in (".", "..") or path.parent not in (real, *blobs):
         raise UserError(f"{folder}: {name!r} leads out of the folder: refused")
     return folder / name
 

@@ -1,6 +1,7 @@
 """Chats -> tokens: conversations as JSON lines of messages, rendered by a chat template. Answers count in the loss."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -10,9 +11,9 @@ import numpy as np
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import Problem, UserError
 from titanlite.runtime.files import read_small
-from titanlite.tools.ingest.chat_template import Refused, find_template, open_template
+from titanlite.tools.ingest.chat_template import DEFAULT, ChatTemplate, Refused, Templates, find_templates
 from titanlite.tools.ingest.documents import Bad, Document, Segment, Wrong, read_values, utf8_length
-from titanlite.tools.ingest.formats import Part
+from titanlite.tools.ingest.formats import TOOLS, Part
 
 if TYPE_CHECKING:  # each process that tokenizes imports this file, and needs no config
     from titanlite.schema import Data
@@ -20,18 +21,18 @@ if TYPE_CHECKING:  # each process that tokenizes imports this file, and needs no
 KEY = "data.chat_template"
 FIELD = "messages"
 """Field of a JSON line with a chat, unless --text-field names another."""
-ROLES = {"human": "user", "gpt": "assistant", "system": "system", "tool": "tool"}
-"""Roles of chat messages with `from` and `value`, as ShareGPT has them."""
+SHARE_GPT = {"from": "role", "value": "content"}
+ROLES = {"human": "user", "gpt": "assistant"}
+"""Keys and roles of messages as ShareGPT has them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ChatOptions:
     """Options that the tokens of chats depend on."""
 
-    template: str
-    """Text of the template."""
+    templates: Templates
     where: str
-    """Place of the template, for errors."""
+    """Place of the templates, for errors."""
 
 
 class ChatDocument(NamedTuple):
@@ -52,20 +53,12 @@ def chat_options(tokenizer: Tokenizer, *, template: Path | None) -> ChatOptions:
     Raises:
         UserError: there is no template.
     """
-    if template is None:
-        if not hasattr(tokenizer, "encode_marked"):
-            raise UserError(
-                f"the tokenizer {tokenizer.name} has no chat template: name a file (--chat-template, "
-                "data.chat_template)"
-            )
-        where, text = find_template(tokenizer)
-    else:
-        where = template
-        try:
-            text = read_small(template).decode().replace("\r\n", "\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(f"{template} cannot be read: {error}") from None
-    return ChatOptions(template=text, where=str(where))
+    try:
+        text = read_small(template).decode().replace("\r\n", "\n") if template else None
+        texts = find_templates(tokenizer) if text is None else {DEFAULT: text}
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{template or tokenizer.name} cannot be read: {error}") from None
+    return ChatOptions(templates=texts, where=str(template or tokenizer.name))
 
 
 def chats_of(data: "Data", tokenizer: Tokenizer) -> ChatOptions | None:
@@ -98,7 +91,7 @@ class ChatReader:
     """
 
     def __init__(self, options: ChatOptions, tokenizer: Tokenizer) -> None:
-        self._template = open_template(options.template, tokenizer, where=options.where)
+        self._template = ChatTemplate(options.templates, tokenizer, where=options.where)
         if not self._template.has_marks:
             raise UserError(
                 f"{options.where} does not mark answers: put {{% generation %}} and {{% endgeneration %}} around "
@@ -117,7 +110,7 @@ class ChatReader:
         """
         for place, value, line in read_values(part, field):
             try:
-                yield value if isinstance(value, Bad) else self._read(_messages(value, field), line.get("tools"))
+                yield value if isinstance(value, Bad) else self._read(_messages(value, field), _tools(line.get(TOOLS)))
             except Wrong as wrong:
                 yield Bad(place, str(wrong))
 
@@ -130,7 +123,7 @@ class ChatReader:
             raise Wrong(str(error)) from None
         size = utf8_length(text)
         if not any(begin < end for begin, end in spans):
-            raise Wrong("no token counts in the loss: there is no answer")
+            raise Wrong("no token counts in the loss: there is no answer, or the template marks none")
         encode = getattr(self._tokenizer, "encode_marked", None)
         if encode is None:
             return Document([*_segments(text, spans)], size)
@@ -150,15 +143,28 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     for number, message in enumerate(value):
         if not isinstance(message, Mapping):
             raise Wrong(f"chat message {number} is not an object with role and content")
-        if "role" not in message and {"from", "value"} <= message.keys():
-            message = {"role": ROLES.get(message["from"], message["from"]), "content": message["value"]}
-        if not isinstance(message.get("role"), str):
+        names = SHARE_GPT if message.get("role") is None else {}
+        message = {names.get(key, key): it for key, it in message.items() if it is not None}  # as transformers
+        if not isinstance(role := message.get("role"), str):
             raise Wrong(f"chat message {number} has no role")
-        messages.append({**message})
+        messages.append({**message, "role": ROLES.get(role, role) if names else role})
     return messages
 
 
-def _segments(text: str, spans: list[tuple[int, int]]) -> Iterator[Segment]:
+def _tools(value: Any) -> list[dict[str, Any]] | None:
+    """Return the tools of a chat: a list of objects, or one object. Either may be JSON text, as in many datasets."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise Wrong(f"field {TOOLS!r} is a text, and not JSON: {error}") from None
+    tools = [value] if isinstance(value, dict) else value
+    if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        raise Wrong(f"field {TOOLS!r} is neither a list of objects nor one object, nor JSON text of that")
+    return tools
+
+
+def _segments(text: str, spans: list[Sequence[int]]) -> Iterator[Segment]:
     """Yield the parts of a text, and whether each counts in the loss.
 
     Args:
@@ -166,6 +172,7 @@ def _segments(text: str, spans: list[tuple[int, int]]) -> Iterator[Segment]:
     """
     at = 0
     for begin, end in spans:
+        begin, end = max(begin, at), max(end, at)  # answers that a template writes within another one
         for start, stop, counts in ((at, begin, False), (begin, end, True)):
             if start < stop:
                 yield text[start:stop], counts

@@ -1,67 +1,59 @@
-"""Chat templates of Hugging Face: messages -> one text, and which parts of it are answers.
+"""Chat templates of Hugging Face: messages -> one text, and which parts of it are answers, as transformers has them.
 
 A template comes with a tokenizer of others. So a process of its own renders it, `chat_render`, with limits on its time
 and its memory. One process renders all chats, and a new one takes its place after one that a template has ended.
 """
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer import Tokenizer, find_tokenizer
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
-from titanlite.tools.limited import MEMORY, SECONDS, Ended, LimitedProcess
+from titanlite.tools.limited import Ended, LimitedProcess
 
 WORKER = Path(__file__).with_name("chat_render.py")
 IN_A_ROW = 3
 """Chats in a row with which a template may reach a limit. The next ones would, too."""
-LONGEST = 2**25
-"""Characters of the longest text of one chat."""
-Span = tuple[int, int]
-"""Begin and end of a part of a text, in characters."""
-Rendered = tuple[str, list[Span]]
-"""Text of a chat, and the answers in it."""
+DEFAULT, FOR_TOOLS = "default", "tool_use"
+"""Names of a tokenizer's templates: for all chats, and for those with tools if there is one."""
+Templates = dict[str, str]
+"""Texts of templates by these names."""
 
 
 class ChatTemplate:
-    """A template, in the environment that transformers gives it.
+    """The templates of a tokenizer.
 
     Args:
-        where: place of the template, for errors.
-        names: values of bos_token, eos_token and the like in the template.
-        seconds, memory, longest: limits of one chat, see the constants.
+        tokenizer: the templates may name its special tokens.
+        where: place of the templates, for errors.
 
     Raises:
-        UserError: the text is not a template.
+        UserError: a text is not a template, or transformers is not installed.
     """
 
-    def __init__(
-        self,
-        text: str,
-        *,
-        where: object,
-        names: Mapping[str, str],
-        seconds: float = SECONDS,
-        memory: int = MEMORY,
-        longest: int = LONGEST,
-    ) -> None:
-        self.where = where
-        self._seconds, self._memory = seconds, memory
-        self._begin = {"template": text, "names": dict(names), "longest": longest}
+    def __init__(self, texts: Templates, tokenizer: Tokenizer, *, where: object) -> None:
+        if find_spec("transformers") is None:
+            raise UserError(f"chats need transformers: {install_hint('transformers')}")
+        self._texts, self._names, self._where = texts, _special_tokens(tokenizer), where
         self._process: LimitedProcess | None = None
         self._failed = 0
-        self.has_marks: bool = self._ask(None)["has_marks"]
+        self.has_marks = any(re.search(r"{%[-+]?\s*generation\b", text) for text in texts.values())
         """Presence of marks around answers."""
+        self._ask(DEFAULT if DEFAULT in texts else FOR_TOOLS, conversations=[])  # compiles it
 
     def render(
         self, messages: Sequence[Mapping[str, Any]], *, tools: Any = None, add_generation_prompt: bool = False
-    ) -> Rendered:
-        """Return the text of a chat, and the parts that the template marks.
+    ) -> tuple[str, list[Sequence[int]]]:
+        """Return the text of a chat, and the begin and end, in characters, of the parts that the template marks.
 
         Args:
+            messages: without keys whose value is None.
             tools: JSON schemas of functions that the assistant may call.
             add_generation_prompt: end with the beginning of the assistant's next message.
 
@@ -69,27 +61,28 @@ class ChatTemplate:
             Refused: the template refuses these messages, or takes too much time or memory for them.
             UserError: it has taken too much for several chats in a row.
         """
-        same = {"documents": None, "add_generation_prompt": add_generation_prompt}
-        found = self._ask({"messages": messages, "tools": tools, **same})
-        return found["text"], [(begin, end) for begin, end in found["spans"]]
+        name = FOR_TOOLS if tools is not None and FOR_TOOLS in self._texts else DEFAULT
+        if name not in self._texts:
+            raise Refused(f"{self._where} has no chat template {name!r}, for chats without tools")
+        options = {"tools": tools, "add_generation_prompt": add_generation_prompt}
+        found = self._ask(name, conversations=[messages], **options)
+        return found["texts"][0], found["spans"][0]
 
-    def _ask(self, request: dict[str, Any] | None) -> dict[str, Any]:
-        """Return the answer of the process, which is started if there is none; None asks for nothing else."""
-        answer: dict[str, Any] = {}
+    def _ask(self, name: str, **request: Any) -> dict[str, Any]:
+        """Return the answer of the process, which is started if there is none."""
         try:
-            if self._process is None:
-                self._process = LimitedProcess(WORKER, "one chat", seconds=self._seconds, memory=self._memory)
-                answer = self._process.ask(self._begin)
-            if request is not None:
-                answer = self._process.ask(request)
+            self._process = self._process or LimitedProcess(WORKER, "one chat")
+            answer = self._process.ask({**request, **self._names, "chat_template": self._texts[name]})
             self._failed = 0
         except Ended as error:
             self._process = None
             self._failed += 1
-            answer = {"error": f"fails: {error}"}
+            answer = {"error": error}
+        except RecursionError:  # the request cannot be sent
+            answer = {"error": "the chat is nested too deeply"}
         if "error" in answer:
             error_class = UserError if self._failed == IN_A_ROW else Refused
-            raise error_class(f"{self.where} {answer['error']}")
+            raise error_class(f"chat template {self._where} ({name}) fails: {answer['error']}")
         return answer
 
 
@@ -103,23 +96,20 @@ class Refused(UserError):
 CONFIG = "tokenizer_config.json"
 SPECIAL = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Special tokens that a template may name."""
-Message = dict[str, str]
-"""A turn: `role` (system, user or assistant) and `content`."""
 
 
 class Chat:
-    """Chat template of a tokenizer: chat_template.jinja, or `chat_template` of tokenizer_config.json.
+    """Chat template of a tokenizer, see `find_templates`.
 
     Raises:
-        UserError: there is none, or jinja2 is not installed.
+        UserError: there is none, or transformers is not installed.
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
-        where, text = find_template(tokenizer)
-        self._template = open_template(text, tokenizer, where=where)
+        self._template = ChatTemplate(find_templates(tokenizer), tokenizer, where=tokenizer.name)
 
-    def encode(self, messages: list[Message]) -> list[int]:
+    def encode(self, messages: list[dict[str, str]]) -> list[int]:
         """Return the token ids of a chat, up to where the assistant's answer begins.
 
         Raises:
@@ -132,41 +122,42 @@ class Chat:
         return self.tokenizer.encode_marked(text).ids
 
 
-def find_template(tokenizer: Tokenizer) -> tuple[Path, str]:
-    """Return the file of a tokenizer's chat template, and its text.
+def find_templates(tokenizer: Tokenizer) -> Templates:
+    """Return a tokenizer's chat templates, as transformers finds them.
+
+    They are the files chat_template.jinja and additional_chat_templates/NAME.jinja, or else `chat_template` of
+    tokenizer_config.json: one text, or several by name.
 
     Raises:
         UserError: there is none.
     """
     folder = _folder(tokenizer)
     if folder is None:
-        raise UserError(f"the tokenizer {tokenizer.name} has no chat template: that needs a tokenizer.json")
-    file = folder / "chat_template.jinja"
-    if file.is_file():
-        return file, read_small(file_inside(folder, file.name)).decode(errors="replace")
+        why = "only a tokenizer.json has one. For training, name a file (--chat-template, data.chat_template)"
+        raise UserError(f"the tokenizer {tokenizer.name} has no chat template: {why}")
     found = read_json(folder / CONFIG).get("chat_template")
-    if isinstance(found, list):  # several by name
-        found = next((it.get("template") for it in found if isinstance(it, dict) and it.get("name") == "default"), None)
-    if not isinstance(found, str):
-        raise UserError(f"{folder} has no chat template (chat_template.jinja, or in tokenizer_config.json)")
-    return folder / CONFIG, found
+    if isinstance(found, list):
+        found = {it.get("name"): it.get("template") for it in found if isinstance(it, dict)}
+    more = file_inside(folder, "additional_chat_templates")
+    files = {DEFAULT: folder / "chat_template.jinja"} | {file.stem: file for file in more.glob("*.jinja")}
+    if files := {name: file_inside(file.parent, file.name) for name, file in files.items() if file.is_file()}:
+        found = {name: read_small(file).decode(errors="replace") for name, file in files.items()}
+    by_name = found if isinstance(found, dict) else {DEFAULT: found}
+    texts = {name: text for name in (DEFAULT, FOR_TOOLS) if isinstance(text := by_name.get(name), str)}
+    if not texts:
+        raise UserError(f"{folder} has no chat template {DEFAULT!r} (chat_template.jinja, or in {CONFIG})")
+    return texts
 
 
-def open_template(text: str, tokenizer: Tokenizer, *, where: object) -> ChatTemplate:
-    """Return a template with the names of a tokenizer's special tokens.
-
-    Args:
-        where: place of the template, for errors.
-
-    Raises:
-        UserError: the text is not a template, or jinja2 is not installed.
-    """
-    if find_spec("jinja2") is None:
-        raise UserError("chats need jinja2: pip install jinja2")
-    folder = _folder(tokenizer)
-    config = read_json(folder / CONFIG) if folder else {}
-    names = {key: name for key in SPECIAL if (name := _text(config.get(key)))}
-    return ChatTemplate(text, where=where, names=names)
+def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
+    """Return the names of special tokens in templates, and the tokens."""
+    if (folder := _folder(tokenizer)) is None:
+        return {}
+    config = read_json(folder / CONFIG)
+    if "added_tokens_decoder" not in config:  # as transformers 5
+        config |= read_json(folder / "special_tokens_map.json")
+    tokens = {key: config[key] for key in SPECIAL if config.get(key) is not None}
+    return {key: str(it.get("content", "") if isinstance(it, dict) else it) for key, it in tokens.items()}
 
 
 def _folder(tokenizer: Tokenizer) -> Path | None:
@@ -187,7 +178,3 @@ def read_json(path: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}
-
-
-def _text(token: Any) -> str:
-    return str(token.get("content", "") if isinstance(token, dict) else token or "")

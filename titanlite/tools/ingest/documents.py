@@ -60,7 +60,7 @@ def read_documents(part: Part, text_field: str) -> Iterator[Document | Bad]:
 
 
 def read_values(part: Part, field: str) -> Iterator[tuple[str, Any, dict[str, Any]]]:
-    """Yield (place, value of the field or what is bad, the whole JSON line) of each document of a part, in order."""
+    """Yield (place, value of the field or what is bad, the JSON line or row) of each document of a part, in order."""
     for number, raw in _values(part):
         place = part.path + PLACES.get(part.kind, "").format(number)
         try:
@@ -94,24 +94,25 @@ def _values(part: Part) -> Iterator[tuple[int, Any]]:
         case "rows":
             import pyarrow
 
-            column = pyarrow.ipc.open_stream(part.data).read_all().column(0)
+            table = pyarrow.ipc.open_stream(part.data).read_all()
             try:
-                values = column.to_pylist()
+                rows = table.to_pylist()
             except UnicodeDecodeError:
-                values = list(column)  # one by one, to see which
-            yield from enumerate(values, start=part.first)
+                rows = [table.slice(row, 1) for row in range(len(table))]  # one by one, to see which
+            yield from enumerate(rows, start=part.first)
         case _:
             yield 0, part.data
 
 
 def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
-    """The text field of a document, whatever that is, and the JSON line that it stands in."""
+    """The text field of a document, whatever that is, and the JSON line or the row that it stands in."""
     try:
         match kind:
             case "text":
                 return raw.decode(), {}
             case "rows":
-                return raw.as_py() if hasattr(raw, "as_py") else raw, {}
+                row = _without_nulls(raw if isinstance(raw, dict) else raw.to_pylist()[0])
+                return row.get(text_field), row
             case "bad":
                 raise Wrong(raw.decode())
         document = json.loads(raw.decode())
@@ -124,6 +125,13 @@ def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
     if text_field not in document:
         raise Wrong(no_field(text_field, document))
     return document[text_field], document
+
+
+def _without_nulls(value: Any) -> Any:
+    """Return a value of a table without the keys whose value is null: Arrow gives all objects of a column each key."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(it) for key, it in value.items() if it is not None}
+    return [_without_nulls(it) for it in value] if isinstance(value, list) else value
 
 
 def _segments(value: Any, text_field: str) -> list[Segment]:

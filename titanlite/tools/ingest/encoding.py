@@ -48,7 +48,7 @@ class Options:
     def key(self) -> tuple[Any, ...]:
         """All values, for a hash, but for the place of a template."""
         *of_text, _ = astuple(self)
-        return (*of_text, self.chat.template, "assistant") if self.chat else (*of_text,)  # as tokens of before have it
+        return (*of_text, self.chat.templates, "transformers") if self.chat else (*of_text,)
 
 
 def options_for(

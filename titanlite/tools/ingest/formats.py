@@ -23,6 +23,8 @@ from titanlite.tools.ingest.streams import Stream, open_binary
 
 SNIFFED = 2**13
 MOST_ROWS = 2**13
+TOOLS = "tools"
+"""Field beside a chat, with the functions that the assistant may call."""
 
 
 class File(NamedTuple):
@@ -49,8 +51,8 @@ class Part(NamedTuple):
     source: int
     path: str
     kind: str
-    """text: one document, or a piece of it. json: one document, as a JSON object. lines: JSON lines. rows: a column, as
-    Arrow writes it. bad: `data` is the reason why the file, or its rest, cannot be read; `path` has the position too.
+    """text: one document, or a piece of it. json: one document, as a JSON object. lines: JSON lines. rows: columns, as
+    Arrow writes them. bad: `data` is the reason why the file, or its rest, cannot be read; `path` has the position too.
     binary: the file is left out."""
     data: bytes
     first: int = 0
@@ -167,7 +169,7 @@ def _table(columns: Callable[[File, str, int], Iterator[tuple[Any, int]]]) -> Re
     """Return the reader of a kind of table.
 
     Args:
-        columns: yields the text of some rows, and the bytes of the file up to there.
+        columns: yields the columns of some rows, and the bytes of the file up to there.
     """
 
     def read(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
@@ -175,9 +177,9 @@ def _table(columns: Callable[[File, str, int], Iterator[tuple[Any, int]]]) -> Re
 
         row = 0
         try:
-            for column, done in columns(file, text_field, chunk_bytes):
-                yield Part(file.source, file.path, "rows", _as_bytes(column), row), done
-                row += len(column)
+            for batch, done in columns(file, text_field, chunk_bytes):
+                yield Part(file.source, file.path, "rows", _as_bytes(batch), row), done
+                row += batch.num_rows
         except _NoField as error:
             yield bad(file, str(error)), file.size
         except (pyarrow.ArrowException, OSError) as error:
@@ -193,16 +195,16 @@ def _read_parquet(file: File, text_field: str, chunk_bytes: int) -> Iterator[tup
 
     options: dict[str, Any] = {"pre_buffer": False, "buffer_size": 2**20, "page_checksum_verification": True}
     with open_binary(file.path) as stream, ParquetFile(stream, **options) as table:
-        _check_field(text_field, table.schema_arrow.names)
+        names = _columns(text_field, table.schema_arrow)
         row = 0
         for group in range(table.num_row_groups):
             about = table.metadata.row_group(group)
             columns = [about.column(i) for i in range(about.num_columns)]
-            mine = [it for it in columns if it.path_in_schema.partition(".")[0] == text_field]
+            mine = [it for it in columns if it.path_in_schema.partition(".")[0] in names]
             size = _batch_rows(chunk_bytes, sum(it.total_uncompressed_size for it in mine), about.num_rows)
-            for batch in table.iter_batches(size, row_groups=[group], columns=[text_field], use_threads=False):
+            for batch in table.iter_batches(size, row_groups=[group], columns=names, use_threads=False):
                 row += batch.num_rows
-                yield batch.column(0), file.size * row // table.metadata.num_rows
+                yield batch, file.size * row // table.metadata.num_rows
 
 
 @_table
@@ -217,28 +219,34 @@ def _read_arrow(file: File, text_field: str, chunk_bytes: int) -> Iterator[tuple
         except pyarrow.ArrowInvalid:
             stream.seek(0)
             batches = table = pyarrow.ipc.open_stream(stream)
-        _check_field(text_field, table.schema.names)
+        names = _columns(text_field, table.schema)
         for batch in batches:
-            column = batch.column(text_field)
-            size = _batch_rows(chunk_bytes, column.nbytes, len(column))
-            for start in range(0, len(column), size):
-                yield column.slice(start, size), stream.tell()
+            rows = batch.select(names)
+            size = _batch_rows(chunk_bytes, rows.nbytes, rows.num_rows)
+            for start in range(0, rows.num_rows, size):
+                yield rows.slice(start, size), stream.tell()
 
 
 @_table
 def _read_dataset(file: File, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
     dataset = open_dataset(file.path)
-    _check_field(text_field, dataset.column_names)
+    names = _columns(text_field, dataset.data.schema)
     size, count = _batch_rows(chunk_bytes, dataset.data.nbytes, len(dataset)), len(dataset)
-    dataset = dataset.select_columns([text_field]).with_format("arrow")
+    dataset = dataset.select_columns(names).with_format("arrow")
     for start in range(0, count, size):
         end = min(start + size, count)
-        yield dataset[start:end].column(text_field), file.size * end // count
+        yield dataset[start:end], file.size * end // count
 
 
-def _check_field(text_field: str, names: list[str]) -> None:
+def _columns(text_field: str, schema: Any) -> list[str]:
+    """Return the columns to read: that of the text, and that of tools if there is one and the text may be chats."""
+    import pyarrow
+
+    names = schema.names
     if text_field not in names:
         raise _NoField(no_field(text_field, names))
+    may_be_chats = pyarrow.types.is_nested(schema.types[names.index(text_field)])
+    return [text_field, TOOLS] if may_be_chats and TOOLS in names and text_field != TOOLS else [text_field]
 
 
 def open_dataset(path: str) -> Any:
@@ -262,13 +270,12 @@ def _batch_rows(chunk_bytes: int, size: int, rows: int) -> int:
     return min(max(chunk_bytes * rows // max(size, 1), 1), MOST_ROWS)
 
 
-def _as_bytes(column: Any) -> bytes:
+def _as_bytes(batch: Any) -> bytes:
     import pyarrow
 
-    table = pyarrow.table({"": column})
     sink = pyarrow.BufferOutputStream()
-    with pyarrow.ipc.new_stream(sink, table.schema) as writer:
-        writer.write_table(table)
+    with pyarrow.ipc.new_stream(sink, batch.schema) as writer:
+        writer.write(batch)
     return sink.getvalue().to_pybytes()
 
 
