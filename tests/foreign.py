@@ -166,23 +166,6 @@ def save_torchtitan(family: str, oracle: Any, folder: Path) -> None:
     dcp.save({**tensors, **others}, checkpoint_id=folder)
 
 
-SPLIT = {"wq": 0, "wk": 0, "wv": 0, "w1": 0, "w3": 0, "wo": 1, "w2": 1, "output": 0, "tok_embeddings": 1}
-"""Dim along which Meta's model-parallel parts split a tensor; norms are in each part."""
-
-
-def save_meta(oracle: Any, folder: Path, *, parts: int, params: dict[str, Any] | None) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    tensors = meta_tensors(oracle)
-    for part in range(parts):
-        mine = {}
-        for name, tensor in tensors.items():
-            dim = SPLIT.get(name.split(".")[-2])
-            mine[name] = tensor if dim is None else tensor.chunk(parts, dim)[part].clone()
-        torch.save(mine | {"rope.freqs": torch.zeros(3)}, folder / f"consolidated.{part:02}.pth")
-    if params is not None:
-        (folder / "params.json").write_text(json.dumps(params))
-
-
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     assert found.keys() == expected.keys()
     for name in expected:

@@ -70,7 +70,7 @@ class Checkpoint(Section):
     """Settings that may differ from those of the checkpoint on resume, as globs (training.seq_len, model.args.*)."""
     initial_load_path: Name | None = None
     """Weights to start from while this run has no checkpoint of its own. The path is a checkpoint, the folder of a
-    run's checkpoints, or weights of Hugging Face (a folder), torchtitan (a step) or Meta (consolidated.*.pth)."""
+    run's checkpoints, or weights of Hugging Face (a folder) or torchtitan (a step)."""
     initial_load: list[Name] = ["model"]
     """Parts to load from initial_load_path, as globs (model, optimizer, model.layers.*), or progress: then the run goes
     on at the step, the position in the data and the state of the guard of that checkpoint, as a branch of its run."""

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, save_meta, save_torchtitan, spec_of
+from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, save_torchtitan, spec_of
 from tests.helpers import TinyRun, mentions, run_in_turn
 from tests.layouts import built, degrees, whole
 from titanlite.checkpoint.state import model_state
@@ -19,7 +19,7 @@ from titanlite.schema import Config
 from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.convert.weights import open_weights
 
-SOURCES = ("hugging-face", "experts", "torchtitan", "meta", "float8", "mxfp4")
+SOURCES = ("hugging-face", "experts", "torchtitan", "float8", "mxfp4")
 
 
 def loaded(rank: int, world_size: int, config: Config) -> tuple[dict[str, Any], int, int, int]:
@@ -42,7 +42,7 @@ Layout = tuple[int, ...]
 ROWS: list[tuple[str, Layout]] = [(source, (1, 4)) for source in SOURCES]
 """Four ranks share the rows so that heads are cut, which interleaved rows do not mind."""
 FURTHER: list[tuple[str, Layout]] = [
-    ("hugging-face", (1, 2, 1, 2)), ("torchtitan", (1, 1, 2, 2)), ("meta", (1, 2, 1, 2)),
+    ("hugging-face", (1, 2, 1, 2)), ("torchtitan", (1, 1, 2, 2)),
     ("experts", (1, 4, 1, 1, 4)), ("hugging-face", (1, 2, 2)), ("hugging-face", (2, 2)),
     ("experts", (1, 2, 2, 1, 2)), ("float8", (1, 2, 1, 2)), ("float8", (1, 2, 2)), ("mxfp4", (1, 4, 1, 1, 4)),
 ]  # fmt: skip
@@ -69,7 +69,6 @@ def test_every_layout_begins_with_the_same_bits(tiny: TinyRun, places: list[tupl
     llama.save_pretrained(tiny.folder / "hugging-face", max_shard_size="20KB")
     moe.save_pretrained(tiny.folder / "experts")
     save_torchtitan("llama3", llama, tiny.folder / "torchtitan")
-    save_meta(llama, tiny.folder / "meta", parts=2, params=None)
     expected = dict.fromkeys(SOURCES, expected_tensors(llama)) | {"experts": expected_tensors(moe)}
     specs = dict.fromkeys(SOURCES, spec_of("llama3", llama)) | {"experts": spec_of("qwen3_moe", moe)}
     for source in ("float8", "mxfp4"):

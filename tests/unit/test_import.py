@@ -1,4 +1,4 @@
-"""Weights of Hugging Face, torchtitan and Meta, read into our models on one process."""
+"""Weights of Hugging Face and torchtitan, read into our models on one process."""
 
 import json
 import os
@@ -21,7 +21,6 @@ from tests.foreign import (
     logits,
     options_of,
     oracle_of,
-    save_meta,
     save_torchtitan,
     spec_of,
 )
@@ -35,10 +34,9 @@ from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
-from titanlite.tools.convert.meta import MetaFolder
 from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import load_model, open_source
-from titanlite.tools.convert.weights import find_flavor, open_weights
+from titanlite.tools.convert.weights import open_weights
 
 CASES = [("llama3", False), ("llama3", True), ("qwen3", True), ("qwen3_moe", False)]
 """Every family, untied and tied."""
@@ -175,7 +173,7 @@ def test_links_of_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None
     assert_same(tensors_of(loaded(snapshot, spec_of("llama3", oracle))), expected_tensors(oracle))
 
 
-# torchtitan and Meta
+# torchtitan
 
 
 @pytest.mark.parametrize(("family", "tied"), CASES)
@@ -190,41 +188,12 @@ def test_checkpoints_of_torchtitan_are_read_bit_for_bit(family: str, tied: bool,
             opened(tmp_path / "untied", spec)
 
 
-@pytest.mark.parametrize("parts", [1, 4])
-def test_parts_of_meta_are_joined_bit_for_bit(parts: int, tmp_path: Path) -> None:
-    oracle = oracle_of("llama3", vocab_size=68)  # Meta's parts are equal
-    params = {
-        "dim": 24, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": 68, "multiple_of": 8, "norm_eps": 1e-5,
-        "ffn_dim_multiplier": 0.6, "rope_theta": 10000.0, "use_scaled_rope": False,
-    }  # fmt: skip
-    save_meta(oracle, tmp_path, parts=parts, params=params)
-    spec = spec_of("llama3", oracle)
-    assert spec.args.hidden_dim == 40  # pyright: ignore[reportAttributeAccessIssue]
-    assert_same(tensors_of(loaded(tmp_path, spec)), expected_tensors(oracle))
-    assert_same(tensors_of(loaded(tmp_path / "consolidated.00.pth", spec)), expected_tensors(oracle))
-    with pytest.raises(UserError, match=r"dim = 24, here 32"):
-        opened(tmp_path, spec._replace(args=replace(spec.args, dim=32)))  # pyright: ignore[reportCallIssue]
-    if parts > 1:
-        (tmp_path / "consolidated.00.pth").unlink()
-        with pytest.raises(UserError, match=r"consolidated\.0\d\.pth.*consolidated\.00\.pth"):
-            opened(tmp_path, spec)
-
-
-def test_the_params_of_meta_give_the_flavor(tmp_path: Path) -> None:
-    """Llama 3.2 1B: its params.json states neither the tied head nor the factor of RoPE's scaling."""
-    params = {
-        "dim": 2048, "ffn_dim_multiplier": 1.5, "multiple_of": 256, "n_heads": 32, "n_kv_heads": 8, "n_layers": 16,
-        "norm_eps": 1e-05, "rope_theta": 500000.0, "use_scaled_rope": True, "vocab_size": 128256,
-    }  # fmt: skip
-    (tmp_path / "params.json").write_text(json.dumps(params))
+@pytest.mark.parametrize("name", ["", "consolidated.00.pth"])
+def test_weights_in_the_form_of_meta_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "consolidated.00.pth").touch()
-    args = MetaFolder(tmp_path).read_args(Llama3)
-    assert args is not None
-    assert find_flavor(Llama3, args) == "1B"
-    del params["norm_eps"]
-    (tmp_path / "params.json").write_text(json.dumps(params))
-    with pytest.raises(UserError, match=r"params\.json: .*norm_eps"):
-        MetaFolder(tmp_path).read_args(Llama3)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(UserError, match="Hugging Face"):
+        opened(tmp_path / name, spec_of("llama3", oracle_of("llama3")))
 
 
 # What does not fit
@@ -340,13 +309,6 @@ def test_bad_folders_are_refused_in_one_line(damage: str, good: tuple[Path, Mode
 def test_pickles_with_other_names_are_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     oracle = oracle_of("llama3")
     spec = spec_of("llama3", oracle)
-    save_meta(oracle, tmp_path / "meta", parts=1, params=None)
-    torch.save({"tok_embeddings.weight": PAYLOAD}, tmp_path / "meta" / "consolidated.00.pth")
-    with pytest.raises(UserError, match=r"consolidated\.00\.pth.*refused"):
-        opened(tmp_path / "meta", spec)
-    (tmp_path / "meta" / "consolidated.00.pth").write_bytes(b"PK")
-    with pytest.raises(UserError, match=r"consolidated\.00\.pth"):
-        opened(tmp_path / "meta", spec)
     save_torchtitan("llama3", oracle, tmp_path / "titan")
     metadata = tmp_path / "titan" / ".metadata"
     good = metadata.read_bytes()

@@ -17,7 +17,6 @@ from tests.foreign import (
     expected_tensors,
     options_of,
     oracle_of,
-    save_meta,
     save_torchtitan,
     spec_of,
 )
@@ -156,7 +155,7 @@ def test_an_imported_checkpoint_is_like_any_other(tiny: TinyRun, capfd: pytest.C
 
 
 @pytest.mark.long
-def test_torchtitan_and_meta_need_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_torchtitan_needs_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     oracle = oracle_of("llama3", vocab_size=68)
     spec = spec_of("llama3", oracle)
     save_torchtitan("llama3", oracle, tmp_path / "titan")
@@ -170,9 +169,6 @@ def test_torchtitan_and_meta_need_a_model(tmp_path: Path, capfd: pytest.CaptureF
     (tmp_path / "mine.toml").write_text(f'[model]\nname = "llama3"\n[model.args]\n{args.replace("=", " = ")}\n')
     assert imported(tmp_path / "titan", "--config", tmp_path / "mine.toml", "--out", tmp_path / "out") == 0
     assert_same(tensors_at(tmp_path / "out"), expected_tensors(oracle))
-    save_meta(oracle, tmp_path / "meta", parts=2, params=None)
-    assert imported(tmp_path / "meta", "--config", tmp_path / "mine.toml", "--out", tmp_path / "out2") == 0
-    assert_same(tensors_at(tmp_path / "out2"), expected_tensors(oracle))
     assert not list(tmp_path.glob("out*/.staging*"))
 
 

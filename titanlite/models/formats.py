@@ -217,5 +217,3 @@ class Formats:
     hugging_face: HuggingFace | None = None
     torchtitan: Table | None = None
     """Names in checkpoints of torchtitan 0.2."""
-    meta: Table | None = None
-    """Names in consolidated.*.pth of Meta's releases."""

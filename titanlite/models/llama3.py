@@ -64,7 +64,6 @@ class Llama3(Decoder):
             read_rest=_read_rope,
         ),
         torchtitan=Table(META_DECODER + INTERLEAVED_QK + META_FEED_FORWARD),
-        meta=Table(META_DECODER + INTERLEAVED_QK + META_FEED_FORWARD),
     )
     flavors: ClassVar[dict[str, ModelArgs]] = {
         "debug": Llama3Args(

@@ -54,7 +54,7 @@ def import_weights(
 ) -> None:
     """Write weights of another program as a checkpoint.
 
-    Reads a Hugging Face folder, a step of torchtitan, or Meta's consolidated.*.pth. The checkpoint is of step 0 and has
+    Reads a Hugging Face folder, or a step of torchtitan. The checkpoint is of step 0 and has
     the model alone, for checkpoint.initial_load_path and for the commands that take a checkpoint. Training needs no
     import: checkpoint.initial_load_path takes the same folders.
 

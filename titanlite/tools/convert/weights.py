@@ -12,12 +12,11 @@ from titanlite.models.formats import Table
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
-from titanlite.tools.convert.meta import MetaFolder
 from titanlite.tools.convert.reader import ForeignReader, ForeignSource
 from titanlite.tools.convert.torchtitan import TorchtitanFolder
 
 KNOWN = """a checkpoint of titanlite (step-00000100, or the folder of a run), a Hugging Face folder (config.json and \
-*.safetensors), a step of torchtitan (.metadata), or Meta's consolidated.*.pth"""
+*.safetensors), or a step of torchtitan (.metadata)"""
 
 
 def find_source(path: str) -> ForeignSource | None:
@@ -31,7 +30,9 @@ def find_source(path: str) -> ForeignSource | None:
     place = Path(path).expanduser()
     if not place.exists():
         raise UserError(f"no file or folder {place}")
-    for source in (MetaFolder, TorchtitanFolder, HuggingFaceFolder):
+    if place.suffix == ".pth" or any(place.glob("consolidated.*.pth")):
+        raise UserError(f"{place} is in Meta's form, which is not read: take the same weights from Hugging Face")
+    for source in (TorchtitanFolder, HuggingFaceFolder):
         if source.matches(place):
             return source(place)
     if place.is_file():
