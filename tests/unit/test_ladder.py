@@ -197,7 +197,7 @@ def test_what_has_no_ladder(
 
 @pytest.mark.slow
 def test_a_ladder_resumes_predicts_and_is_the_same_twice(tiny: TinyRun) -> None:
-    """A run that was removed and one that was stopped end as before, and other options are refused."""
+    """A run that was stopped ends as before, other options are refused, and the target confirms or refutes."""
     folder = tiny.folder / "outputs" / "tiny-ladder"
     validation = ["--validation.enable", f"--validation.path={tiny.text}", "--validation.sequences=8"]
     arguments = ["--sizes", "3", "--tokens-per-parameter", "0.02", *OPTIONS, *validation]
@@ -207,26 +207,25 @@ def test_a_ladder_resumes_predicts_and_is_the_same_twice(tiny: TinyRun) -> None:
         done = subprocess.run(command, cwd=tiny.folder, capture_output=True, text=True)
         return done.returncode, done.stdout + done.stderr, json.loads((folder / "ladder.json").read_text())
 
-    code, output, record = run("--train-target")
+    code, output, record = run()
     assert code == 0, output
-    runs = [*record["runs"], record["target"]]
-    for it in runs:
+    assert record["target"]["loss"] is None
+    for file in ("metrics.jsonl", "run.json"):
+        (folder / "rung-1" / file).unlink()
+    shutil.rmtree(folder / "rung-1" / "checkpoints" / f"step-{record['runs'][1]['steps']:08}")
+    untouched = (folder / "rung-0" / "run.json").read_bytes()
+    code, output, found = run("--train-target")
+    assert code == 0, output
+    assert (found["law"], found["runs"]) == (record["law"], record["runs"])
+    assert (folder / "rung-0" / "run.json").read_bytes() == untouched, "it is not trained again"
+    starts = json.loads((folder / "rung-1" / "run.json").read_text())["starts"]
+    assert [it["step"] > 0 for it in starts] == [True], "it resumes"
+    for it in [*found["runs"], found["target"]]:
         last = json.loads((folder / it["name"] / "validation.jsonl").read_text().splitlines()[-1])
         assert (last["step"], last["loss"]) == (it["steps"], it["loss"])
         assert it["error"] == pytest.approx(it["predicted"] / it["loss"] - 1)
-    law, target = record["law"], record["target"]
+    law, target = found["law"], found["target"]
     assert target["predicted"] == pytest.approx(law["E"][0] + law["A"] / target["parameters"] ** law["alpha"][0])
-
-    written = [(folder / it["name"] / "run.json").read_bytes() for it in runs]
-    assert run()[::2] == (0, record), "the target's truth is known"
-    assert [(folder / it["name"] / "run.json").read_bytes() for it in runs] == written, "nothing is trained again"
-    code, output, _ = run("--optimizer.lr=0.5")
-    assert (code, mentions(output, "rung-0", "optimizer.lr", "--job.name")) == (2, True)
-    shutil.rmtree(folder / "rung-0")
-    for file in ("metrics.jsonl", "run.json"):
-        (folder / "rung-1" / file).unlink()
-    shutil.rmtree(folder / "rung-1" / "checkpoints" / f"step-{runs[1]['steps']:08}")
-    code, output, again = run()
-    assert (code, again) == (0, record)
-    starts = json.loads((folder / "rung-1" / "run.json").read_text())["starts"]
-    assert [it["step"] > 0 for it in starts] == [True], "rung-1 resumes"
+    code, output, again = run("--optimizer.lr=0.5")
+    assert (code, again) == (2, found)
+    assert mentions(output, "rung-0", "optimizer.lr", "--job.name")
