@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from titanlite.models.base import Model, ModelArgs
     from titanlite.runtime.errors import ConfigError, RunStopped, UserError
-    from titanlite.schema import Config
-    from titanlite.tools.api import build_run, load_config, run_training
+    from titanlite.schema import Config, dump
+    from titanlite.tools.api import build_model, build_run, load_config, run_training
     from titanlite.tools.report.run_records import RunRecords, read_run
 
 __version__ = "0.1.0"
@@ -19,9 +19,11 @@ PUBLIC = {
     "load_config": "titanlite.tools.api",
     "run_training": "titanlite.tools.api",
     "build_run": "titanlite.tools.api",
+    "build_model": "titanlite.tools.api",
     "read_run": "titanlite.tools.report.run_records",
     "RunRecords": "titanlite.tools.report.run_records",
     "Config": "titanlite.schema",
+    "dump": "titanlite.schema",
     "Model": "titanlite.models.base",
     "ModelArgs": "titanlite.models.base",
     "UserError": "titanlite.runtime.errors",
@@ -39,7 +41,9 @@ __all__ = [
     "RunStopped",
     "UserError",
     "__version__",
+    "build_model",
     "build_run",
+    "dump",
     "load_config",
     "read_run",
     "run_training",

@@ -82,3 +82,17 @@ def test_options_are_values_of_python(tmp_path: Path) -> None:
 def test_mistakes_are_named(options: dict[str, object], message: str) -> None:
     with pytest.raises(titanlite.ConfigError, match=message):
         titanlite.load_config("debug", options)
+
+
+def test_a_config_is_looked_at_and_written_without_a_run(tiny: TinyRun) -> None:
+    """The model has the shape of the run's, with its adapters, and no memory; the text loads to the same config."""
+    config = titanlite.load_config(tiny.toml, {"model.args.dim": 24, "lora.rank": 2})
+    model = titanlite.build_model(config)
+    assert model.args.max_seq_len == config.training.seq_len
+    assert {parameter.device.type for parameter in model.parameters()} == {"meta"}
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained
+    assert len(trained) < len(dict(model.named_parameters())), "the adapters are there"
+    (tiny.folder / "written.toml").write_text(titanlite.dump(config))
+    assert titanlite.load_config(tiny.folder / "written.toml") == config
+    assert not (tiny.folder / "outputs").exists()

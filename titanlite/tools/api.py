@@ -16,6 +16,7 @@ from titanlite.runtime.errors import ConfigError, Place, Problem
 from titanlite.schema import Config
 
 if TYPE_CHECKING:
+    from titanlite.models.base import Model
     from titanlite.tools.report.run_records import RunRecords
     from titanlite.train import Run
 
@@ -32,6 +33,17 @@ def load_config(name: str | Path = "debug", options: Mapping[str, Any] | None = 
     """
     words = [f"--{key}={_toml(key, value)}" for key, value in (options or {}).items()]
     return load(find_config(str(name)), words)
+
+
+def build_model(config: Config) -> "Model":
+    """Return the model of a config on the meta device, with its adapters: shapes and parameters without memory.
+
+    Raises:
+        ConfigError: there is no such model.
+    """
+    from titanlite.tools.plan.estimate import model_of, trained_model
+
+    return trained_model(model_of(config), config)
 
 
 def run_training(config: Config) -> "RunRecords":

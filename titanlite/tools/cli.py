@@ -48,7 +48,6 @@ COMMANDS = {
     "check": "cli.check",
     "plan": "plan.command.plan_config",
     "coordcheck": "coordcheck.coordcheck",
-    "ladder": "ladder.command.ladder",
     "calibrate": "plan.calibrate.calibrate",
     "report": "report.page.report",
     "parity": "report.where_command.parity",

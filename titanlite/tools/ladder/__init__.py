@@ -1,1 +1,0 @@
-"""`titanlite ladder`: the loss of a model, predicted from runs of smaller sizes."""
