@@ -243,7 +243,7 @@ def test_files_are_relative_to_the_toml_that_names_them(tmp_path: Path, monkeypa
     assert [source.path for source in config.data.sources] == paths
     assert config.training.loss == "/absolute/loss.py:f"
     assert config.metrics.loggers == [f"{tmp_path}/log.py:A", "package.module:B"]
-    assert config.optimizer.name == "opt.py:Mine", "of the command line: relative to where it is given"
+    assert config.optimizer.name == f"{tmp_path}/opt.py:Mine", "of the command line: relative to the current folder"
 
 
 def test_sequences_of_the_users_own(tmp_path: Path) -> None:
