@@ -122,10 +122,12 @@ def single_process_group() -> Iterator[None]:
 def own_process_group() -> Iterator[None]:
     """Process group of a command in this process. After an error the command leaves it, as the process would end."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+    _clear_sharding_prop_cache()
 
 
 @pytest.hookimpl(trylast=True)  # after those that the command line leaves out

@@ -166,6 +166,7 @@ def world() -> "ProcessGroup":
 def one_process() -> Iterator[None]:
     """A process group of this process alone, like that of training on one process."""
     import torch.distributed as dist
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
@@ -173,6 +174,7 @@ def one_process() -> Iterator[None]:
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+        _clear_sharding_prop_cache()  # else DTensors of the next group are on meshes of this one
 
 
 def run_ranks(function: Callable[..., Any], world_size: int, *args: Any, backend: str = "gloo") -> list[Any]:

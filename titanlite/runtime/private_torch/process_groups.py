@@ -141,10 +141,10 @@ def recent_collectives() -> bytes:
     """Return the flight recorder's latest collectives of this process, as JSON.
 
     Since torch 2.15, each backend has a recorder of its own, that of NCCL's new implementation too. The one of the
-    device is read, or gloo's.
+    device is read, or gloo's, as where the process group has ended.
     """
-    group = distributed_c10d._get_default_group()
-    names = [group._get_backend(device).name() for device in group._device_types]
+    group = distributed_c10d.GroupMember.WORLD
+    names = [group._get_backend(device).name() for device in group._device_types] if group else []
     try:
         return _dump_fr_trace_json(backend=next((name for name in names if name != "gloo"), "gloo"))
     except TypeError:  # an older release, with one recorder
