@@ -72,6 +72,7 @@ def test_a_model_that_sees_the_next_token_is_refused(tiny: TinyRun, file: str) -
     preflight(tiny.config(*options, "--training.loss=tests.layouts:smoothed_loss"), ranks, device)  # its own objective
     check_causal(resolve_model("Spare", None, {}, file))
     check_causal(resolve_model(None, None, {}, "examples/my_model/gpt2.py"))
+    check_causal(resolve_model("Spare", None, {"max_seq_len": 3}, file))
 
 
 def test_buffers_without_a_value_are_named(file: str) -> None:

@@ -130,6 +130,8 @@ def _depend(spec: ModelSpec, logits: slice, *, on: Tensor, **arguments: Any) -> 
             found, changed = (model(it, **arguments)[0, logits].float() for it in (tokens, other))
     except (Exception, SystemExit):  # code of the user's own may raise anything; training itself shows what
         return False
+    if not found.numel():  # of a sequence of two or three tokens
+        return False
     return not torch.allclose(found, changed, rtol=1e-3, atol=1e-3 * float(found.abs().max()), equal_nan=True)
 
 
