@@ -19,11 +19,11 @@ class PlantedArgs(Llama3Args):
 
 
 class WrongMask(Attention):
-    """Attention that sees the tokens that follow, too."""
+    """Attention that sees the last four tokens only."""
 
     def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
         L = x_BLD.shape[1]
-        return super().forward(x_BLD, cos_LH, sin_LH, torch.ones(1, 1, L, L, dtype=torch.bool))
+        return super().forward(x_BLD, cos_LH, sin_LH, torch.ones(1, 1, L, L, dtype=torch.bool).tril().triu(-3))
 
 
 class StaleWeight(Linear):
