@@ -18,7 +18,6 @@ from titanlite.ops.attention import document_arguments
 from titanlite.optim import update
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.gradient_memory import finish_reductions
 from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
 from titanlite.runtime.ranks import reduce_over_ranks
 
@@ -278,3 +277,13 @@ def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
     """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scale_in_place(joined(gradients), factor.to(gradients[0].device))
+
+
+def finish_reductions(model: Any) -> None:
+    """Let the compute stream wait for all reductions of a backward pass that raised, before anything frees gradients.
+
+    FSDP waits at the end of backward only. Gradients in the pool of the compute stream would be used again at once,
+    while their reductions still write them. The model can then go on with another step.
+    """
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # since torch 2.13
+        model.reset_iter_state()

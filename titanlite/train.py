@@ -25,14 +25,15 @@ from titanlite.loss import LossFunction, Targets, build_loss
 from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, ranks_of_stage, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
-from titanlite.metrics.records import RecordFile
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.models.base import Model
 from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.ops import pick_kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.norm import count_parameter_replicas
+from titanlite.optim.state_memory import WeightAverage
 from titanlite.parallelize import DTYPES, materialize, parallelize_student, reduces_gradients_once
+from titanlite.run.records import RecordFile
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.runtime.console import hide_secrets
@@ -40,7 +41,6 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
 from titanlite.runtime.ranks import AgreedStop, check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.runtime.state_memory import WeightAverage
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
 from titanlite.step import AddUp, Gradients, StepResult, train_step
@@ -58,6 +58,7 @@ from titanlite.techniques import (
     used,
     weight_average,
 )
+from titanlite.techniques.technique import Observed
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
@@ -131,14 +132,6 @@ class Run:
             reduce_once=self.reduces_once,
             **options,
         )
-
-    def open_records(self, name: str) -> RecordFile | None:
-        """Open a file of records in the folder of the run. None on ranks that do not write."""
-        return RecordFile(self.folder.path / name, self.progress.step) if self.ranks.rank == 0 else None
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint, by name."""
-        return flat(self.checkpoints.state())
 
 
 def build(
@@ -320,7 +313,19 @@ def build(
         phase=phase,
     )
     replicas = count_parameter_replicas(model, ranks_of_stage(mesh))
-    run = Run(
+    observed = Observed(
+        model=model,
+        replicas=replicas,
+        mesh=mesh,
+        ranks=ranks,
+        device=device,
+        steps=steps,
+        folder=folder.path,
+        open_records=lambda name: RecordFile(folder.path / name, progress.step) if ranks.rank == 0 else None,
+        paused=metrics.paused,
+        state=lambda: flat(checkpoints.state()),
+    )
+    return Run(
         config=config,
         ranks=ranks,
         folder=folder,
@@ -347,10 +352,8 @@ def build(
         steps=steps,
         metrics=metrics,
         phase=phase,
-        observers=[],
+        observers=[observer for technique in used(config) for observer in technique.observers(config, observed)],
     )
-    run.observers.extend(it for technique in used(config) for it in technique.observers(config, run))
-    return run
 
 
 def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:

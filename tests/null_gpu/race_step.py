@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import build_step, read_config, tell_sizes_of_parts
 from races import RaceChecker
 
-from titanlite.runtime.gradient_memory import ReduceScatter
+from titanlite.parallelize.reductions import ReduceScatter
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 OPTIONS = [

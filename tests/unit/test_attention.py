@@ -20,11 +20,11 @@ from tests.operators import Operators
 from tests.own_models import Capped
 from titanlite.models.layers import Attention, Linear, Rope, rope_cos_sin
 from titanlite.ops import formulas
-from titanlite.ops.attention import Boundaries, Scores, SequencePart, additive_mask, chunk_boundaries, set_key_source
+from titanlite.ops.attention import Boundaries, Scores, SequencePart, additive_mask, chunk_boundaries
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.formulas import attend_by_formula
 from titanlite.ops.functions import rotate
-from titanlite.ops.kernels import Kernels, set_kernels
+from titanlite.ops.kernels import Kernels, set_kernels, set_key_source
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.errors import UserError

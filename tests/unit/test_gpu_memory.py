@@ -22,11 +22,10 @@ from titanlite.metrics.recorder import Memory
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.cpu_collectives import AllToAllReduceScatter
 from titanlite.parallelize.fsdp import keeps_reduced_gradients, reduces_once, shard
 from titanlite.parallelize.materialize import materialize
+from titanlite.parallelize.reductions import AllToAllReduceScatter, ReduceScatter
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
-from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import _param_group
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import fake_process_group

@@ -21,7 +21,7 @@ from titanlite.checkpoint.manifest import folder_name
 from titanlite.config.load import load
 from titanlite.data.tokens import TokenStore
 from titanlite.metrics.loggers import Loggers
-from titanlite.metrics.records import RecordFile
+from titanlite.run.records import RecordFile
 from titanlite.run.run_folder import open_run_folder
 from titanlite.runtime.console import LogFileHandler, hide_secrets
 from titanlite.runtime.errors import ConfigError, UserError

@@ -167,7 +167,7 @@ def test_times_measure_what_their_names_promise(tmp_path: Path) -> None:
         now[0] += 0.5
         metrics.begin_step(step, last=False)
         phase.phase(Phase.FORWARD)
-        with metrics.profiling():
+        with metrics.paused():
             now[0] += 7
         now[0] += 1.5
         metrics.end_step(step, result, lr=0.1, samples=8 * step, shares=dict, last=False)

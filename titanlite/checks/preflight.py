@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from titanlite.checks.memory import bytes_on_disk, check_model_memory
-from titanlite.checks.model import check_exports, check_own_model, check_quantized_moments
+from titanlite.checks.model import check_attention, check_exports, check_own_model, check_quantized_moments
 from titanlite.config.checks import are_right
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.loss import Targets, check_loss
 from titanlite.metrics.loggers import check_logger
-from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.frozen import OpenModel
 from titanlite.models.registry import ModelSpec, resolve_model

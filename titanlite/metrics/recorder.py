@@ -21,8 +21,8 @@ from titanlite.guard import SkippedStep
 from titanlite.metrics.clock import StepClock, format_seconds, phase_seconds
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
-from titanlite.metrics.records import RecordFile
 from titanlite.observer import CurrentPhase, Phase
+from titanlite.run.records import RecordFile
 from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.hardware import peak_flops
 from titanlite.runtime.private_torch.compiler import compile_seconds, compiled_graphs, last_recompile_reason
@@ -240,7 +240,7 @@ class MetricsRecorder:
             yield
 
     @contextmanager
-    def profiling(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Exclude a block within a step from its time: a trace is written."""
         with self.not_training(waits_for_device=True):
             before = self._phase.position.name

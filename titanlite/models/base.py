@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
-from titanlite.ops.attention import Documents, KeySource
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.ops.attention import Documents
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels, KeySource
 from titanlite.runtime.errors import UserError
 
 # Roles of modules in tensor parallelism, and the table of the decoders here. `techniques/tensor/` applies them.

@@ -34,6 +34,9 @@ from titanlite.models.layers import (
     rope_cos_sin,
 )
 from titanlite.ops.attention import of_whole_sequences, seen_causally
+from titanlite.ops.kernels import Kernels
+from titanlite.runtime.dtypes import torch_dtype
+from titanlite.schema import Config
 
 MAX_LAYERS = 10_000
 
@@ -181,6 +184,27 @@ class Decoder(Model):
             args.head_size,
             rotates=attention.rope is not None,
             **self.attention_options(),
+        )
+
+    def attention_backend(self, kernels: Kernels, config: Config, device: torch.device) -> str:
+        """Return the backend of attention; see `Kernels.attention_name`.
+
+        Raises:
+            UserError: the backend that the config names is not available.
+        """
+        args, options, training = self.args, self.attention_options(), config.training
+        shortest = min(attention.window or training.seq_len for attention in self.attentions)
+        return kernels.attention_name(
+            n_heads=args.n_heads,
+            n_kv_heads=args.n_kv_heads,
+            head_dim=args.head_size,
+            seq_len=training.seq_len,
+            dtype=torch_dtype(training.mixed_precision_param),
+            device=device,
+            masked=config.data.document_mask or shortest < training.seq_len,
+            has_sinks=options.get("has_sinks", False),
+            has_soft_cap=options.get("soft_cap") is not None,
+            in_parts=config.sequence_parts > 1,
         )
 
     def attention_options(self) -> dict[str, Any]:

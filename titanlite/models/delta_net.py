@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.layers import Documents, LayerOfHeads, Linear, RMSNorm, linear_of_each
-from titanlite.ops.attention import SequenceSource, repeat_heads
+from titanlite.ops.attention import repeat_heads
 from titanlite.ops.delta_rule import gated_delta_rule
+from titanlite.ops.kernels import SequenceSource
 
 NORM_EPS = 1e-6
 """Added to the squared length of a query or key."""

@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from titanlite.ops.attention import AttentionMask, Documents, KeySource, Scores, attend
+from titanlite.ops.attention import AttentionMask, Documents, Scores, attend
 from titanlite.ops.functions import geglu, rotate, swiglu
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels, KeySource
 from titanlite.runtime.private_torch.tensors import has_hooks
 
 __all__ = [

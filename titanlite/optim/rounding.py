@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.ops.hash_random import random_bits, salt
 from titanlite.optim.combined import state_before_steps, zero_moments
+from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.dtensor import GlobalIndices
-from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import add_in_place, fused_adamw_, local_tensor
-from titanlite.runtime.state_memory import StateMemory
 
 logger = logging.getLogger(__name__)
 

@@ -149,12 +149,12 @@ def parallelize(
     apply_activation_checkpoint(model, kept, is_compiled=compile.enable)
     if compile.enable:
         compile_blocks(model, backend=compile_backend, has_other_sizes=has_other_sizes)
-    reduce_scatter = None
+    reduce = None
     if reproducible_layouts:
-        from titanlite.techniques.reproducible.sums import TreeReduceScatter as reduce_scatter
+        from titanlite.techniques.reproducible.sums import tree_reduce_scatter as reduce
     shard(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, separate=separate,
-        lasting_gradients=lasting_gradients, reduce_scatter=reduce_scatter, on_host=on_host, pin_memory=pin_memory,
+        lasting_gradients=lasting_gradients, reduce=reduce, on_host=on_host, pin_memory=pin_memory,
     )  # fmt: skip
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import use_local_parts

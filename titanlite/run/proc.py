@@ -142,7 +142,7 @@ def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]], is_
     if "/torch/utils/data/" in file or "/torchdata/" in file:
         return Waiting(DATA, f"waits for a data worker{_worker()}")
     is_collective = "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file
-    if not is_alone and (is_collective or file.endswith("/titanlite/ops/cpu_collectives.py")):
+    if not is_alone and (is_collective or file.endswith("/titanlite/parallelize/reductions.py")):
         return Waiting(COLLECTIVE, "is in a collective")
     for folder in (str(Path.cwd()), str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]):
         file = file.removeprefix(f"{folder}/")

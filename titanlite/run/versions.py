@@ -18,11 +18,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import titanlite
 from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import read_small
 from titanlite.runtime.ranks import gather, named_ranks
+from titanlite.version import PACKAGE, __version__
 
 PACKAGES = ("torchao", "triton")
 """Optional packages that compute, beside PyTorch."""
@@ -81,7 +81,7 @@ def facts_of(config: Mapping[str, Any], device: torch.device) -> Facts:
 def versions_of(device: torch.device) -> dict[str, str]:
     """Return the version of everything that computes or communicates."""
     found = {
-        "titanlite": f"{titanlite.__version__} (source {source_digest(Path(titanlite.__file__).parent)})",
+        "titanlite": f"{__version__} (source {source_digest(PACKAGE)})",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device.type,

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from titanlite.loss import LossFunction
     from titanlite.models.base import Model
     from titanlite.ops.cross_entropy import SplitVocabulary
-    from titanlite.runtime.state_memory import StateMemory, WeightAverage
+    from titanlite.optim.state_memory import StateMemory, WeightAverage
     from titanlite.step import AddUp, Gradients
 
 Found = TypeVar("Found")
@@ -108,14 +108,14 @@ def places(config: Config) -> dict[str, str]:
 
 def state_memory(config: Config, run: Path) -> "StateMemory":
     """Return the memory of parameters and moments; see `Technique.state_memory`."""
-    from titanlite.runtime.state_memory import StateMemory
+    from titanlite.optim.state_memory import StateMemory
 
     return _first(technique.state_memory(config, run) for technique in used(config)) or StateMemory()
 
 
 def weight_average(config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage":
     """Return the average of the weights of a model that has memory; see `Technique.weight_average`."""
-    from titanlite.runtime.state_memory import WeightAverage
+    from titanlite.optim.state_memory import WeightAverage
 
     return _first(technique.weight_average(config, model, memory) for technique in used(config)) or WeightAverage()
 

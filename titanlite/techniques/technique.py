@@ -6,6 +6,8 @@ these hooks. What changes the layers of a model is no hook: its order matters, a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -23,10 +25,11 @@ if TYPE_CHECKING:
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.ops.cross_entropy import SplitVocabulary
+    from titanlite.optim.state_memory import StateMemory, WeightAverage
+    from titanlite.run.records import RecordFile
     from titanlite.runtime.hardware import Hardware
-    from titanlite.runtime.state_memory import StateMemory, WeightAverage
+    from titanlite.runtime.process_group import Ranks
     from titanlite.step import AddUp, Gradients
-    from titanlite.train import Run
 
 Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
@@ -46,6 +49,27 @@ class Claim(StrEnum):
     PARAMETERS = "keeps parameters in memory of its own"
     GRADIENTS = "handles gradients in its own way"
     UPDATE = "changes the update of the optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What an observer of training may read of a run."""
+
+    model: "Model"
+    replicas: "Mapping[nn.Parameter, int]"
+    """For each parameter, the number of ranks that hold the same shard."""
+    mesh: "DeviceMesh"
+    ranks: "Ranks"
+    device: "torch.device"
+    steps: int
+    """Steps of the whole run."""
+    folder: Path
+    open_records: "Callable[[str], RecordFile | None]"
+    """Opens a file of records in the run's folder, by name; None on ranks that do not write."""
+    paused: Callable[[], AbstractContextManager[None]]
+    """Excludes a block within a step from the time of the step."""
+    state: "Callable[[], dict[str, torch.Tensor]]"
+    """Returns the tensors of a checkpoint, by name."""
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -153,8 +177,8 @@ class Technique:
         """Return what must be called at the start, and whenever weights have changed."""
         return None
 
-    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
-        """Return the observers of training that the technique adds. The run has none yet."""
+    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
+        """Return the observers of training that the technique adds."""
         return ()
 
     def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch] | None":

@@ -236,7 +236,7 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
         my.toml --machines
     """
     loaded, resolved, ranks, device = _checked(config, overrides, judge_memory=here or machines)
-    from titanlite.metrics.run_summary import find_warnings
+    from titanlite.config.warnings import find_warnings
     from titanlite.schedule import known_steps
 
     for warning in find_warnings(loaded, steps=known_steps(loaded.training)):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from titanlite.models.base import trainable_parameters
 from titanlite.ops.mean import rounded_once, weighted_mean
+from titanlite.optim.state_memory import StateMemory, WeightAverage
 from titanlite.runtime.dtensor import unwrapped
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.state_memory import StateMemory, WeightAverage
 from titanlite.schema import Average
 
 

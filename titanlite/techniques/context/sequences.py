@@ -28,9 +28,8 @@ from titanlite.ops.attention import (
     ChunkMask,
     Scores,
     SequencePart,
-    set_key_source,
 )
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import Kernels, set_key_source
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, exchange_rows, reduce_scatter
 from titanlite.techniques.expert.exchange import exchange

@@ -18,7 +18,7 @@ from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 if TYPE_CHECKING:
-    from titanlite.metrics.records import RecordFile
+    from titanlite.run.records import RecordFile
 
 KINDS = ("parameters", "gradients", "updates", "activations")
 """Tensors that are measured of each layer. Activations are its output."""

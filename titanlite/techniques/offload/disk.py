@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.state_memory import StateMemory
 
 logger = logging.getLogger(__name__)
 

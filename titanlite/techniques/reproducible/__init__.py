@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Observed, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.step import Gradients
-    from titanlite.train import Run
 
 
 PARTS = "debug.reproducible_context_degree"
@@ -138,11 +137,11 @@ class ReproducibleLayouts(Technique):
         torch.set_num_threads(1)
         return ExactSums(parts["mesh"], parts["model"].parameters())
 
-    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
+    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
         from titanlite.techniques.reproducible.hashes import StateHashes
 
         freq = config.debug.hash_freq or config.checkpoint.interval
-        return [StateHashes(run, freq=freq, file=run.open_records("hashes.jsonl"))]
+        return [StateHashes(run, freq=freq)]
 
 
 def _not_a_power(number: int) -> str:

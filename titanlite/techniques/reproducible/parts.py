@@ -20,8 +20,8 @@ from torch.func import functional_call
 from titanlite.loss import LossFunction, TokenLoss
 from titanlite.mesh import context_group
 from titanlite.models.base import Model, head_of, unique_parameters
-from titanlite.ops.attention import AttentionMask, Boundaries, Scores, SequencePart, set_key_source
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.attention import AttentionMask, Boundaries, Scores, SequencePart
+from titanlite.ops.kernels import Kernels, set_key_source
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, exchange_rows
 from titanlite.techniques.context.sequences import attend_to, by_rank, in_order, part_of

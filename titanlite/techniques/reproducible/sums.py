@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.mesh import replica_group, world_group
-from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import Gradients
 
@@ -74,13 +73,11 @@ class _Copies(torch.autograd.Function):
         return DTensor.from_local(total, *ctx.place, run_check=False) if ctx.place else total, None, None
 
 
-class TreeReduceScatter(ReduceScatter):
+def tree_reduce_scatter(output: Tensor, parts: Tensor, group: dist.ProcessGroup, op: Any) -> None:
     """Reduce-scatter that adds over ranks in the tree, and does not average."""
-
-    def reduce(self, output: Tensor, parts: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        output.copy_(tree_sum(received.view(group.size(), -1)))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    output.copy_(tree_sum(received.view(group.size(), -1)))
 
 
 def _add_in_place(total: dict[nn.Parameter, Tensor], other: dict[nn.Parameter, Tensor]) -> None:
@@ -140,7 +137,7 @@ class ExactSums(Gradients):
     """Gradients that are added in the tree, with a loss and a norm that do not depend on the layout.
 
     Args:
-        parameters: those that are trained, on shards that `TreeReduceScatter` adds.
+        parameters: those that are trained, on shards that `tree_reduce_scatter` adds.
     """
 
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[nn.Parameter]) -> None:

@@ -130,7 +130,7 @@ def hash_checkpoint(path: Stored, *, tensors: bool = False) -> None:
     """
     storage, found, manifest = find_newest(path)
     from titanlite.checkpoint.dcp_read import ShardReader
-    from titanlite.runtime.state_hash import describe, indices_of_box, join_hashes, sum_of_part
+    from titanlite.techniques.reproducible.state_hash import describe, indices_of_box, join_hashes, sum_of_part
 
     reader = ShardReader(storage, found.folder, manifest)
     sums = dict.fromkeys(reader.metadata.state_dict_metadata, 0)

@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-import titanlite
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import ShardWriter, checksums_json
 from titanlite.checkpoint.load import model_settings, of_further_token
@@ -37,6 +36,7 @@ from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import ORIGIN, open_foreign, read_tensor
 from titanlite.tools.convert.weights import find_source
+from titanlite.version import __version__
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
 
@@ -202,7 +202,7 @@ def write_weights(
                 settings=settings,
                 config_hash=hashlib.sha256(config.encode()).hexdigest(),
                 mesh={"replicate": 1, "shard": 1},
-                versions={"titanlite": titanlite.__version__, "torch": torch.__version__},
+                versions={"titanlite": __version__, "torch": torch.__version__},
                 saved_at=time.time(),
                 elapsed_seconds=time.perf_counter() - started,
                 load_step=None,

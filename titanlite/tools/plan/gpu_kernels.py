@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.ops.attention import PLAIN_SCORES, AttentionMask, KeySource, Scores
+from titanlite.ops.attention import PLAIN_SCORES, AttentionMask, Scores
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax_in_place
 from titanlite.ops.divergence import ChunkDivergence, divergence
 from titanlite.ops.functions import Activation, weighted
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import Kernels, KeySource
 
 EXPERT_SKEW = 1.1
 """Tokens that a rank receives for its experts, over an even share. The router's balance keeps the busiest rank near."""

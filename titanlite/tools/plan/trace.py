@@ -22,6 +22,7 @@ from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.norm import count_parameter_replicas
+from titanlite.optim.state_memory import StateMemory
 from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
@@ -36,7 +37,6 @@ from titanlite.runtime.private_torch.tracing import (
     propagate_shardings_without_modes,
     without_fake_tensors,
 )
-from titanlite.runtime.state_memory import StateMemory
 from titanlite.schema import Config
 from titanlite.step import train_step
 from titanlite.techniques import (

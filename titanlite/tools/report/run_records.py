@@ -13,7 +13,7 @@ from typing import Any
 import tomli
 
 from titanlite.metrics.clock import CATEGORIES
-from titanlite.metrics.records import MOST_RECORDS, SCHEMA
+from titanlite.run.records import MOST_RECORDS, SCHEMA
 from titanlite.run.versions import flat
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small

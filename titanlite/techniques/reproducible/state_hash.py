@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.ops.hash_random import random_bits, salt
 from titanlite.runtime.dtensor import GlobalIndices, sharded_axes
-from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 CHUNK, GPU_CHUNK = 2**18, 2**22
