@@ -119,8 +119,8 @@ class RankWatch:
         if not is_finite.any():
             return []  # that is no matter of one rank
         return [
-            f"rank {rank} of host {self._hosts[rank]}: its part of the gradients of step {step} is not finite, but that "
-            "of other ranks is"
+            f"rank {rank} of host {self._hosts[rank]}: its part of the gradients of step {step} is not finite, but "
+            "that of other ranks is"
             for rank in self._new("gradients", ~is_finite)
         ]
 

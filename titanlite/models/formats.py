@@ -180,14 +180,16 @@ class HuggingFace:
 def complete(config: ConfigJson, model_type: str) -> tuple[ConfigJson, bool]:
     """Return a config.json in the form of transformers 5, and whether it has the defaults of the family's own class.
 
-    Without transformers, a key that is missing stays so, as it does in models that transformers does not know.
+    Without transformers 5, a key that is missing stays so, as it does in models that transformers does not know.
 
     Raises:
         ValueError: transformers refuses it, or it has two descriptions of RoPE that differ.
     """
     try:
-        from transformers import CONFIG_MAPPING
+        from transformers import CONFIG_MAPPING, __version__
     except ImportError:
+        __version__ = ""
+    if not __version__ or int(__version__.partition(".")[0]) < 5:  # its classes have other keys
         return {**config, "rope_parameters": _ropes(config)}, False
     if model_type not in CONFIG_MAPPING:
         return config, True

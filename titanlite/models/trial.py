@@ -126,8 +126,12 @@ def _depend(spec: ModelSpec, logits: slice, *, on: Tensor, **arguments: Any) -> 
     tokens, vocabulary = _tokens(spec), min(SMALL_VOCABULARY, spec.args.vocab_size)
     other = torch.where(on, (tokens + vocabulary // 2) % vocabulary, tokens)
     try:
-        with torch.no_grad():
-            found, changed = (model(it, **arguments)[0, logits].float() for it in (tokens, other))
+        passes = []
+        for inputs in (tokens, other):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # a model may draw numbers
+                passes.append(model(inputs, **arguments)[0, logits].float())
+        found, changed = passes
     except (Exception, SystemExit):  # code of the user's own may raise anything; training itself shows what
         return False
     if not found.numel():  # of a sequence of two or three tokens
