@@ -3,7 +3,8 @@
     python benchmarks/bench_checkpoint.py [--size 66MB | 1GB] [--processes 2] [--saves 10] [--memory] [--record FILE]
 
 One training run; before each save some steps without any, then, in turn, a save by each contender: synchronous (sync),
-titanlite's default (async), and PyTorch's own dcp.async_save in a thread (plain). What counts is the time from the
+titanlite's default (async), PyTorch's own dcp.async_save in a thread (plain), and the same with its stager, which copies
+beside training, and its cached plans (stager). What counts is the time from the
 beginning of the save to the end of the step in which it ends, less as many usual steps. Prints medians; --memory saves
 20 times by the default alone and prints the host memory after saves 3 and 20.
 """
@@ -24,6 +25,8 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from record import Better, add_record_option, ratios, record
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.save_overhead import StepClock
@@ -93,6 +96,8 @@ class Contest:
         self.clock = StepClock(torch.device("cpu"))
         self.group = dist.new_group(backend="gloo")
         self.folder = Path(run.folder.path)
+        self.stager: DefaultStager | None = None
+        self.planner: dcp.DefaultSavePlanner | None = None
 
     def step(self) -> None:
         batches = list(islice(self.run.batches, self.run.accumulation))
@@ -117,6 +122,7 @@ class Contest:
             "sync": lambda: self.save(managers["sync"]),
             "async": lambda: self.save(managers["async"]),
             "plain": self.plain,
+            "stager": self.staged,
         }
         blocked: dict[str, list[float]] = {name: [] for name in contenders}
         self.saves: dict[str, list[dict[str, Any]]] = {"sync": [], "async": []}
@@ -150,6 +156,19 @@ class Contest:
         future: Future = dcp.async_save(self.state(), storage_writer=writer, process_group=self.group)  # pyright: ignore
         return future.done
 
+    def staged(self) -> Callable[[], bool]:
+        if self.stager is None:
+            options = StagingOptions(use_pinned_memory=False, use_shared_memory=False, use_non_blocking_copy=False)
+            self.stager, self.planner = DefaultStager(options), dcp.DefaultSavePlanner(enable_plan_caching=True)
+        writer = dcp.FileSystemWriter(self.folder / "stager", overwrite=True)
+        response = dcp.async_save(
+            self.state(), storage_writer=writer, process_group=self.group, async_stager=self.stager,
+            planner=self.planner,
+        )  # fmt: skip
+        assert isinstance(response, AsyncSaveResponse)
+        response.staging_completion.result()  # else the next update changes what is copied
+        return response.upload_completion.done
+
     def state(self) -> Any:
         return state_of(self.run.model, self.run.optimizer)
 
@@ -167,7 +186,7 @@ class Contest:
         for name, seconds in blocked.items():
             spread = f"{min(seconds) * 1e3:.0f} to {max(seconds) * 1e3:.0f}"
             print(f"  {name:6} training held up for {medians[name] * 1e3:6.0f} ms ({spread})")
-        for name in ("async", "plain"):
+        for name in ("async", "plain", "stager"):
             print(f"  {name} / sync {medians[name] / medians['sync']:.2f}")
             pairs = ratios(blocked[name], blocked["sync"])
             value, low, high = medians[name] / medians["sync"], min(pairs), max(pairs)
