@@ -3,10 +3,10 @@
     python benchmarks/bench_checkpoint.py [--size 66MB | 1GB] [--processes 2] [--saves 10] [--memory] [--record FILE]
 
 One training run; before each save some steps without any, then, in turn, a save by each contender: synchronous (sync),
-titanlite's default (async), PyTorch's own dcp.async_save in a thread (plain), and the same with its stager, which copies
-beside training, and its cached plans (stager). What counts is the time from the
-beginning of the save to the end of the step in which it ends, less as many usual steps. Prints medians; --memory saves
-20 times by the default alone and prints the host memory after saves 3 and 20.
+titanlite's default (async), PyTorch's own dcp.async_save in a thread (plain), and the same with its stager and cached
+plans (stager). What counts is the time from the beginning of the save to the end of the step in which it ends, less as
+many usual steps. Prints medians; --memory saves 20 times by the default alone and prints the host memory after saves 3
+and 20.
 """
 
 import argparse
