@@ -24,7 +24,7 @@ from titanlite.runtime.ranks import reduce_over_ranks
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a step on the device, scalars but for micro_losses. Global values have the same bits on all ranks."""
+    """Results of one step: device tensors, scalar except micro_losses. Global values are the same on all ranks."""
 
     loss: Tensor
     """Mean cross entropy of the global batch's tokens, in nats. Global."""

@@ -79,9 +79,9 @@ class Run:
     """All processes."""
     model: Model
     whole: Model
-    """The model with the blocks that other processes have, on the meta device where those are some."""
+    """The uncut model; on the meta device if this rank holds only some pipeline stages."""
     replicas: dict[nn.Parameter, int]
-    """Ranks that hold the same part, of each parameter."""
+    """For each parameter, the number of ranks that hold the same shard."""
     optimizer: torch.optim.Optimizer
     gradients: Gradients
     add_up: AddUp
@@ -363,7 +363,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         stop_requests: asked in every step.
 
     Returns:
-        the reason, where a rule of the config or a request stopped the run earlier.
+        why the run stopped before its last step; None if it did not.
     """
     report_start(
         run.config,

@@ -152,7 +152,7 @@ class Loader:
 
         Raises:
             DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
-            UserError: the checkpoint is of another model, or not safe to load.
+            UserError: the checkpoint belongs to another model, or not safe to load.
         """
         folder = folder_name(manifest.step)
         where = self.storage.url_of(folder)
@@ -379,7 +379,7 @@ def stored_tensors(reader: StorageReader, model: dict[str, Tensor], *, where: st
     found = difference(named, reader.read_metadata(), ["model"])
     found = found.without(unexpected=of_further_token(found))
     if wrong := Difference(found.missing, found.unexpected | unknown):
-        raise UserError(f"{where} is of another model:\n{wrong}")
+        raise UserError(f"{where} belongs to another model:\n{wrong}")
     return stored
 
 

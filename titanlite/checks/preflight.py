@@ -10,7 +10,7 @@ import torch
 
 from titanlite.checks.memory import bytes_on_disk, check_model_memory
 from titanlite.checks.model import check_attention, check_exports, check_own_model, check_quantized_moments
-from titanlite.config.checks import are_right
+from titanlite.config.checks import no_known_problem
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.loss import Targets, check_loss
@@ -138,7 +138,7 @@ def examine(
     if checked and judge_memory:
         fits = partial(check_model_memory, model, config, ranks, device, frozen=targets.frozen)
         report.attempt("model.flavor", ["training", "parallelism", "offload", "teacher"], fits)
-        if "disk" in places(config).values() and are_right(["training", "parallelism"], bad_keys):
+        if "disk" in places(config).values() and no_known_problem(["training", "parallelism"], bad_keys):
             report.ask(lambda it: it.check_disk, config, bytes_on_disk(model, config, ranks))
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
     return (ResolvedConfig(spec, tokenizer, targets, tasks or ()) if tokenizer else None), report.problems
@@ -191,7 +191,7 @@ class _Report:
             key: key of the problem, if the check does not give one.
             reads: options that the check depends on.
         """
-        if not are_right(reads, self._bad_keys):
+        if not no_known_problem(reads, self._bad_keys):
             return None
         try:
             return check()

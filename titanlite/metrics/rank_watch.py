@@ -117,7 +117,7 @@ class RankWatch:
     def _gradients(self, ranks: RankMetrics[Tensor], step: int) -> list[str]:
         is_finite = ranks.grad_norm.isfinite()
         if not is_finite.any():
-            return []  # that is no matter of one rank
+            return []  # all ranks have the problem: the guard reports it
         return [
             f"rank {rank} of host {self._hosts[rank]}: its part of the gradients of step {step} is not finite, but "
             "that of other ranks is"

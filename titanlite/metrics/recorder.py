@@ -161,9 +161,9 @@ class MetricsRecorder:
         step: step at which the run resumes.
         steps: steps of the whole run.
         samples: sequences of `seq_len` tokens that the run has seen before.
-        flops_per_token: returns the mean of `Model.flops_per_token` over samples, from the first one and that after
-            the last one, full or causal.
-        phase: has the time of each phase so far.
+        flops_per_token: (first sample, end, causal) -> mean of `Model.flops_per_token` over these samples. Their
+            lengths may differ.
+        phase: knows the seconds of each phase so far.
     """
 
     def __init__(

@@ -111,10 +111,8 @@ class ReproducibleLayouts(Technique):
             for stack, dim in zip(layer.stacks, layer.hidden_dims, strict=True):
                 if dim is not None and (size := layer.get_parameter(stack).shape[dim]) % WHOLE_VECTORS:
                     raise UserError(
-                        f"cannot be combined with experts on several processes whose hidden dims are {size}, no "
-                        f"multiple of {WHOLE_VECTORS}: CPU kernels round the last elements of all tokens in another "
-                        "way, and each process has other last tokens. Set another hidden dim, or "
-                        "expert_parallel_degree = 1"
+                        f"needs expert hidden dims that are multiples of {WHOLE_VECTORS} with expert parallelism "
+                        f"(found {size}): set another hidden_dim or expert_parallel_degree = 1"
                     )
 
     def resume_settings(self, config: Config) -> dict[str, Any]:

@@ -84,7 +84,7 @@ class HuggingFaceFolder(ForeignSource):
         form_of(config, str(file))
         found = config.get("model_type")
         if found not in known.model_types and (family := self.family()):
-            raise UserError(f"{file} describes the model {family}: name that one (model.name, --model)")
+            raise UserError(f"{file} is a config of {family}: set model.name, or --model, to it")
         try:
             args = known.to_args(config)
         except (ValueError, TypeError, AttributeError) as error:  # values of another type

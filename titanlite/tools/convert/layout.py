@@ -42,8 +42,8 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
         drop: globs of tensors to leave out for which the format has no place.
 
     Raises:
-        UserError: the checkpoint is of another model, the format cannot hold a tensor that is not zero, or `drop` has
-            one that the format has a place for: config.json describes a model with it.
+        UserError: the checkpoint belongs to another model, the format cannot hold a tensor that is not zero, or
+            `drop` has one that the format has a place for: config.json describes a model with it.
     """
     built = source.spec.build()
     if any(name.endswith(".next_norm.weight") for name in source.metadata.state_dict_metadata):

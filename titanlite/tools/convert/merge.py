@@ -50,7 +50,9 @@ def merge(
     weights = _checked(weights, len(paths))
     for path in paths:
         if find_source(path) is not None:
-            raise UserError(f"{path} is of another program: titanlite checkpoint import makes a checkpoint of it")
+            raise UserError(
+                f"{path} was written by another program: titanlite checkpoint import makes a checkpoint of it"
+            )
     sources = [open_source(path, config=config, model_file=model_file) for path in paths]
     first, resolved = sources[0], _config_of(sources[0])
     _check_same(sources)
@@ -110,5 +112,5 @@ def _check_same(sources: Sequence[Source]) -> None:
         if name := next((it for it in ours | theirs if ours.get(it) != theirs.get(it)), None):
             first, other = (found.get(name, "missing") for found in (ours, theirs))
             raise UserError(
-                f"{source.where} is of another model than {sources[0].where}: {name} is {other}, not {first}"
+                f"{source.where} belongs to another model than {sources[0].where}: {name} is {other}, not {first}"
             )

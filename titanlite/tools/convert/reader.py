@@ -227,7 +227,7 @@ class ForeignReader(ForeignWeights):
             theirs[:1] = [slice(index.offset[0] + region[0].start, index.offset[0] + region[0].stop)]
         if entry.transposed:
             theirs[-2:] = theirs[:-3:-1]
-        if entry.column is not None:  # from the first column of ours to the last, with those between
+        if entry.column is not None:  # the two column sets are interleaved: read the span, then take every second
             theirs[-1] = slice(2 * theirs[-1].start + entry.column, 2 * theirs[-1].stop + entry.column - 1)
         rows = None
         if entry.interleaved:

@@ -142,7 +142,7 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
 
 
 def restarts(run: RunRecords) -> list[tuple[int, str]]:
-    """Return (step at which it resumed, end of the start before) of each start after the first."""
+    """For each start after the first, return the step at which it resumed, and how the start before it ended."""
     found = []
     for before, start in zip(run.starts, run.starts[1:], strict=False):
         if start["step"] is not None:
