@@ -36,7 +36,6 @@ from titanlite.config.load import load
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
-from titanlite.step import train_step
 from titanlite.storage.storage import open_storage
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import Run, build
@@ -94,17 +93,14 @@ class Contest:
         self.path = path
         self.step_number = 0
         self.clock = StepClock(torch.device("cpu"))
-        self.group = dist.new_group(backend="gloo")
+        self.group: Any = dist.new_group(backend="gloo")
         self.folder = Path(run.folder.path)
         self.stager: DefaultStager | None = None
         self.planner: dcp.DefaultSavePlanner | None = None
 
     def step(self) -> None:
         batches = list(islice(self.run.batches, self.run.accumulation))
-        train_step(
-            self.run.model, batches, optimizer=self.run.optimizer, group=self.run.world, max_norm=1.0,
-            decide=self.run.guard.decide,
-        )  # fmt: skip
+        self.run.step(batches, decide=self.run.guard.decide)
         self.step_number += 1
         self.clock.step()
 

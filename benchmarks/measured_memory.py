@@ -52,7 +52,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
-from titanlite.step import train_step
+from titanlite.step import Step
 from titanlite.techniques import (
     build_gradients,
     passes_of_step,
@@ -233,20 +233,27 @@ def train(
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=reader)
     targets = planned_targets(config)
     draw_frozen(targets, config, mesh=mesh, kernels=kernels)
-    loss_function = build_loss(training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
-    add_up, split = passes_of_step(config, model, mesh), split_batch(config, mesh)
-    replicas = count_parameter_replicas(model, ranks_of_stage(mesh))
+    split = split_batch(config, mesh)
+    make_step = Step(
+        model=model,
+        optimizer=optimizer,
+        group=loss_group(mesh),
+        world=world_group(mesh),
+        max_norm=training.max_norm,
+        loss_function=build_loss(training, kernels, targets, vocabulary=split_vocabulary(config, mesh)),
+        targets=targets,
+        gradients=gradients,
+        reduce_once=reduces_gradients_once(config, mesh),
+        passes=passes_of_step(config, model, mesh),
+        replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
+    )
     size = 0
     for step in range(1, steps + 1):
         with record.span(f"step {step},"):
             batches = [split(batch) for batch in islice(source, accumulation)]
             size = sum(tensor.nbytes for batch in batches for tensor in batch.values())
             seed_step(seed, step, rank)
-            train_step(
-                model, batches, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
-                decide=guard.decide, max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
-                targets=targets, reduce_once=reduces_gradients_once(config, mesh), add_up=add_up, replicas=replicas,
-            )  # fmt: skip
+            make_step(batches, decide=guard.decide)
             del batches
     return model, optimizer, size, targets
 

@@ -276,7 +276,6 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.private_torch.tensors import local_tensor
     from titanlite.runtime.process_group import Ranks
-    from titanlite.step import train_step
     from titanlite.tools.ingest.prepare import prepare_text
     from titanlite.train import build
 
@@ -290,9 +289,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
                 local_tensor(next(run.model.parameters())).mul_(torch.nan)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
-        result = train_step(
-            run.model, batches, optimizer=run.optimizer, group=run.world, max_norm=1.0, decide=run.guard.decide
-        )
+        result = run.step(batches, decide=run.guard.decide)
         torch.cuda.set_sync_debug_mode("default")
         skip_reasons.append(result.skip_reason)
     return [int(skip_reason) for skip_reason in skip_reasons]

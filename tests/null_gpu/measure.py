@@ -189,7 +189,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.optim.norm import count_parameter_replicas
     from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
     from titanlite.parallelize.materialize import allocate
-    from titanlite.step import train_step
+    from titanlite.step import Step
     from titanlite.techniques import build_gradients, passes_of_step, split_batch, split_vocabulary
     from titanlite.techniques.float8.layers import weight_scaler
     from titanlite.tools.plan.estimate import model_of
@@ -213,21 +213,27 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     batch = split_batch(config, mesh)(batch)
     scale_weights = weight_scaler(model, config.quantize.linear.float8)
     scale_weights()
-    replicas, add_up = count_parameter_replicas(model, ranks_of_stage(mesh)), passes_of_step(config, model, mesh)
+    passes: Any = passes_of_step(config, model, mesh)
     if model.stages:
-        passes: Any = add_up
         passes.__self__.is_alone = True  # nothing is received
-    loss = build_loss(config.training, kernels, vocabulary=split_vocabulary(config, mesh))
+    step = Step(
+        model=model,
+        optimizer=optimizer,
+        group=loss_group(mesh),
+        world=world_group(mesh),
+        replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
+        max_norm=config.training.max_norm,
+        loss_function=build_loss(config.training, kernels, vocabulary=split_vocabulary(config, mesh)),
+        gradients=gradients,
+        reduce_once=reduces_gradients_once(config, mesh),
+        passes=passes,
+    )
 
-    def step() -> None:
-        train_step(
-            model, [batch] * accumulation, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
-            replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, gradients=gradients,
-            reduce_once=reduces_gradients_once(config, mesh), add_up=add_up,
-        )  # fmt: skip
+    def make_step() -> None:
+        step([batch] * accumulation)
         scale_weights()
 
-    return step
+    return make_step
 
 
 def kernels_with_stated_counts(config: Any) -> Any:

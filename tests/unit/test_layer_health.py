@@ -8,6 +8,7 @@ import torch
 
 from tests.helpers import THREE_BLOCKS, TinyRun, train_on_this_rank
 from titanlite.observer import Phase
+from titanlite.step import Step
 from titanlite.techniques.layer_health.measurement import KINDS
 
 OPTIONS = [
@@ -30,17 +31,16 @@ def check(found: dict[str, float], values: torch.Tensor) -> None:
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_values_are_those_of_the_whole_tensors(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlite import train as training
-
     kept: dict[str, Any] = {}
-    step = training.train_step
+    call = Step.__call__
 
-    def kept_step(model: Any, batches: Any, **options: Any) -> Any:
+    def kept_step(step: Step, batches: Any, **options: Any) -> Any:
+        model: Any = step.model
         before = {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
         seen: list[torch.Tensor] = []
         hook = model.layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
         gradients: dict[str, torch.Tensor] = {}
-        update = options["optimizer"].step
+        update = step.optimizer.step
 
         def kept_update(*args: Any, **more: Any) -> Any:
             for name, parameter in model.named_parameters():
@@ -48,14 +48,14 @@ def test_values_are_those_of_the_whole_tensors(tiny: TinyRun, monkeypatch: pytes
             return update(*args, **more)
 
         with monkeypatch.context() as patch:
-            patch.setattr(options["optimizer"], "step", kept_update)
-            result = step(model, batches, **options)
+            patch.setattr(step.optimizer, "step", kept_update)
+            result = call(step, batches, **options)
         hook.remove()
         after = {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
         kept.update(before=before, after=after, outputs=torch.cat(seen), gradients=gradients)
         return result
 
-    monkeypatch.setattr(training, "train_step", kept_step)
+    monkeypatch.setattr(Step, "__call__", kept_step)
     config = tiny.config(*OPTIONS, "--activation_checkpoint.mode=full", "--training.local_batch_size=4")
     train_on_this_rank(config, 0, 1)
     found = tiny.records(file="layers.jsonl")

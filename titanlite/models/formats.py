@@ -187,9 +187,11 @@ def complete(config: ConfigJson, model_type: str) -> tuple[ConfigJson, bool]:
     """
     try:
         from transformers import CONFIG_MAPPING, __version__
+
+        is_known = int(__version__.partition(".")[0]) >= 5  # the classes of version 4 have other keys
     except ImportError:
-        __version__ = ""
-    if not __version__ or int(__version__.partition(".")[0]) < 5:  # its classes have other keys
+        CONFIG_MAPPING, is_known = {}, False
+    if not is_known:
         return {**config, "rope_parameters": _ropes(config)}, False
     if model_type not in CONFIG_MAPPING:
         return config, True

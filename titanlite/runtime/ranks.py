@@ -166,7 +166,7 @@ class AgreedStop:
         self._copied: torch.cuda.Event | None = None
 
     def flag(self) -> Tensor:
-        """Return this rank's flag [1] for `train_step`: 1 if this process knows a reason to stop."""
+        """Return this rank's flag [1] for `Step`: 1 if this process knows a reason to stop."""
         if self._requests.requested():
             self._flag.fill_(1)
         return self._flag

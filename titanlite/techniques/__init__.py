@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from titanlite.models.base import Model
     from titanlite.ops.cross_entropy import SplitVocabulary
     from titanlite.optim.state_memory import StateMemory, WeightAverage
-    from titanlite.step import AddUp, Gradients
+    from titanlite.step import Gradients, Passes
 
 Found = TypeVar("Found")
 
@@ -148,11 +148,9 @@ def build_gradients(config: Config, **parts: Any) -> "Gradients":
     return _first(technique.gradients(config, **parts) for technique in used(config)) or Gradients()
 
 
-def passes_of_step(config: Config, model: "Model", mesh: "DeviceMesh") -> "AddUp":
+def passes_of_step(config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes | None":
     """Return what makes the forward and backward passes of steps; see `Technique.passes_of_step`."""
-    from titanlite.step import accumulate
-
-    return _first(technique.passes_of_step(config, model, mesh) for technique in used(config)) or accumulate
+    return _first(technique.passes_of_step(config, model, mesh) for technique in used(config))
 
 
 def after_updates(config: Config, model: "Model") -> Callable[[], None]:

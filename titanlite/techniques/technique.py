@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from titanlite.run.records import RecordFile
     from titanlite.runtime.hardware import Hardware
     from titanlite.runtime.process_group import Ranks
-    from titanlite.step import AddUp, Gradients
+    from titanlite.step import Gradients, Passes
 
 Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
@@ -204,7 +204,7 @@ class Technique:
         """
         return None
 
-    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "AddUp | None":
+    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes | None":
         """Return what makes the forward and backward passes of a step; None if the technique leaves that as it is. Only
         asked if it is used.
 

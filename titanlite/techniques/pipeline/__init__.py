@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
-    from titanlite.step import AddUp
+    from titanlite.step import Passes
 
 
 SPLIT_BACKWARD = "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -82,7 +82,7 @@ class PipelineParallel(Technique):
         parallelism = config.parallelism
         return f"pipeline of {parallelism.pipeline_parallel_degree} ranks, {parallelism.pipeline_parallel_schedule}"
 
-    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "AddUp":
+    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes":
         from titanlite.techniques.pipeline.passes import PipelinePasses
 
         return PipelinePasses(model, config, mesh).add_up

@@ -20,13 +20,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from titanlite.batch import Batch
-from titanlite.loss import LossFunction, Targets, TokenLoss
+from titanlite.loss import TokenLoss
 from titanlite.mesh import pipeline_mesh
 from titanlite.models.base import Model
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.schema import Config
-from titanlite.step import Gradients, checked_loss, count_valid_tokens, model_arguments
+from titanlite.step import Step, checked_loss, count_valid_tokens, model_arguments
 from titanlite.techniques.pipeline.stages import Stage, rank_of_stage
 from titanlite.techniques.tensor.layers import split_blocks, tensor_ranks
 
@@ -82,22 +82,13 @@ class PipelinePasses:
         model.forward = self.evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
     def add_up(
-        self,
-        model: Model,
-        batches: Sequence[Batch],
-        *,
-        group: dist.ProcessGroup,
-        loss_function: LossFunction,
-        targets: Targets,
-        gradients: Gradients,
-        reduce_once: bool,
-        observer: StepObserver,
+        self, step: Step, batches: Sequence[Batch], observer: StepObserver
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See `titanlite.step.accumulate`. Ranks without the last stage return zeros."""
-        valid_tokens = count_valid_tokens(batches, group)
+        valid_tokens = count_valid_tokens(batches, step.group)
         self.observer = observer
-        self.inputs = [model_arguments(it, loss_function, targets(it, observer)) for it in batches]
-        self.factor = gradients.scale(valid_tokens, ranks=group.size(), micro_batches=len(batches))
+        self.inputs = [model_arguments(batch, step.loss_function, step.targets(batch, observer)) for batch in batches]
+        self.factor = step.gradients.scale(valid_tokens, ranks=step.group.size(), micro_batches=len(batches))
         self.losses: list[TokenLoss] = []
         self.begun = {stage.number: 0 for stage in self.stages}
         places = torch.empty(len(batches))  # of what is split: each stage knows which micro-batch is next

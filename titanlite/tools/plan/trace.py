@@ -38,7 +38,7 @@ from titanlite.runtime.private_torch.tracing import (
     without_fake_tensors,
 )
 from titanlite.schema import Config
-from titanlite.step import train_step
+from titanlite.step import Step
 from titanlite.techniques import (
     after_updates,
     build_gradients,
@@ -132,9 +132,8 @@ def trace_step(
                 loss = split_loss(loss, config, mesh)
                 recorder.unit("step")
                 after_update()  # of the step before
-                train_step(
-                    model,
-                    batches,
+                step = Step(
+                    model=model,
                     optimizer=optimizer,
                     group=tokens,
                     world=world_group(mesh),
@@ -143,10 +142,10 @@ def trace_step(
                     targets=targets,
                     gradients=gradients,
                     reduce_once=reduces_gradients_once(config, mesh),
-                    add_up=passes_of_step(config, model, mesh),
+                    passes=passes_of_step(config, model, mesh),
                     replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
-                    observer=recorder,
                 )
+                step(batches, observer=recorder)
                 recorder.unit("end")
                 del waiting
     return recorder
