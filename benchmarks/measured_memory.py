@@ -45,7 +45,7 @@ from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.optim.quantized import inner_tensors, is_quantized
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student, reduces_gradients_once
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.runtime.errors import UserError
@@ -219,7 +219,7 @@ def train(
     with torch.device("meta"):
         model = kind(replace(args, max_seq_len=training.seq_len))
     kernels = pick_kernels(device)
-    parallelize_student(model, config, mesh=mesh, kernels=kernels, has_other_sizes=config.teacher.path is not None)
+    parallelize(model, config, mesh=mesh, kernels=kernels)
     memory = state_memory(config, Path(config.job.dump_folder))
     on_host = "parameters" in places(config)
     materialize(model, device=device, dtype=DTYPES[training.dtype], seed=seed, on_host=on_host, memory=memory)

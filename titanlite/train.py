@@ -33,7 +33,7 @@ from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.optim.state_memory import StateMemory, WeightAverage
-from titanlite.parallelize import DTYPES, materialize, parallelize_student, reduces_gradients_once
+from titanlite.parallelize import DTYPES, materialize, parallelize, reduces_gradients_once
 from titanlite.run.records import RecordFile
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.timeouts import PhaseTimeouts
@@ -262,11 +262,7 @@ def build_model(
     training = config.training
     model = resolved.model.build()
     phase.phase(Phase.SHARDING)
-    parallelize_student(
-        model, config, mesh=mesh, kernels=kernels, pin_memory=memory.pins,
-        has_other_sizes=resolved.targets.frozen is not None
-        or (bool(training.seq_len_ramp) and not config.data.document_mask),
-    )  # fmt: skip
+    parallelize(model, config, mesh=mesh, kernels=kernels)
     whole = model
     if model.stages:
         whole = resolved.model.build()

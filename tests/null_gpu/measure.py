@@ -187,7 +187,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
     from titanlite.optim.norm import count_parameter_replicas
-    from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
+    from titanlite.parallelize import build_mesh, parallelize, reduces_gradients_once
     from titanlite.parallelize.materialize import allocate
     from titanlite.step import Step
     from titanlite.techniques import build_gradients, passes_of_step, split_batch, split_vocabulary
@@ -198,7 +198,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     kernels = kernels_with_stated_counts(config)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cuda")
     model = build_on_meta(spec.model_cls, spec.args)
-    parallelize_student(model, config, mesh=mesh, kernels=kernels)
+    parallelize(model, config, mesh=mesh, kernels=kernels)
     allocate(model, torch.device("cpu") if config.training.enable_cpu_offload else device, device)
     optimizer = build_optimizer(model, config.optimizer, seed=0)
     gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})

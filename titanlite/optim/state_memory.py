@@ -12,8 +12,6 @@ class StateMemory:
 
     slices_updates = False
     """Whether the optimizer updates a slice at a time, and passes it to `changed`."""
-    pins = True
-    """Whether FSDP may copy parameters in host memory to pinned memory."""
 
     def zeros(
         self, category: str, like: Iterable[Tensor], dtype: torch.dtype | None = None, *, copies: int = 1

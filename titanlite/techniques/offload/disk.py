@@ -82,7 +82,6 @@ class DiskMemory(StateMemory):
     def __init__(self, folder: Path, categories: Collection[str] = ("parameters", "optimizer")) -> None:
         self.folder = folder
         self.slices_updates = "parameters" in categories or "optimizer" in categories
-        self.pins = "parameters" not in categories
         self._categories = categories
         self._files: list[_File] = []
         self._thread = ThreadPoolExecutor(1, "offload")

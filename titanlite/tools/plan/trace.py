@@ -23,7 +23,7 @@ from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.optim.state_memory import StateMemory
-from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
+from titanlite.parallelize import build_mesh, parallelize, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
@@ -87,9 +87,7 @@ def trace_step(
     with fake_ranks(world_size, rank=rank), _fresh_compiler(config):
         targets = targets or Targets()
         frozen = targets.frozen
-        model, mesh = parallelized(
-            config, model_cls, args, world_size=world_size, kernels=kernels, has_other_sizes=frozen is not None
-        )
+        model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         models = {"": model}
         if frozen:
             other = parallelize_frozen(frozen, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
@@ -158,19 +156,15 @@ def parallelized(
     *,
     world_size: int,
     kernels: Kernels,
-    **options: Any,
 ) -> tuple[Model, DeviceMesh]:
     """Return the parallelized model, with its tensors still on the meta device, and its mesh of CPUs.
 
     A compiled block is traced and partitioned as the default compiler does it, and its parts run operator by operator.
     It keeps for backward what a compiled block keeps; its temporary memory is larger.
-
-    Args:
-        options: further ones of `parallelize`.
     """
     model = build_on_meta(model_cls, args)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
-    parallelize_student(model, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND, **options)
+    parallelize(model, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
     return model, mesh
 
 
