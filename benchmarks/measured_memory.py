@@ -61,6 +61,7 @@ from titanlite.techniques import (
     split_vocabulary,
     state_memory,
 )
+from titanlite.techniques.technique import Trained
 from titanlite.tools.plan.estimate import planned_targets
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
@@ -225,9 +226,8 @@ def train(
     materialize(model, device=device, dtype=DTYPES[training.dtype], seed=seed, on_host=on_host, memory=memory)
     optimizer = build_optimizer(model, config.optimizer, seed=seed, memory=memory)
     guard = StepGuard(config.guard, device=device, step=0, state={})
-    gradients = build_gradients(
-        config, model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip
-    )
+    trained = Trained(model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip)
+    gradients = build_gradients(config, trained)
     reader, readers = data_parallel_rank(mesh)
     micro_batch_size, accumulation = training.batch_split(readers)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=reader)

@@ -59,7 +59,7 @@ from titanlite.techniques import (
     used,
     weight_average,
 )
-from titanlite.techniques.technique import Observed
+from titanlite.techniques.technique import Observed, Trained
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
@@ -361,6 +361,7 @@ def build_step(
     """Return the optimizer step of a model that has memory."""
     loss = build_loss(config.training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
     group = loss_group(mesh)
+    trained = Trained(model=model, optimizer=optimizer, mesh=mesh, state=progress.guard, should_skip=guard.should_skip)
     return Step(
         model=model,
         optimizer=optimizer,
@@ -371,9 +372,7 @@ def build_step(
         replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
         loss_function=split_loss(loss, config, mesh),
         targets=targets,
-        gradients=build_gradients(
-            config, model=model, optimizer=optimizer, mesh=mesh, state=progress.guard, should_skip=guard.should_skip
-        ),
+        gradients=build_gradients(config, trained),
         reduce_once=reduces_gradients_once(config, mesh),
         passes=passes_of_step(config, model, mesh),
     )

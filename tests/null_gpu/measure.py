@@ -192,6 +192,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.step import Step
     from titanlite.techniques import build_gradients, passes_of_step, split_batch, split_vocabulary
     from titanlite.techniques.float8.layers import weight_scaler
+    from titanlite.techniques.technique import Trained
     from titanlite.tools.plan.estimate import model_of
 
     spec = model_of(config)
@@ -201,7 +202,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     parallelize(model, config, mesh=mesh, kernels=kernels)
     allocate(model, torch.device("cpu") if config.training.enable_cpu_offload else device, device)
     optimizer = build_optimizer(model, config.optimizer, seed=0)
-    gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
+    gradients = build_gradients(config, Trained(model=model, optimizer=optimizer, mesh=mesh))
     degrees = config.parallelism.degrees(world_size)
     size, accumulation = config.training.batch_split(degrees.data_parallel)
     tokens = torch.zeros(size, config.training.seq_len, dtype=torch.int64, device=device)

@@ -130,8 +130,10 @@ def examine(
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
-    parts = {"student": spec, "tokenizer": tokenizer, "open_model": open_model, "attempt": report.attempt}
-    opened = (technique.open_targets(config, **parts) for technique in asked_for(config))
+    opened = (
+        technique.open_targets(config, student=spec, tokenizer=tokenizer, open_model=open_model, attempt=report.attempt)
+        for technique in asked_for(config)
+    )
     targets = next(filter(None, opened), None) or Targets()
     reads = ["data", "validation", "training.seq_len"]
     tasks = report.attempt("validation.tasks", reads, lambda: _open_tasks(config, tokenizer, open_tasks))

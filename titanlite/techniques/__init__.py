@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Technique
+from titanlite.techniques.technique import Conflict, Technique, Trained
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -136,16 +136,11 @@ def split_vocabulary(config: Config, mesh: "DeviceMesh") -> "SplitVocabulary | N
     return _first(technique.split_vocabulary(mesh) for technique in used(config))
 
 
-def build_gradients(config: Config, **parts: Any) -> "Gradients":
-    """Return what handles the gradients of steps; see `Technique.gradients`.
-
-    Args:
-        parts: model: as it is trained. optimizer. mesh. state: of the checkpoint that the run resumes from, by the
-            guard and by gradients. should_skip: as `StepGuard.should_skip`; may be left out.
-    """
+def build_gradients(config: Config, trained: Trained) -> "Gradients":
+    """Return what handles the gradients of steps; see `Technique.gradients`."""
     from titanlite.step import Gradients
 
-    return _first(technique.gradients(config, **parts) for technique in used(config)) or Gradients()
+    return _first(technique.gradients(config, trained) for technique in used(config)) or Gradients()
 
 
 def passes_of_step(config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes | None":

@@ -7,7 +7,7 @@ these hooks. What changes the layers of a model is no hook: its order matters, a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.batch import Batch
+    from titanlite.data.tokenizer import Tokenizer
     from titanlite.loss import LossFunction, Targets
     from titanlite.models.base import Model
+    from titanlite.models.frozen import OpenModel
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.ops.cross_entropy import SplitVocabulary
@@ -70,6 +72,20 @@ class Observed:
     """Excludes a block within a step from the time of the step."""
     state: "Callable[[], dict[str, torch.Tensor]]"
     """Returns the tensors of a checkpoint, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What the gradients of a step belong to."""
+
+    model: "Model"
+    """As it is trained, with memory."""
+    optimizer: "torch.optim.Optimizer"
+    mesh: "DeviceMesh"
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """State of the guard and of `Gradients`, in the checkpoint that the run resumes from."""
+    should_skip: "Callable[[torch.Tensor], torch.Tensor] | None" = None
+    """See `StepGuard.should_skip`. Default: a loss that is not finite."""
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -153,12 +169,20 @@ class Technique:
     loss_arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the further arguments that its `Targets` give to the loss function."""
 
-    def open_targets(self, config: Config, **parts: Any) -> "Targets | None":
+    def open_targets(
+        self,
+        config: Config,
+        *,
+        student: "ModelSpec",
+        tokenizer: "Tokenizer | None",
+        open_model: "OpenModel | None",
+        attempt: Attempt,
+    ) -> "Targets | None":
         """Open and check what the loss reads beside labels; None if that is nothing, or has problems.
 
         Args:
-            parts: student (`ModelSpec`), tokenizer (of the data; None if it is not known), open_model (an `OpenModel`;
-                None: this command reads no weights) and attempt (an `Attempt`).
+            tokenizer: of the data. None if it is not known.
+            open_model: None if the command reads no weights.
         """
         return None
 
@@ -195,13 +219,9 @@ class Technique:
         if it is used."""
         return None
 
-    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
         """Return what handles the gradients of steps; None if the technique leaves that as it is. One that returns it
-        has the claim `Claim.GRADIENTS`.
-
-        Args:
-            parts: model, optimizer, mesh, state and should_skip; see `techniques.build_gradients`.
-        """
+        has the claim `Claim.GRADIENTS`."""
         return None
 
     def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes | None":
@@ -269,11 +289,13 @@ class Technique:
         """
         return 0.0, 0.0
 
-    def planned_targets(self, config: Config, **parts: Any) -> "Targets | None":
+    def planned_targets(
+        self, config: Config, *, read_spec: "Callable[[str, str | None, str], ModelSpec]"
+    ) -> "Targets | None":
         """Return the targets for a plan, which need not be there yet. Only asked if it is used.
 
         Args:
-            parts: read_spec, (path, config, section) -> the model of weights.
+            read_spec: (path, config, section) -> the model of weights.
         """
         return None
 

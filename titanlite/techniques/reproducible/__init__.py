@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Observed, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Observed, Technique, Trained, reads
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
@@ -123,7 +123,7 @@ class ReproducibleLayouts(Technique):
     def summary(self, config: Config) -> str:
         return "same bits on any layout" if config.debug.reproducible_layouts else ""
 
-    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
         if not config.debug.reproducible_layouts:
             return None
         import torch
@@ -133,7 +133,7 @@ class ReproducibleLayouts(Technique):
         # CPU kernels divide sums among threads, and processes divide a machine's cores: by default the number of
         # threads follows from the layout.
         torch.set_num_threads(1)
-        return ExactSums(parts["mesh"], parts["model"].parameters())
+        return ExactSums(trained.mesh, trained.model.parameters())
 
     def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
         from titanlite.techniques.reproducible.hashes import StateHashes

@@ -50,6 +50,7 @@ from titanlite.techniques import (
     split_vocabulary,
     weight_average,
 )
+from titanlite.techniques.technique import Trained
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
 
@@ -120,7 +121,7 @@ def trace_step(
                 recorder.label(average.tensors.values(), "average")
                 if not keeps_gradients(config):
                     _label_gradients(model, recorder)
-                gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
+                gradients = build_gradients(config, Trained(model=model, optimizer=optimizer, mesh=mesh))
                 untraced = gradients.partial_sums(accumulation) - gradients.partial_sums(len(batches))
                 with recorder.category("reduce-scatter"):
                     parts = [local_tensor(it) for it in _trained(optimizer)]
