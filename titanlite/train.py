@@ -177,7 +177,7 @@ def build(
         steps=steps,
         seq_len=training.seq_len,
         samples=progress.samples_seen,
-        flops_per_token=flops_counter([it for it in (whole, targets.frozen) if it], lengths),
+        flops_per_token=flops_counter([one for one in (whole, targets.frozen) if one], lengths),
         device=device,
         compute_type=training.mixed_precision_param,
         group=world,
@@ -521,7 +521,9 @@ def _learning_rate(run: Run, step: int) -> float:
     scheduler, peak = run.config.lr_scheduler, run.config.optimizer.lr
     if not scheduler.counts_tokens:
         return learning_rate(step, peak=peak, end=run.steps, config=scheduler)
-    before, position, end = (_samples_seen(run, it) * run.config.training.seq_len for it in (step - 1, step, run.steps))
+    before, position, end = (
+        _samples_seen(run, number) * run.config.training.seq_len for number in (step - 1, step, run.steps)
+    )
     return learning_rate(position, peak=peak, end=end, size=position - before, config=scheduler)
 
 

@@ -105,7 +105,7 @@ def examine(
         report.attempt(key, [key], partial(check_path, path, find_text))
     if config.compile.enable:
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
-    report.ask(lambda it: it.check_machine, config, device)
+    report.ask(lambda technique: technique.check_machine, config, device)
     if loss := training.loss:
         names = [name for technique in used(config) for name in technique.loss_arguments]
         report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, names))
@@ -121,7 +121,7 @@ def examine(
     if spec is None or model is None:
         return None, report.problems
     args = spec.args
-    report.ask(lambda it: it.check_model, config, spec, model, ranks.world_size)
+    report.ask(lambda technique: technique.check_model, config, spec, model, ranks.world_size)
     attention = ["training", "data.document_mask"]
     report.attempt("training.attention_backend", attention, lambda: check_attention(model, config, device))
     if checked:
@@ -141,7 +141,7 @@ def examine(
         fits = partial(check_model_memory, model, config, ranks, device, frozen=targets.frozen)
         report.attempt("model.flavor", ["training", "parallelism", "offload", "teacher"], fits)
         if "disk" in places(config).values() and no_known_problem(["training", "parallelism"], bad_keys):
-            report.ask(lambda it: it.check_disk, config, bytes_on_disk(model, config, ranks))
+            report.ask(lambda technique: technique.check_disk, config, bytes_on_disk(model, config, ranks))
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
     return (ResolvedConfig(spec, tokenizer, targets, tasks or ()) if tokenizer else None), report.problems
 
@@ -168,7 +168,7 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
     if config.model.path:
         with_documents = config.data.document_mask
         report.attempt("model.path", ["data.document_mask"], lambda: check_decoder(spec, with_documents=with_documents))
-    report.ask(lambda it: it.choose_trained, model, config)
+    report.ask(lambda technique: technique.choose_trained, model, config)
     return model
 
 

@@ -66,7 +66,7 @@ def report_start(
         name = model.attention_backend(model.kernels, config, device)
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" and name != "tiles" else ""
         compute = torch_dtype(training.mixed_precision_param)
-        others = {it.kernel_name(device, compute) for it in model.modules() if isinstance(it, LayerOfHeads)}
+        others = {module.kernel_name(device, compute) for module in model.modules() if isinstance(module, LayerOfHeads)}
         logger.info("; ".join([f"kernels  attention by {name}{chosen}", *sorted(filter(None, others))]))
     logger.info(f"applied  {', '.join(applied(config, blocks=len(whole.layers)))}")
     logger.info(

@@ -79,8 +79,8 @@ class Table:
                 ours = entry.ours.replace("{layer}.", "{layer}.block.", 1)
                 entries.append(replace(entry, ours=ours, theirs=of_block + entry.theirs.partition(".{layer}.")[2]))
         numbered = [
-            replace(it, ours=it.ours.replace("{layer}", layer), theirs=it.theirs.replace("{layer}", layer))
-            for it in entries
+            replace(entry, ours=entry.ours.replace("{layer}", layer), theirs=entry.theirs.replace("{layer}", layer))
+            for entry in entries
         ]
         return Table([*numbered, *self.entries], self.further)
 

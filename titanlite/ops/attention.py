@@ -136,7 +136,7 @@ def attend(
     if isinstance(mask, Boundaries):
         return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets, mask.window, scores)
     if isinstance(mask, tuple):
-        chunks = tuple(it for it in mask if isinstance(it, ChunkBoundaries))
+        chunks = tuple(chunk for chunk in mask if isinstance(chunk, ChunkBoundaries))
         assert len(chunks) == len(mask), "a key source attends to chunks with other masks"
         return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, chunks, scores)
     assert scores.are_plain, "PyTorch's attention knows no sinks and no soft cap"
@@ -211,7 +211,9 @@ def chunk_boundaries(
 
 def offsets_of(mask: Boundaries | tuple[ChunkBoundaries, ...]) -> list[Tensor]:
     """Return all offsets of a mask of packed documents."""
-    return [mask.offsets] if isinstance(mask, Boundaries) else [it for c in mask for it in (c.queries, c.keys)]
+    return (
+        [mask.offsets] if isinstance(mask, Boundaries) else [indices for c in mask for indices in (c.queries, c.keys)]
+    )
 
 
 def _chunked_attention(

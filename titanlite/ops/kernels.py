@@ -203,7 +203,7 @@ class Kernels:
         inputs = q_BNLK, k_BNLK, v_BXLV, decay_BXL, beta_BXL
         if self.has_fused_delta_rule(v_BXLV.device, dtype, k_BNLK.shape[-1]):
             return fused_gated_delta_rule(*inputs, dtype=dtype, boundaries=documents and documents.boundaries)
-        q, k = (repeat_heads(it, v_BXLV.shape[1]) for it in inputs[:2])
+        q, k = (repeat_heads(x, v_BXLV.shape[1]) for x in inputs[:2])
         return gated_delta_rule(q, k, *inputs[2:], positions_BL=documents and documents.positions_BL)[0]
 
     def has_fused_delta_rule(self, device: torch.device, dtype: torch.dtype, key_dim: int) -> bool:

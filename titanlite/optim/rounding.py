@@ -127,7 +127,7 @@ class SlicedAdamW(torch.optim.Optimizer):
             on_device = [part.to(gradient.device).float() for part in kept]
             rounds = any(part.dtype != torch.float32 for part in (weight, mean, square))
             if rounds and (rest := -len(gradient) % VECTOR):
-                on_device = [nn.functional.pad(it, (0, rest)) for it in on_device]
+                on_device = [nn.functional.pad(tensor, (0, rest)) for tensor in on_device]
             fused_adamw_(
                 *on_device, step=state["step"], lr=group["lr"], betas=group["betas"], eps=group["eps"],
                 weight_decay=group["weight_decay"], found_inf=skip,

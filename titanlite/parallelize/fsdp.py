@@ -138,7 +138,9 @@ def shard(
     roots = [*model.stages] or [model]
     for root in roots:
         fully_shard(root, reshard_after_forward=reshard, **options)
-    sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), *roots) if isinstance(it, FSDPModule)]
+    sharded: list[FSDPModule] = [
+        each_unit for each_unit in (*(unit[0] for unit in units), *roots) if isinstance(each_unit, FSDPModule)
+    ]
     choose = partial(
         set_reductions,
         on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),
@@ -223,7 +225,7 @@ def _prefetch(units: list[FSDPModule], parallelism: Parallelism) -> None:
     forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
     for index, unit in enumerate(units):
         if forward:
-            following = [it for it in units[index + 1 :] if in_every_pass(it)]
+            following = [unit for unit in units[index + 1 :] if in_every_pass(unit)]
             unit.set_modules_to_forward_prefetch(following[:forward])
         if backward:
             unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1])

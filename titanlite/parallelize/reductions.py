@@ -60,7 +60,7 @@ def set_reductions(
         unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
         if overlaps and shard_degree > 1 and not on_gpu:  # with replicas, it takes 3 % more memory than planned
             gather_asynchronously(unit)
-            following = [it for it in units[index + 1 :] if in_every_pass(it)]
+            following = [unit for unit in units[index + 1 :] if in_every_pass(unit)]
             unit.set_modules_to_forward_prefetch(following[:1])  # as FSDP does itself on a GPU
 
 

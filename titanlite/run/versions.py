@@ -130,7 +130,9 @@ def differences(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
             holders.setdefault(facts.get(name), []).append(rank)
         for value in [value for value in holders if value != expected.get(name)]:
             has = f"{named_ranks(holders[value], hosts)} {'has' if len(holders[value]) == 1 else 'have'}"
-            mine, first = (f"no {name}" if it is None else f"{name}{sign}{it}" for it in (value, expected.get(name)))
+            mine, first = (
+                f"no {name}" if fact is None else f"{name}{sign}{fact}" for fact in (value, expected.get(name))
+            )
             lines.append(f"{has} {mine}, rank 0 on {hosts[0]} has {first}: let all hosts start with the same")
     return lines
 

@@ -70,8 +70,8 @@ def used(config: Config) -> list[Technique]:
 def exclusions(config: Config) -> Iterator[Conflict]:
     """Yield the pairs of used techniques that claim the same, as a problem of the second one."""
     for first, second in combinations([technique.claims(config) for technique in used(config)], 2):
-        if claim := next((it for it in first if it in second), None):
-            value, other = (json.dumps(_value(config, it[claim])) for it in (second, first))
+        if claim := next((common for common in first if common in second), None):
+            value, other = (json.dumps(_value(config, claims[claim])) for claims in (second, first))
             yield (
                 second[claim],
                 f"{value} cannot be combined with {first[claim]} = {other}, which {claim} too: choose one of the two",
@@ -103,7 +103,7 @@ def keeps_gradients(config: Config) -> bool:
 
 def places(config: Config) -> dict[str, str]:
     """Return host or disk for each category of memory that is not on the device."""
-    return {category: place for it in used(config) for category, place in it.places(config).items()}
+    return {category: place for technique in used(config) for category, place in technique.places(config).items()}
 
 
 def state_memory(config: Config, run: Path) -> "StateMemory":

@@ -182,7 +182,9 @@ def on_each(act: Callable[[], Result], job: Job) -> Result:
                 holders.setdefault(line, []).append(rank)
         return [f"{named_ranks(ranks, job.hosts)}: {line}" for line, ranks in holders.items()]
 
-    return Result(every[0].value, by_line([it.problems for it in every]), by_line([it.warnings for it in every]))
+    return Result(
+        every[0].value, by_line([result.problems for result in every]), by_line([result.warnings for result in every])
+    )
 
 
 def describe(error: Exception) -> str:
@@ -372,7 +374,7 @@ def check_disk(url: str, size: int, config: Config, job: Job) -> Result:
         listing = open_storage(url).list().items()
         there = sum(sum(files.values()) for name, files in listing if manifests.step_of(name) is not None)
         path = Path(url).expanduser().absolute()
-        free = shutil.disk_usage(next(it for it in (path, *path.parents) if it.exists())).free
+        free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
         needed = max(0, count * size - there)
         text = f"{needed / GIB:,.1f} GiB to write ({count:,} checkpoints), {free / GIB:,.1f} GiB free at {url}"
         remedy = "free the disk, or lower checkpoint.keep_latest_k"

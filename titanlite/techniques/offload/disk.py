@@ -114,9 +114,9 @@ class DiskMemory(StateMemory):
         """Return tensors on disk. Where rows of a parameter do not divide evenly, FSDP copies the last rank's part to
         pad it, and that copy is in memory."""
         tensors = [*like] if category in self._categories else []
-        shapes = [(local_tensor(it).shape, dtype or it.dtype) for it in tensors for _ in range(copies)]
+        shapes = [(local_tensor(tensor).shape, dtype or tensor.dtype) for tensor in tensors for _ in range(copies)]
         parts = iter(self.allocate(shapes))
-        return {it: [from_local_like(part, it) for part in islice(parts, copies)] for it in tensors}
+        return {tensor: [from_local_like(part, tensor) for part in islice(parts, copies)] for tensor in tensors}
 
     def drop_after_use(self, model: nn.Module) -> None:
         """Drop parameters from memory after their FSDP unit's forward (compiled units excepted) and after their

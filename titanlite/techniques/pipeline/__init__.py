@@ -61,7 +61,7 @@ class PipelineParallel(Technique):
             return
         counts = {batch // (size * ranks) for batch in config.training.batch_sizes}
         step = 1 if config.parallelism.pipeline_parallel_schedule in ("1F1B", "GPipe") else degree
-        if self.is_used(config) and (wrong := [it for it in counts if it < degree or it % step]):
+        if self.is_used(config) and (wrong := [count for count in counts if count < degree or count % step]):
             largest = config.training.global_batch_size // (ranks * degree)
             hint = f"set training.local_batch_size = {largest} or a divisor of it" if largest else "raise the batch"
             needed = f"a multiple of {degree}" if step > 1 else f"at least {degree}"

@@ -63,7 +63,7 @@ class PipelinePasses:
     def __init__(self, model: Model, config: Config, mesh: DeviceMesh) -> None:
         axis = pipeline_mesh(mesh)
         assert axis is not None, "the mesh has no pipeline axis"
-        self.stages = [it for it in model.stages if isinstance(it, Stage)]
+        self.stages = [stage for stage in model.stages if isinstance(stage, Stage)]
         self.dim, self.device, self.sizes = model.args.dim, torch.device(mesh.device_type), self.stages[0].sizes
         self.group, self.rank = axis.get_group(), axis.get_local_rank()
         self.dtype = torch_dtype(config.training.mixed_precision_param)
@@ -100,7 +100,7 @@ class PipelinePasses:
             raise error.__cause__ or error from None
         zero = torch.zeros((), device=self.device)
         losses = self.losses or [TokenLoss(zero, zero, dict.fromkeys(self._names_of_metrics(), zero))] * len(batches)
-        sums = [torch.stack([it.cross_entropy, it.total, *it.metrics.values()]) for it in losses]
+        sums = [torch.stack([loss.cross_entropy, loss.total, *loss.metrics.values()]) for loss in losses]
         micro_losses, totals, *metrics = torch.stack(sums, dim=1) / valid_tokens
         return micro_losses, totals, dict(zip(self._names_of_metrics(), metrics, strict=True))
 
@@ -184,14 +184,14 @@ class PipelinePasses:
             elif (target := self.rank_of(stage.number + 1)) != self.rank:
                 dist.send(out.contiguous(), group=self.group, group_dst=target)
         dist.broadcast_object_list(result, group=self.group, group_src=self.last_rank, device=self.device)
-        return _each(result[0], lambda it: it.to(self.device))
+        return _each(result[0], lambda tensor: tensor.to(self.device))
 
 
 def _each(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the result of a head, a tensor or a `TokenLoss`, with each tensor changed."""
     if isinstance(result, Tensor):
         return change(result)
-    metrics = {name: change(it) for name, it in result.metrics.items()}
+    metrics = {name: change(metric) for name, metric in result.metrics.items()}
     return TokenLoss(change(result.total), change(result.cross_entropy), metrics)
 
 

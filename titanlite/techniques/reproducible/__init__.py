@@ -46,7 +46,10 @@ class ReproducibleLayouts(Technique):
                 f"{self.option} adds the gradients of micro-batches, which must be the same on every layout: set how "
                 "many sequences each has. With 1, up to training.global_batch_size processes can share a step",
             )
-        names, args = config.optimizer.names, (config.optimizer.args, *(it.args for it in config.optimizer.groups))
+        names, args = (
+            config.optimizer.names,
+            (config.optimizer.args, *(group.args for group in config.optimizer.groups)),
+        )
         parts, context = config.debug.reproducible_context_degree, parallelism.context_parallel_degree
         if parts & (parts - 1):
             yield PARTS, f"{self.option} adds parts of sequences in a binary tree: {_not_a_power(parts)}"
@@ -65,7 +68,7 @@ class ReproducibleLayouts(Technique):
             "a training.mixed_precision_reduce that is not training.dtype": (
                 training.mixed_precision_reduce != training.dtype
             ),
-            "optimizer.args.fused": any(it.get("fused") for it in args),
+            "optimizer.args.fused": any(options.get("fused") for options in args),
             "an optimizer of torchao": any(name.startswith("torchao.") for name in names),
         }
         for other, is_set in refused.items():

@@ -27,7 +27,7 @@ class StateHashes(StepObserver):
             with self._run.paused():
                 hashes = hash_tensors(self._run.state())
                 if stages := pipeline_mesh(self._run.mesh):
-                    hashes = {name: it for own in gather(hashes, stages.get_group()) for name, it in own.items()}
+                    hashes = {name: value for own in gather(hashes, stages.get_group()) for name, value in own.items()}
             if self._file:
                 self._file.write({"step": self._step, "hash": join_hashes(hashes), "tensors": hashes})
 

@@ -137,8 +137,8 @@ def open_place(out: str) -> tuple[Storage, str]:
         if os.path.lexists(place) and not place.is_dir():
             raise UserError(f"--out: {out} is not a folder")
         place = place.resolve()
-        signs = place / "checkpoints", *(it / "run.json" for it in (place, *place.parents))
-        if run := next((it.parent for it in signs if it.exists()), None):
+        signs = place / "checkpoints", *(folder / "run.json" for folder in (place, *place.parents))
+        if run := next((sign.parent for sign in signs if sign.exists()), None):
             raise UserError(f"--out: {run} is the folder of a run, which has its own checkpoints: name another folder")
     try:
         storage = open_storage(out, owner=OWNER)

@@ -441,5 +441,7 @@ class AverageReader(RankReader):
 
     def read_item(self, item: ReadItem) -> Tensor:
         parts = self._parts.get(item.storage_index.fqn, [item.storage_index.fqn])
-        read = [self.stored.read_item(replace(item, storage_index=replace(item.storage_index, fqn=it))) for it in parts]
+        read = [
+            self.stored.read_item(replace(item, storage_index=replace(item.storage_index, fqn=name))) for name in parts
+        ]
         return read[0] if len(parts) == 1 else rounded_once(weighted_mean(read, [1.0] * len(read)), read[0].dtype)
