@@ -51,7 +51,7 @@ def test_parts_of_a_run_are_there_for_a_loop_of_ones_own(tiny: TinyRun) -> None:
             run.model(batch["tokens"]).flatten(0, 1).float(), batch["labels"].flatten()
         )
         assert 4 < float(loss) < 8
-        with pytest.raises(titanlite.UserError, match="another run is open"), titanlite.build_run(config):
+        with pytest.raises(titanlite.UserError), titanlite.build_run(config):
             pass
     with pytest.raises(ZeroDivisionError), titanlite.build_run(config):
         raise ZeroDivisionError
