@@ -50,7 +50,7 @@ COMMANDS = {
     "coordcheck": "coordcheck.coordcheck",
     "calibrate": "plan.calibrate.calibrate",
     "report": "report.page.report",
-    "parity": "report.where_command.parity",
+    "parity": "report.parity.parity",
     "inspect": "report.parameter_table.inspect",
     "data prepare": "ingest.prepare.prepare_folder",
     "data inspect": "ingest.inspect.inspect",
