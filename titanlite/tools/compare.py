@@ -122,10 +122,11 @@ class ValueDump(StepCapture):
         self._values: dict[str, list[Tensor]] = {}
         self._count(12 * sum(parameter.numel() for _, parameter in unique_parameters(model)))
         compiled = tuple(f"{name}." for name, module in model.named_modules() if is_compiled(module))
-        modules = [(name, it) for name, it in model.named_modules() if name and not name.startswith(compiled)]
-        modules = [(name, it) for name, it in modules if not isinstance(it, nn.Identity)]
-        whole = [("tokens", it) for it in model.stages or [model]]
-        super().__init__([*whole, *modules], unique_parameters(model), read=_whole)
+        modules = [("", it) for it in model.stages or [model]]
+        for name, module in model.named_modules():
+            if name and not name.startswith(compiled) and not isinstance(module, nn.Identity):
+                modules.append((name, module))
+        super().__init__(modules, unique_parameters(model), read=_whole)
 
     def is_captured(self, step: int) -> bool:
         return step == self._facts["step"]
@@ -136,11 +137,11 @@ class ValueDump(StepCapture):
             if kind != "after parameter" and self._takes_parameters:
                 self._add(f"{kind} {name}", value)
             return
-        if is_whole := name == "tokens":
+        if is_whole := not name:
             if kind == "forward output":
                 self._end_forward()
                 return
-            self._batch = value.shape[:2]
+            name, self._batch = "tokens", value.shape[:2]
         if source is self._head and isinstance(getattr(value, "cross_entropy", None), Tensor):
             name, value = "loss", value.cross_entropy[None]
         if isinstance(value, Tensor) and (kind == "forward output" or value.is_floating_point() != is_whole):

@@ -367,20 +367,19 @@ def _slug(name: str) -> str:
 
 def _run(command: list[str], processes: int, run: Path) -> Curve | str:
     """Train from the start in the folder `run`. Return losses and norms, or the first line of an error."""
-    shutil.rmtree(run, ignore_errors=True)
-    if error := start(command, processes, run.with_suffix(".log")):
+    if error := start(command, processes, run):
         return error
     records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses, norms = ([record[key] for record in records] for key in ("loss", "grad_norm"))
     return Curve(losses, norms, [record["hash"] for record in hashed_steps(run)])
 
 
-def start(command: list[str], processes: int, log: Path) -> str | None:
-    """Run a command of titanlite on some processes. Return the first line of an error, if it fails.
-
-    Args:
-        log: file for what the processes print.
+def start(command: list[str], processes: int, folder: Path) -> str | None:
+    """Run a command of titanlite on some processes, which writes to a new folder; what they print goes to a file beside
+    it. Return the first line of an error, if it fails.
     """
+    shutil.rmtree(folder, ignore_errors=True)
+    log = folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     with log.open("w") as output:
@@ -450,8 +449,7 @@ def compare_sides(
         command = ["parity", "--config", path, "--dump", str(folders[-1]), "--step", str(step), *options]
         runs.append((side, folders[-1], command))
     for side, folder, command in runs:
-        shutil.rmtree(folder, ignore_errors=True)
-        if error := start(command, side.processes, folder.with_suffix(".log")):
+        if error := start(command, side.processes, folder):
             raise RunError(f"{side.name} failed: {error}")
     from titanlite.tools.compare import compare_dumps, read_dump, report
 
