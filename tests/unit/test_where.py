@@ -129,6 +129,10 @@ def test_mistakes_of_the_command_are_one_line(tiny: TinyRun, capfd: pytest.Captu
         (config, "--where", "3x1", "1x1"): ["3x1: training.global_batch_size"],
         (config, "--where", "training.stepss=1", "1x1"): ["training.stepss=1: training.stepss"],
         (config, "--where", "1x1", "1x1", "--step", "7"): ["--step 7", 6, "training.steps"],
+        (config, "--where", "parallelism.tensor_parallel_degree=2", "1x1"): [
+            "tensor_parallel_degree",
+            "parts of layers",
+        ],
         (config, "--dump", "x", "--step", "7"): ["--step 7", 6, "training.steps"],
         (config, "--where", "1x1", "1x1", "--dump", "x"): ["--where", "--dump"],
     }.items():

@@ -14,7 +14,7 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
@@ -61,7 +61,7 @@ class Profiler(StepObserver):
         self._step = 0
         self._is_at_end = False
         """The last phase of the step has begun."""
-        self._range: record_function | None = None
+        self._range = ExitStack()
         """The open range: the phase of the loop."""
         self._profile: profile | None = None
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own lines about start and stop
@@ -98,7 +98,7 @@ class Profiler(StepObserver):
     def close(self) -> None:
         """End with the run: write the window that is complete, and drop one that is not."""
         self._end_step()
-        self._enter("")
+        self._range.close()
         if self._profile and self._step:
             if self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
                 logger.info(f"the run ends within a profiling window: no profile of step {self._step}")
@@ -106,12 +106,9 @@ class Profiler(StepObserver):
             self._profile.stop()
 
     def _enter(self, name: str) -> None:
-        """End the range, and begin the next one if it has a name."""
-        if self._range:
-            self._range.__exit__(None, None, None)
-        self._range = record_function(name) if name and self._profile else None
-        if self._range:
-            self._range.__enter__()
+        """End the range, and begin the next one."""
+        self._range.close()
+        self._range.enter_context(record_function(name))
 
     def _end_step(self) -> None:
         """Write the files of a window if its last step is done."""
@@ -125,7 +122,7 @@ class Profiler(StepObserver):
 
     def _move(self, step: int) -> None:
         """Tell the profiler that a step begins, unless it knows. Its set-up and its files are no time of steps."""
-        self._enter("")
+        self._range.close()
         if self._profile is None or self._profile.step_num >= step:
             return
         before, after = self._profile.current_action, self._profile.schedule(step)

@@ -5,7 +5,6 @@ Every variant and side is a run of its own, started as a user starts one. A vari
 give the same bits. A variant that sums in another order may differ by rounding.
 """
 
-import json
 import math
 import os
 import re
@@ -16,19 +15,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from titanlite.config.load import load
 from titanlite.runtime.errors import ConfigError, RunError, UserError, whole_number
 from titanlite.runtime.files import json_text
 from titanlite.schedule import known_steps
-from titanlite.schema import Config, Training
+from titanlite.schema import Config
 from titanlite.tools.arguments import Count
-from titanlite.tools.report.run_records import first_difference, hashed_steps
+from titanlite.tools.report.run_records import first_difference, read_run
 
 ONE = "1 process"
 LAYOUT = re.compile(r"(\d+)x(\d+)")
-FURTHER = re.compile(r"parallelism\.(?:context|pipeline)_parallel_degree=(\d+)")
+FURTHER = re.compile(r"parallelism\.(?:context|tensor|pipeline)_parallel_degree=(\d+)")
 """Axes whose ranks are others than the replicas and shards."""
 COMPARED = (
     "training.mixed_precision_param=float32",
@@ -326,8 +325,8 @@ def _run_all(
         failed += [] if found.is_equal else [variant.name]
         differences = f"{found.loss:.1e}", f"{found.grad_norm:.1e}"
         print(_row(variant.name, *ends, *differences, must, "yes" if found.is_equal else "NO"), flush=True)
-        records, others = (hashed_steps(folder / _slug(name)) for name in (variant.name, variant.reference))
-        if variant.exact and (first := first_difference(records, others)):
+        hashes = (read_run(folder / _slug(name)).hashes for name in (variant.name, variant.reference))
+        if variant.exact and curve.hashes != reference.hashes != [] and (first := first_difference(*hashes)):
             print(f"    step {first[0]}: first tensor that differs: {first[1]}", flush=True)
     return curves, failed
 
@@ -369,9 +368,8 @@ def _run(command: list[str], processes: int, run: Path) -> Curve | str:
     """Train from the start in the folder `run`. Return losses and norms, or the first line of an error."""
     if error := start(command, processes, run):
         return error
-    records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses, norms = ([record[key] for record in records] for key in ("loss", "grad_norm"))
-    return Curve(losses, norms, [record["hash"] for record in hashed_steps(run)])
+    found = read_run(run)
+    return Curve(found.column("loss"), found.column("grad_norm"), [it["hash"] for it in found.hashes])
 
 
 def start(command: list[str], processes: int, folder: Path) -> str | None:
@@ -444,7 +442,7 @@ def compare_sides(
         side = parse_side(text)
         options = [*overrides, *_dashed(side.options)]
         config = _checked(path, options, side)
-        _check_step(config.training, step)
+        _check(config, step)
         folders[-1] = Path(config.job.dump_folder, f"{config.job.name}-where", name)
         command = ["parity", "--config", path, "--dump", str(folders[-1]), "--step", str(step), *options]
         runs.append((side, folders[-1], command))
@@ -462,10 +460,17 @@ def compare_sides(
         raise RunError(f"not equal: first {compared.first.key}")
 
 
-def _check_step(training: Training, step: int) -> None:
-    steps = known_steps(training)
+def _check(config: Config, step: int) -> None:
+    """Check that the values of a step can be compared.
+
+    Raises:
+        UserError: they cannot.
+    """
+    steps = known_steps(config.training)
     if steps is not None and steps < step:
-        raise UserError(f"--step {step}: the run has {steps} steps (training.{training.length})")
+        raise UserError(f"--step {step}: the run has {steps} steps (training.{config.training.length})")
+    if config.parallelism.tensor_parallel_degree > 1:
+        raise UserError("parallelism.tensor_parallel_degree: values of parts of layers cannot be compared yet: set 1")
 
 
 def write_dump(path: str, overrides: Sequence[str], *, folder: Path, step: int) -> None:
@@ -477,9 +482,7 @@ def write_dump(path: str, overrides: Sequence[str], *, folder: Path, step: int) 
     own = [f"job.dump_folder={folder}", "job.name=run", f"data.cache_folder={_cache(load(path, overrides))}"]
     world_size = whole_number(os.environ, "WORLD_SIZE", 1)
     config = load(path, [*_dashed(COMPARED), *overrides, *_dashed(own)], world_size=world_size)
-    _check_step(config.training, step)
-    if config.parallelism.tensor_parallel_degree > 1:
-        raise UserError("parallelism.tensor_parallel_degree: values of parts of layers cannot be compared yet: set 1")
+    _check(config, step)
     # Not before: mistakes of the config are reported at once.
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.console import start_logging
