@@ -8,7 +8,7 @@ from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees
 from titanlite.schema import Config
 from titanlite.tools.convert.source import open_source
-from titanlite.tools.parameters import Row, inspect_ranks, rows_of
+from titanlite.tools.report.parameters import Row, inspect_ranks, rows_of
 
 
 def layouts_in_training(rank: int, world_size: int, config: Config) -> list[Row]:

@@ -16,7 +16,7 @@ from tests.unit.test_average import checkpoint, stored
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Parallelism
 from titanlite.techniques.pipeline.stages import blocks_of_stages, check_stages
-from titanlite.tools.compare import TOKENS, Dump, compare_dumps, read_dump, record
+from titanlite.tools.report.compare import TOKENS, Dump, compare_dumps, read_dump, record
 from titanlite.train import finish, train
 
 SIZES = "dim=32, n_layers=4, n_heads=4, n_kv_heads=2"

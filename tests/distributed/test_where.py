@@ -6,7 +6,7 @@ import pytest
 
 from tests.helpers import TinyRun, mentions
 from titanlite.tools import cli
-from titanlite.tools.compare import TOKENS
+from titanlite.tools.report.compare import TOKENS
 
 
 @pytest.mark.nightly

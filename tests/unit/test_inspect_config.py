@@ -10,7 +10,7 @@ from tests.helpers import TinyRun, mentions
 from tests.layouts import degrees
 from titanlite.config.load import load
 from titanlite.tools.cli import run
-from titanlite.tools.parameters import Row, inspect_ranks
+from titanlite.tools.report.parameters import Row, inspect_ranks
 
 SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 SMALL = ["--model.args.dim=64", "--model.args.n_layers=2", "--model.args.n_heads=4", "--model.args.n_kv_heads=2",

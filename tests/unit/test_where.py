@@ -11,7 +11,7 @@ from tests.helpers import TinyRun, mentions, one_process
 from tests.layouts import built
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.compare import TOKENS, ValueDump, compare_dumps, read_dump, report
+from titanlite.tools.report.compare import TOKENS, ValueDump, compare_dumps, read_dump, report
 
 
 @pytest.fixture(scope="module")

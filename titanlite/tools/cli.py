@@ -51,7 +51,7 @@ COMMANDS = {
     "calibrate": "plan.calibrate.calibrate",
     "report": "report.page.report",
     "parity": "report.parity.parity",
-    "inspect": "parameters.inspect",
+    "inspect": "report.parameters.inspect",
     "data prepare": "ingest.prepare.prepare_folder",
     "data inspect": "ingest.inspect.inspect",
     "data tokenizer": "ingest.bpe.train_tokenizer",

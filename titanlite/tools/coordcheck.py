@@ -25,10 +25,10 @@ from titanlite.runtime.errors import RunError, UserError
 from titanlite.schema import Config
 from titanlite.tools.api import build_run
 from titanlite.tools.arguments import Count
-from titanlite.tools.compare import forward_values
-from titanlite.tools.parameters import show
 from titanlite.tools.plan.estimate import resized_options, with_options
+from titanlite.tools.report.compare import forward_values
 from titanlite.tools.report.page import check_page, page, write_page
+from titanlite.tools.report.parameters import show
 from titanlite.train import Run
 
 FLAT = 0.25

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from titanlite.runtime.errors import RunError
 from titanlite.runtime.files import read_small
-from titanlite.tools.compare import LOGITS, Values, difference, forward_values
 from titanlite.tools.convert.layout import Outgoing, values_of
 from titanlite.tools.convert.source import Source, load_model
+from titanlite.tools.report.compare import LOGITS, Values, difference, forward_values
 
 LIMIT = 1e-4
 """Largest difference of hidden states and logits in float32, relative to their size (root mean square)."""

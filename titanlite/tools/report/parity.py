@@ -449,7 +449,7 @@ def compare_sides(
     for side, folder, command in runs:
         if error := start(command, side.processes, folder):
             raise RunError(f"{side.name} failed: {error}")
-    from titanlite.tools.compare import compare_dumps, read_dump, report
+    from titanlite.tools.report.compare import compare_dumps, read_dump, report
 
     compared = compare_dumps(*map(read_dump, folders), tolerance=tolerance)
     one, other = sides
@@ -488,9 +488,9 @@ def write_dump(path: str, overrides: Sequence[str], *, folder: Path, step: int) 
     from titanlite.runtime.console import start_logging
     from titanlite.runtime.process_group import pick_device, process_group, read_ranks
     from titanlite.tools.assemble import assemble
-    from titanlite.tools.compare import record
     from titanlite.tools.convert.source import open_model
     from titanlite.tools.ingest.inputs import find_files
+    from titanlite.tools.report.compare import record
 
     ranks = read_ranks(os.environ)
     start_logging(ranks.rank)
