@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -136,6 +137,16 @@ def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -
         assert row.partition(" ")[2] == words(blocks, notes, 4 * size, 4 * size, 8 * size + 4)
     assert len([name for name in rows if name.endswith("attention_norm.weight")]) == 2
     assert lines[-1].split() == ["together", f"{16 * 59_536 + 39 * 4:,}", "B"]
+
+
+@pytest.mark.long
+def test_the_notes_have_what_is_not_usual(capsys: Ends) -> None:
+    assert run(["inspect", "debug", *SMALL, "--lora.rank=4", "--lora.targets=['*.wq']", "--compile.enable"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    notes = {"tok_embeddings.weight": "frozen", "layers.0-1.attention.wq.lora_a": "compiled, lora"}
+    notes |= {"layers.0-1.attention.wk.weight": "compiled, frozen"}
+    for name, words in notes.items():
+        assert re.split(r"  +", rows[name])[-4] == words
 
 
 @pytest.mark.parametrize(

@@ -222,10 +222,14 @@ def _lines(record: dict[str, Any]) -> Iterator[str | Table]:
 
 
 def _notes(row: Row) -> Iterator[str]:
-    if row["recompute"] not in (None, "none"):
-        yield f"recompute {row['recompute']}"
-    yield from (note for note in ("compiled", "frozen") if row[note])
-    yield from filter(None, (it.parameter_note(row) for it in every_technique()))
+    """Yield what is not usual of a parameter, with the facts of techniques."""
+    usual = {"recompute": "none", "compiled": False, "frozen": False}
+    for technique in every_technique():
+        usual |= technique.facts
+    for name, value in usual.items():
+        if (found := row[name]) not in (value, None):
+            words = f"{found:.3g}" if isinstance(found, float) else found
+            yield name if found is True else f"{name} {words}"
 
 
 def _update(row: Row) -> str:
