@@ -17,8 +17,7 @@ from titanlite.checkpoint.state import flat
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Parallelism
 from titanlite.techniques.pipeline.stages import blocks_of_stages, check_stages
-from titanlite.tools.report.value_dump import TOKENS, Dump, read_dump, record
-from titanlite.tools.report.where import compare_dumps
+from titanlite.tools.report.compare import TOKENS, Dump, compare_dumps, read_dump, record
 from titanlite.train import finish, train
 
 SIZES = "dim=32, n_layers=4, n_heads=4, n_kv_heads=2"

@@ -378,7 +378,7 @@ def test_a_window_is_profiled_on_the_gpu(tiny: TinyRun) -> None:
     assert train(tiny, "on", *options) == pytest.approx(train(tiny, "off"), rel=1e-3)
     folder = tiny.folder / "outputs/on/profile/step-00000006"
     events = json.loads(gzip.decompress((folder / "rank-0.json.gz").read_bytes()))["traceEvents"]
-    assert {"step 6", "forward"} <= {event.get("name") for event in events}
+    assert {"ProfilerStep#6", "forward"} <= {event.get("name") for event in events}
     assert sum(event["dur"] for event in events if event.get("cat") == "kernel") > 0
     table = (folder / "rank-0.txt").read_text()
     assert "Self CUDA" in table

@@ -5,7 +5,7 @@ declares, how much larger the model is than the base, and the initial values tha
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -76,10 +76,6 @@ class Parametrization(Technique):
             for group in (parameter_groups(config.optimizer, model) if model.scaling else ())
             for name, parameter in group.parameters.items()
         }
-
-    def parameter_note(self, facts: Mapping[str, Any]) -> str:
-        numbers = {"std": facts["initial_std"], "eps": facts["eps"]}
-        return ", ".join([facts["role"] or "", *(f"{what} {value:.3g}" for what, value in numbers.items() if value)])
 
 
 def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]":

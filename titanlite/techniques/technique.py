@@ -305,7 +305,3 @@ class Technique:
     def parameter_facts(self, model: "Model", config: Config) -> "dict[nn.Parameter, dict[str, Any]]":
         """Return the facts of the parameters of a parallelized model that the technique changed."""
         return {}
-
-    def parameter_note(self, facts: Mapping[str, Any]) -> str:
-        """Return the words for the facts of a parameter, in the table of `titanlite inspect`."""
-        return ""

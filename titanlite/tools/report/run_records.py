@@ -151,11 +151,6 @@ def restarts(run: RunRecords) -> list[tuple[int, str]]:
     return found
 
 
-def hashed_steps(path: Path) -> list[Record]:
-    """Return the records of hashes.jsonl in the folder of a run; none if it has no such file."""
-    return _read_lines(file_inside(path, "hashes.jsonl"))
-
-
 def first_difference(hashes: Sequence[Record], others: Sequence[Record]) -> tuple[int, str] | None:
     """Return the first step at which the states of two runs differ, and the name of the first tensor that does.
 
