@@ -228,7 +228,6 @@ def attention_backend(model: Decoder, kernels: Kernels, config: Config, device: 
         device=device,
         masked=config.data.document_mask or min(windows) < config.training.seq_len,
         has_sinks=options.get("has_sinks", False),
-        has_soft_cap=options.get("soft_cap") is not None,
         in_parts=config.sequence_parts > 1,
     )
 
