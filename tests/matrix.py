@@ -89,7 +89,6 @@ OLMO2 = (
 )
 OWN = f"--model.file={own_models.__file__} --model.name="
 VARIANTS = f"--model={{name='Variants',flavor='debug',file='{own_models.__file__}'}}"
-CAPPED = f"{OWN}Capped --model.args={{{SIZES}}}"
 
 # Techniques.
 EACH, PAIRS = "--training.local_batch_size=1", "--training.local_batch_size=2"
@@ -198,7 +197,6 @@ MODELS = {
         f"{OWN}Biased --model.args.head_dim=14 --model.args.tied_head=false {OP} --training.z_loss=1e-3",
         TECHNIQUE.replace(",s2 e2", ""), slow="t2",
     ),
-    "a soft cap and a gate of attention": Row(CAPPED, "s2,c2,t2", slow="s2,c2,t2"),
     "GPT-2 of examples/": Row(
         f"--model.file={PAGE.parents[1]}/examples/my_model/gpt2.py "
         "--model.args={dim=42,n_layers=3,n_heads=3,vocab_size=259}", f"{DATA},{CONTEXT}", tolerance=ROUGH,
@@ -369,7 +367,6 @@ COMPILED = {
         "Gemma 3, compiled": f"{MODELS['Gemma 3'].words} {COMPILE} {EACH}",
         "OLMo 3, compiled, recomputed": f"{MODELS['OLMo 3'].words} {COMPILE} {FULL}",
         "gpt-oss, compiled": f"{MODELS['gpt-oss'].words} {COMPILE} {EACH}",
-        "a soft cap and a gate, compiled": f"{CAPPED} {COMPILE} {EACH}",
     }),
     "DeepSeek-V3, compiled": Row(f"{DEEPSEEK} {COMPILE}", "c2,t2,s2 e2"),
     "all variants, compiled": Row(f"{VARIANTS} {COMPILE}", "s4 e2,s2 t2 e2"),

@@ -64,16 +64,6 @@ class Biased(Qwen3):
         return Constant(0.1) if name.endswith("bias") else super().init_weight(name, shape)
 
 
-class Capped(Qwen3):
-    """Attention whose scores have a soft cap, and whose output has a gate."""
-
-    draws_random = False
-    flavors: ClassVar[dict[str, ModelArgs]] = dict(Qwen3.flavors)
-
-    def attention_options(self) -> dict[str, Any]:
-        return {**super().attention_options(), "soft_cap": 0.5, "has_gate": True}
-
-
 class Ungated(Experts):
     stacks = ("w1", "w2")
     hidden_dims = (2, 1)

@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 
-from tests import own_models
 from tests.helpers import TinyRun
 
 pytestmark = pytest.mark.gpu
@@ -333,7 +332,6 @@ def test_torchs_grouped_matmul_is_ours() -> None:
     assert not results[0][2][1].any(), "an expert without tokens learns nothing"
 
 
-CAPPED = [f"--model.file={own_models.__file__}", "--model.name=Capped", "--model.args.head_dim=16"]
 MODELS = {
     "qwen3": ["--model.name=qwen3", "--model.args.head_dim=16"],
     "experts": [
@@ -358,8 +356,6 @@ MODELS = {
         "--model.args.n_active_experts=2",
     ],
     "qwen3-next": ["--model.name=qwen3_next", "--model.args.head_dim=16", "--model.args.full_every=2"],
-    "soft cap": CAPPED,
-    "soft cap, documents, compiled": [*CAPPED, "--data.document_mask", "--compile.enable"],
     "gemma3": ["--model.name=gemma3", "--model.args.head_dim=16", "--model.args.window=8"],
     "Muon": ["--optimizer.name=Muon"],
 }

@@ -1,13 +1,10 @@
 """Variants of attention that families declare, against transformers' layers."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
-from transformers.models.gemma2.configuration_gemma2 import Gemma2Config
-from transformers.models.gemma2.modeling_gemma2 import Gemma2Attention, Gemma2RotaryEmbedding
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
@@ -17,20 +14,16 @@ from tests import packed_kernel
 from tests.families import built
 from tests.models import documents
 from tests.operators import Operators
-from tests.own_models import Capped
 from titanlite.models.layers import Attention, Linear, Rope, rope_cos_sin
-from titanlite.ops import formulas
 from titanlite.ops.attention import Boundaries, Scores, SequencePart, additive_mask, chunk_boundaries
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.formulas import attend_by_formula
 from titanlite.ops.functions import rotate
-from titanlite.ops.kernels import Kernels, set_kernels, set_key_source
+from titanlite.ops.kernels import Kernels
+from titanlite.ops.sinks import attend_by_formula
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
-from titanlite.parallelize.materialize import draw_weights
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import ATTENTION_OPERATORS
 from titanlite.techniques.lora.adapters import LoraLinear
-from titanlite.tools.convert.generation import KeyValueCache
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 D, N, K, H, ROTATED, L = 32, 4, 2, 16, 8, 12
@@ -145,106 +138,16 @@ def test_sinks_are_those_of_transformers(window: int | None, kernels: Kernels) -
     assert_same(ours, GptOssAttention(config, 0), GptOssRotaryEmbedding(config), tables, window=window)
 
 
-CAP = 0.8
-"""Scores of `drawn` are about 1, so that it changes them."""
-
-
-def capped_by_transformers(kernels: Kernels, window: int | None = None, **options: Any) -> None:
-    """Compare attention with a soft cap with that of Gemma 2."""
-    config: Any = Gemma2Config(
-        hidden_size=D, num_attention_heads=N, num_key_value_heads=K, head_dim=H, attn_logit_softcapping=CAP,
-        query_pre_attn_scalar=9, rope_parameters={"rope_type": "default", "rope_theta": 100.0},
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    ours = drawn(scale=1 / 3, **options)
-    ours.kernels = kernels
-    tables = rope_cos_sin(H, L, Rope(theta=100.0))
-    assert_same(ours, Gemma2Attention(config, 0), Gemma2RotaryEmbedding(config), tables, window=window)
-
-
-@pytest.mark.parametrize("kernels", [CpuKernels(), Formula()])
-@pytest.mark.parametrize("window", [None, 5])
-def test_a_soft_cap_is_that_of_transformers(window: int | None, kernels: Kernels) -> None:
-    capped_by_transformers(kernels, window, soft_cap=CAP)
-
-
-@pytest.mark.parametrize("soft_cap", [None, 2 * CAP])
-def test_another_soft_cap_shows(soft_cap: float | None) -> None:
-    with pytest.raises(AssertionError, match="Tensor-likes are not close"):
-        capped_by_transformers(CpuKernels(), soft_cap=soft_cap)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("part", [None, SequencePart(0, 2), SequencePart(1, 2)])
-def test_flex_attention_computes_the_formula(
-    part: SequencePart | None, window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whole sequences, and those that two ranks split. FlexAttention has no backward pass on CPUs."""
-    q, k, v = (it.detach() for it in drawn_heads(16)[:3])
-    where, scores = documents([[5, 1, 10], [16]]), Scores(0.3, soft_cap=0.2)
-    q = q if part is None else q[:, :, part.indices(16, q.device)]
-    packed = Boundaries(where.boundaries, window) if part is None else chunk_boundaries(where, part, window=window)
-    mask = additive_mask(where.ids_BS, q.dtype, part, window=window)
-    expected = CpuKernels().attend(q, k, v, mask, scores=scores)
-    monkeypatch.setattr(formulas, "_compiled", lambda: formulas.flex_attend)
-    torch.testing.assert_close(CpuKernels().attend(q, k, v, packed, scores=scores), expected)
-    assert not torch.allclose(expected, CpuKernels().attend(q, k, v, mask, scores=Scores(0.3)), atol=1e-3)
-
-
-@pytest.mark.slow
-def test_flex_attention_is_compiled_within_a_block() -> None:
-    q, k, v = (it.detach() for it in drawn_heads(16)[:3])
-    where, scores = documents([[5, 1, 10], [16]]), Scores(0.3, soft_cap=0.2)
-    compiled = torch.compile(CpuKernels().attend, backend="aot_eager", fullgraph=True)
-    expected = CpuKernels().attend(q, k, v, additive_mask(where.ids_BS, q.dtype), scores=scores)
-    torch.testing.assert_close(compiled(q, k, v, Boundaries(where.boundaries), scores=scores), expected)
-
-
-@pytest.mark.long
-def test_a_cache_keeps_keys_for_a_soft_cap_and_a_gate() -> None:
-    shape: Any = Capped.flavors["debug"]
-    model = Capped(replace(shape, dim=64, n_layers=2, hidden_dim=64, vocab_size=101))
-    draw_weights(model, device=torch.device("cpu"), seed=0)
-    model.init_buffers()
-    set_kernels(model, CpuKernels())
-    tokens = torch.arange(20)[None]
-    cache = KeyValueCache(model)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(5 if parameter.ndim == 2 else 1)  # or the cap changes little
-        first = model(tokens[:, :9], documents=cache.next_documents(tokens[:, :9]))
-        later = [model(tokens[:, [it]], documents=cache.next_documents(tokens[:, [it]])) for it in range(9, 20)]
-        set_key_source(model, None)
-        whole = model(tokens)
-        torch.testing.assert_close(torch.cat([first, *later], dim=1), whole, rtol=1e-4, atol=1e-4)
-        for block in model.layers:
-            block.attention.soft_cap = None  # pyright: ignore[reportArgumentType, reportAttributeAccessIssue]
-        assert (model(tokens) - whole).abs().max() > 0.1
-
-
-@pytest.mark.parametrize(
-    ("has", "names", "refused"),
-    [("has_soft_cap", ("math", "flex", "math"), "flash"), ("has_sinks", ("flash", "flash", "math"), "cudnn")],
-)
-def test_the_backend_of_attention(has: str, names: tuple[str, ...], refused: Any) -> None:
+def test_the_backend_of_attention_with_sinks() -> None:
     shape: dict[str, Any] = {"n_heads": N, "n_kv_heads": K, "head_dim": H, "seq_len": L, "device": torch.device("cpu")}
-    shape[has] = True
-    cpu, gpu = CpuKernels(), GpuKernels()
-    for kernels, dtype, name in zip(
-        (cpu, gpu, gpu), (torch.float32, torch.bfloat16, torch.float32), names, strict=True
+    for kernels, dtype, name in (
+        (CpuKernels(), torch.float32, "flash"),
+        (GpuKernels(), torch.bfloat16, "flash"),
+        (GpuKernels(), torch.float32, "math"),
     ):
-        assert kernels.attention_name(**shape, dtype=dtype) == name
-    with pytest.raises(UserError, match=rf"training\.attention_backend: {refused}\b.*\bauto\b"):
-        GpuKernels(attention=refused).attention_name(**shape, dtype=torch.bfloat16)
-
-
-def test_a_plan_of_a_gpu_traces_flash_attention_for_a_soft_cap() -> None:
-    q, k, v = (it.detach().bfloat16() for it in drawn_heads(16)[:3])
-    for dtype, operators in ((torch.bfloat16, 1), (torch.float32, 0)):
-        with Operators() as mode:
-            GpuKernels().attend(q.to(dtype), k.to(dtype), v.to(dtype), None, scores=Scores(None, soft_cap=0.2))
-        assert sum(func in ATTENTION_OPERATORS for func, _ in mode.calls) == operators
+        assert kernels.attention_name(**shape, has_sinks=True, dtype=dtype) == name
+    with pytest.raises(UserError, match=r"training\.attention_backend: cudnn\b.*\bauto\b"):
+        GpuKernels(attention="cudnn").attention_name(**shape, has_sinks=True, dtype=torch.bfloat16)
 
 
 def drawn_heads(tokens: int) -> list[torch.Tensor]:
@@ -294,7 +197,7 @@ def test_sinks_keep_the_memory_and_the_dtype_of_attention(dtype: torch.dtype) ->
         out = CpuKernels().attend(q, k, v, None, scores=Scores(None, sinks))
     assert out.dtype == dtype
     assert sum(it.nbytes for it in kept) == sum(it.nbytes for it in (q, k, v, sinks, out)) + 4 * q[..., 0].numel()
-    exact = attend_by_formula(q.float(), k.float(), v.float(), None, None, sinks.float(), None)
+    exact = attend_by_formula(q.float(), k.float(), v.float(), sinks.float(), None, None)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), exact, rtol=tolerance, atol=tolerance)
 

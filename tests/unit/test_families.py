@@ -491,6 +491,7 @@ def test_experts_of_deepseek_v2_are_weighed_by_a_softmax() -> None:
             "linear",
         ),
         ("gemma3", {"final_logit_softcapping": 30.0}, "final_logit_softcapping"),
+        ("gemma3", {"attn_logit_softcapping": 30.0}, "attn_logit_softcapping"),
         ("gpt_oss", {"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "truncate"),
         ("gpt_oss", {"swiglu_limit": 8.0}, "swiglu_limit"),
         ("smollm3", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers"),

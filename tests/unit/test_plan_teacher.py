@@ -95,8 +95,8 @@ def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
     config = read(*options, world_size=RANKS)
     layout = Layout(RANKS, replace(find_hardware("H100"), link_bandwidth=1e8), RANKS)  # so slow that collectives count
     searching = Layouts(config, layout, share=4)
-    kernels = "full", "", 1
-    candidates = [*searching.expect(kernels, trace(searching.traced_config(kernels), layout))]
+    work = "full", "", 1
+    candidates = [*searching.expect(work, trace(searching.traced_config(work), layout))]
     for it in [it for it in candidates if it.expected.degrees.shard > 1]:
         found = plan(with_options(config, it.options), layout)
         assert it.expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title

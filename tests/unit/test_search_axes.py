@@ -25,16 +25,20 @@ MOE = (
 
 
 def axis_of(options: dict[str, Any]) -> str:
-    return " ".join(f"{key.split('.')[1].partition('_')[0]} {value}" for key, value in options.items())
+    return " ".join(f"{key.split('.')[1].partition('_')[0]} {value}" for key, value in options.items() if value > 1)
 
 
 def test_axes_that_are_tried() -> None:
-    axes = further_axes(read().parallelism, 24, seq_len=32, gpus_per_node=8)
-    assert [axis_of(it) for it in axes] == [
-        "expert 8", "context 2", "context 4", "context 8", "tensor 2", "tensor 4", "tensor 8",
+    def tried(*options: str, world_size: int, gpus_per_node: int) -> list[str]:
+        layout = Layout(world_size, find_hardware("H100"), gpus_per_node)
+        return [axis_of(it) for it in further_axes(read(*options, world_size=world_size), layout)]
+
+    long, short = "--training.seq_len=32", "--training.seq_len=6"
+    assert tried(MOE, long, "--model.args.n_kv_heads=4", world_size=8, gpus_per_node=8) == [
+        "expert 8", "context 2", "context 4", "context 8", "tensor 2", "tensor 4",
     ]  # fmt: skip
-    assert further_axes(read(TENSOR, HEADS, world_size=2).parallelism, 24, seq_len=32, gpus_per_node=8) == []
-    assert [axis_of(it) for it in further_axes(read().parallelism, 2, seq_len=6, gpus_per_node=1)] == []
+    assert tried(HEADS, TENSOR, long, world_size=8, gpus_per_node=8) == []
+    assert tried(HEADS, short, world_size=2, gpus_per_node=1) == []
 
 
 def test_only_what_the_config_and_its_model_allow() -> None:
@@ -66,7 +70,7 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
     def find(config: Config, layout: Layout) -> Found:
         degrees = config.parallelism.model_dump()
         found = {key: degrees[key] for key in degrees if key.split("_")[0] in ("expert", "context", "tensor")}
-        asked.append(axis_of({f"parallelism.{key}": value for key, value in found.items() if value > 1}))
+        asked.append(axis_of({f"parallelism.{key}": value for key, value in found.items()}))
         if asked[-1] not in speeds:
             raise UserError("nothing fits")
         pair: Any = (
@@ -98,7 +102,7 @@ def test_pipelines_that_are_tried() -> None:
         (2, 1, one), (2, 1, two), (2, 2, one), (2, 2, two), (4, 1, one), (4, 1, two), (4, 2, one), (4, 2, two),
         (8, 1, one),  # 16 stages have too few blocks
     ]  # fmt: skip
-    assert found[0]["parallelism.data_parallel_shard_degree"] == 4
+    assert found[0]["parallelism.data_parallel_shard_degree"] == -1
     assert not [*pipelines(read(DEEP, "--model.args.tied_head=true"), Layout(8, find_hardware("H100"), 2), {})]
 
 
@@ -135,8 +139,8 @@ def test_it_expects_what_the_plan_finds(options: tuple[str, ...], world_size: in
     layout = Layout(world_size, replace(find_hardware("H100"), link_bandwidth=1e8), 8)  # so slow that collectives count
     readers = world_size // config.parallelism.tensor_parallel_degree
     searching = Layouts(config, layout, share=16 // readers)
-    kernels = "full", "", 4
-    candidates = [*searching.expect(kernels, trace(searching.traced_config(kernels), layout))]
+    work = "full", "", 4
+    candidates = [*searching.expect(work, trace(searching.traced_config(work), layout))]
     assert len({it.expected.degrees for it in candidates}) == len(searching.degrees) > 1
     for it in [it for it in candidates if it.expected.degrees.sharded > 1]:
         found = plan(with_options(config, it.options), layout)

@@ -57,14 +57,13 @@ def test_three_suggestions_that_fit_are_enough_and_the_cheapest_is_first(tiny: T
 def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     """Half of the batch size does not fit here, and a quarter does."""
     config = tiny.config("--model.args.n_layers=2")
-    quarter, half, full = (
+    quarter, half = (
         planned(with_options(config, options), cpu_of(2**30)).peak
-        for options in ({"training.local_batch_size": 2}, BATCH, FULL)
+        for options in ({"training.local_batch_size": 2}, BATCH)
     )
-    assert quarter < full < half
-    found = suggestions_for(config, cpu_of(full))
-    fitting = [it.options for it in found if it.fits]
-    assert fitting[:2] == [{"training.local_batch_size": 2}, FULL]
+    assert quarter < half
+    found = suggestions_for(config, cpu_of(quarter))
+    assert next(it.options for it in found if it.fits) == {"training.local_batch_size": 2}
     assert [it.fits for it in found] == sorted((it.fits for it in found), reverse=True)
     assert SELECTIVE in [it.options for it in found if not it.fits]
 

@@ -238,6 +238,26 @@ def test_a_planted_mistake_of_attention_shows(name: str, plant: Any) -> None:
     tried(name, **changes)
 
 
+def test_soft_caps_of_attention_are_kept_and_those_of_logits_are_refused(tmp_path: Path) -> None:
+    def write(cap_of_logits: float | None) -> None:
+        caps: Any = {"attn_logit_softcapping": 0.05, "final_logit_softcapping": cap_of_logits}
+        transformers.Gemma2Config(**SIZE, **caps, head_dim=8, num_hidden_layers=2).save_pretrained(tmp_path)
+
+    write(30.0)
+    with pytest.raises(ConfigError) as error:
+        tried(str(tmp_path))
+    assert mentions(str(error.value), "model.path", "final_logit_softcapping", "null")
+    write(None)
+    tried(str(tmp_path))
+    tried(str(tmp_path), with_documents=True)
+    AttentionInterface.register(ATTENTION, lambda *args, softcap, **options: attend(*args, **options))
+    try:
+        with pytest.raises(ConfigError, match=r"^model\.path"):
+            tried(str(tmp_path))
+    finally:
+        AttentionInterface.register(ATTENTION, attend)
+
+
 def test_preflight_compares_a_decoder_of_transformers(tiny: TinyRun) -> None:
     config_of(tiny, "olmo2")
     preflight(tiny.config(), Ranks(0, 1, 0, 1), CPU)

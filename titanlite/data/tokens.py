@@ -22,7 +22,7 @@ import numpy as np
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name, naming_path, read_small
 
-# Files of records of one type, for random access: tokens, starts of documents, and entries of a teacher.
+# Files of records of one type, for random access: tokens, starts of documents, and plans of packing.
 #
 # Files are read, not mapped into memory: a read of a file that has become shorter is an error, and access to a map of
 # it ends the process with SIGBUS.

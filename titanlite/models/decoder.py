@@ -203,7 +203,6 @@ class Decoder(Model):
             device=device,
             masked=config.data.document_mask or shortest < training.seq_len,
             has_sinks=options.get("has_sinks", False),
-            has_soft_cap=options.get("soft_cap") is not None,
             in_parts=config.sequence_parts > 1,
         )
 

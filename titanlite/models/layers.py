@@ -183,7 +183,6 @@ class Attention(LayerOfHeads):
         scale: factor of the scores. None: 1 / sqrt(head_dim).
         has_sinks: each query head has a learned score that takes part in the softmax and has no value
             (arXiv:2309.17453).
-        soft_cap: scores are cap * tanh(scores / cap) (arXiv:2408.00118). None: as they are. Not with sinks.
         has_gate: the output is multiplied by the sigmoid of a gate (arXiv:2505.06708). Of each head, wq has the rows of
             the query and behind them those of the gate. Only with norms of each head, or with none.
     """
@@ -204,16 +203,14 @@ class Attention(LayerOfHeads):
         biases: Literal["", "qkv", "qkvo"] = "",
         scale: float | None = None,
         has_sinks: bool = False,
-        soft_cap: float | None = None,
         has_gate: bool = False,
     ) -> None:
         super().__init__()
-        assert not (has_sinks and soft_cap is not None)
         assert norms_heads or not has_gate
         self.head_dim = head_dim
         self.norms_heads = norms_heads
         self.rotates = rotates
-        self.scale, self.soft_cap, self.has_gate = scale, soft_cap, has_gate
+        self.scale, self.has_gate = scale, has_gate
         self.wq = Linear(dim, n_heads * head_dim * (2 if has_gate else 1), bias="q" in biases)
         self.wk = Linear(dim, n_kv_heads * head_dim, bias="k" in biases)
         self.wv = Linear(dim, n_kv_heads * head_dim, bias="v" in biases)
@@ -240,7 +237,7 @@ class Attention(LayerOfHeads):
         q_BNLH, k_BKLH, v_BKLH = (x.transpose(1, 2) for x in (q, k, v))
         if self.rotates:
             q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
-        scores = Scores(self.scale, self.sinks, self.soft_cap)
+        scores = Scores(self.scale, self.sinks)
         out_BLNH = self.kernels.attend(q_BNLH, k_BKLH, v_BKLH, mask, self.key_source, scores).transpose(1, 2)
         if gate_BLNH is not None:
             out_BLNH = out_BLNH * gate_BLNH.sigmoid()

@@ -255,7 +255,8 @@ def _factor(whole: PreTrainedModel) -> float:
         reason = str(error).partition("\n")[0]
         raise UserError(f"{name} computes its logits in a way that is not supported: {reason}") from error
     if not is_factor:
-        raise UserError(f"{name} does more with its logits than multiply them, which the loss does not")
+        remedy = "set final_logit_softcapping to null in a copy of its config.json, if it has that"
+        raise UserError(f"{name} does more with its logits than multiply them, which the loss does not: {remedy}")
     return factor
 
 

@@ -114,13 +114,6 @@ class Scores(NamedTuple):
     """Factor of queries times keys. None: 1 / sqrt(H)."""
     sinks_N: Tensor | None = None
     """Score of each query head that takes part in the softmax and has no value, see `ops/sinks.py`. None: no such."""
-    soft_cap: float | None = None
-    """Scores are cap * tanh(scores / cap) before they are masked (arXiv:2408.00118). None: as they are."""
-
-    @property
-    def are_plain(self) -> bool:
-        """Whether PyTorch's attention computes them."""
-        return self.sinks_N is None and self.soft_cap is None
 
 
 PLAIN_SCORES = Scores()
@@ -139,7 +132,7 @@ def attend(
         chunks = tuple(chunk for chunk in mask if isinstance(chunk, ChunkBoundaries))
         assert len(chunks) == len(mask), "a key source attends to chunks with other masks"
         return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, chunks, scores)
-    assert scores.are_plain, "PyTorch's attention knows no sinks and no soft cap"
+    assert scores.sinks_N is None, "PyTorch's attention knows no sinks"
     grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
     return F.scaled_dot_product_attention(
         q_BNLH, k_BKLH, v_BKLH, attn_mask=mask, is_causal=mask is None, enable_gqa=grouped, scale=scores.scale
@@ -248,11 +241,6 @@ def _packed_attention(
 
     The last query of a document is aligned with its last key.
     """
-    if scores.soft_cap is not None:
-        from titanlite.ops.formulas import attend_packed  # most models have none
-
-        operands = q_BNLH, k_BKSH, v_BKSH, query_offsets, key_offsets
-        return attend_packed(*operands, window=window, scale=scores.scale, soft_cap=scores.soft_cap)
     from torch.nn.attention.varlen import varlen_attn  # the import takes a second, and not every device needs it
 
     q_TNH, k_TKH, v_TKH = (x.transpose(1, 2).flatten(0, 1) for x in (q_BNLH, k_BKSH, v_BKSH))

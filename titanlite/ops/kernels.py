@@ -149,25 +149,23 @@ class Kernels:
         """Causal attention; see `ops/attention.py`.
 
         On GPUs, the kernels for float32 and for masks know no groups. PyTorch would take plain formulas, which hold
-        scores [N, L, L]. So keys and values are repeated first. With sinks or a soft cap, those kernels do not help,
-        and scores are held.
+        scores [N, L, L]. So keys and values are repeated first. With sinks, those kernels do not help, and scores
+        are held.
 
         Args:
             key_source: adds keys and values of other tokens. None: these tokens are all.
         """
         if key_source is not None:
             return key_source.attend(self, q_BNLH, k_BKLH, v_BKLH, mask, scores)
-        if not scores.are_plain:
+        if scores.sinks_N is not None:
             if mask is None and self.has_packed_attention(q_BNLH.device, q_BNLH.dtype, q_BNLH.shape[-1]):
                 mask = _whole_sequences(q_BNLH.shape[0], q_BNLH.shape[2], q_BNLH.device)
             if mask is None or isinstance(mask, Tensor):
-                from titanlite.ops.formulas import attend_by_formula  # most models have neither
-                from titanlite.ops.sinks import attend_on_cpu
+                from titanlite.ops.sinks import attend_by_formula, attend_on_cpu  # most models have none
 
                 has_kernel = q_BNLH.device.type == "cpu" and not self.is_gpu(q_BNLH.device)
-                if has_kernel and scores.sinks_N is not None:
-                    return attend_on_cpu(q_BNLH, k_BKLH, v_BKLH, scores.sinks_N, mask, scores.scale)
-                return attend_by_formula(q_BNLH, k_BKLH, v_BKLH, mask, *scores)
+                by = attend_on_cpu if has_kernel else attend_by_formula
+                return by(q_BNLH, k_BKLH, v_BKLH, scores.sinks_N, mask, scores.scale)
             return attend(q_BNLH, k_BKLH, v_BKLH, mask, scores)
         grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
         is_masked = isinstance(mask, Tensor)
@@ -176,7 +174,7 @@ class Kernels:
         return self.attend_plainly(q_BNLH, k_BKLH, v_BKLH, mask, scores)
 
     def attend_plainly(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, scores: Scores) -> Tensor:
-        """Compute attention without sinks and soft caps to keys that are all here."""
+        """Compute attention without sinks to keys that are all here."""
         with self.one_attention(q.device):
             return attend(q, k, v, mask, scores)
 
@@ -244,30 +242,24 @@ class Kernels:
         device: torch.device,
         masked: bool = False,
         has_sinks: bool = False,
-        has_soft_cap: bool = False,
         in_parts: bool = False,
     ) -> str:
-        """Return the name of the backend of attention: flash, cudnn, efficient, flex, math, or tiles on a CPU.
+        """Return the name of the backend of attention: flash, cudnn, efficient, math, or tiles on a CPU.
 
         Args:
             masked: whether attention stays within documents or windows.
             has_sinks: whether it has sinks.
-            has_soft_cap: whether its scores have a soft cap.
             in_parts: whether queries are of a part of each sequence.
 
         Raises:
             UserError: the backend of `training.attention_backend` cannot.
         """
-        if not (has_sinks or has_soft_cap or in_parts) and (own := self.own_attention(seq_len, dtype)):
+        if not (has_sinks or in_parts) and (own := self.own_attention(seq_len, dtype)):
             return own
-        is_packed = self.has_packed_attention(device, dtype, head_dim)
-        if (masked or has_sinks) and is_packed and not has_soft_cap:
+        if (masked or has_sinks) and self.has_packed_attention(device, dtype, head_dim):
             return "flash"
-        if (has_sinks or has_soft_cap) and self.attention != "auto":
-            what = "soft cap" if has_soft_cap else f"sinks for {dtype} here"
-            raise UserError(f"training.attention_backend: {self.attention} has no {what}; use auto")
-        if has_soft_cap:
-            return "flex" if is_packed else "math"
+        if has_sinks and self.attention != "auto":
+            raise UserError(f"training.attention_backend: {self.attention} has no sinks for {dtype} here; use auto")
         if has_sinks:
             return "math" if self.is_gpu(device) else "flash"
         groups = not self.is_gpu(device) or self.has_grouped_attention(dtype, masked=masked)

@@ -28,6 +28,20 @@ def attend_on_cpu(
     return _CpuAttention.apply(q_BNLH, k_BKSH, v_BKSH, sinks_N, mask, scale)
 
 
+def attend_by_formula(
+    q_BNLH: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, sinks_N: Tensor, mask: Tensor | None, scale: float | None
+) -> Tensor:
+    """Compute what `attend_on_cpu` does on any device. It holds all scores [B, N, L, S], in float32."""
+    factor = q_BNLH.shape[-1] ** -0.5 if scale is None else scale
+    q_BKGLH = q_BNLH.unflatten(1, (k_BKSH.shape[1], -1))  # G query heads share a key head
+    scores_BNLS = (q_BKGLH @ k_BKSH.unsqueeze(2).mT).float().mul(factor).flatten(1, 2)
+    if mask is None:
+        mask = torch.full(scores_BNLS.shape[-2:], -torch.inf, device=q_BNLH.device).triu(1)
+    sinks_BNL1 = sinks_N.float().view(-1, 1, 1).expand_as(scores_BNLS[..., :1])
+    weights_BNLS = torch.cat([scores_BNLS + mask, sinks_BNL1], dim=-1).softmax(-1)[..., :-1].type_as(v_BKSH)
+    return (weights_BNLS.unflatten(1, (k_BKSH.shape[1], -1)) @ v_BKSH.unsqueeze(2)).flatten(1, 2)
+
+
 def attend_packed(
     q_TNH: Tensor,
     k_TKH: Tensor,

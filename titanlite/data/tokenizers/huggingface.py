@@ -3,7 +3,6 @@
 import hashlib
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,18 +34,19 @@ class HuggingFaceTokenizer:
         try:
             first = FastTokenizer.from_str(content.decode())
             vocab = first.get_vocab()
-            if missing := _missing_tokens(path, spec, vocab):
-                spec["added_tokens"] += missing
-                first = FastTokenizer.from_str(json.dumps(spec))
-                vocab = first.get_vocab()
-            special = {token["content"] for token in spec["added_tokens"] if token["special"]}
-            self.bos_id = _document_end("bos_token", path, vocab, [name for name in BOS_NAMES if name in special])
-            self.eos_id = _document_end("eos_token", path, vocab, [name for name in EOS_NAMES if name in special])
-            plain = [it for it in spec["added_tokens"] if it["id"] in (self.bos_id, self.eos_id) and not it["special"]]
+            missing = _missing_tokens(path, vocab)
+            added = spec["added_tokens"] = [*spec["added_tokens"], *missing]
+            vocab |= {token["content"]: token["id"] for token in missing}
+            special = {token["content"] for token in added if token["special"]}
+            self.bos_id, self.eos_id = (
+                _document_end(key, path, vocab, [name for name in names if name in special])
+                for key, names in (("bos_token", BOS_NAMES), ("eos_token", EOS_NAMES))
+            )
+            plain = [token for token in added if token["id"] in (self.bos_id, self.eos_id) and not token["special"]]
             for token in plain:
                 token["special"] = True
             without_prefix = spec | _without_prefix(spec)
-            first = FastTokenizer.from_str(json.dumps(spec)) if plain else first
+            first = FastTokenizer.from_str(json.dumps(spec)) if missing or plain else first
             later = FastTokenizer.from_str(json.dumps(without_prefix)) if without_prefix != spec else first
         except UserError:
             raise
@@ -108,7 +108,7 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     return content, value
 
 
-def _missing_tokens(path: Path, spec: dict[str, Any], vocab: dict[str, int]) -> list[dict[str, Any]]:
+def _missing_tokens(path: Path, vocab: dict[str, int]) -> list[dict[str, Any]]:
     """Return the tokens that only `added_tokens_decoder` of tokenizer_config.json lists, as entries of `added_tokens`.
 
     They get the next free ids, as transformers gives them, in the order of the ids that the file states.
@@ -144,29 +144,32 @@ def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str])
 def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
     """The parts of a tokenizer that put a space before a text, without that."""
 
-    def changed(part: Any) -> Any:
+    def changed(part: dict[str, Any]) -> dict[str, Any] | None:
         match part:
             case {"type": "Prepend"}:
                 return None
-            case {"type": "Sequence"}:
-                return {
-                    key: [kept for it in value if (kept := changed(it))] if isinstance(value, list) else value
-                    for key, value in part.items()
-                }
             case {"type": "Metaspace" | "ByteLevel"}:
                 never = {"add_prefix_space": False, "prepend_scheme": "never"}
                 return part | {key: value for key, value in never.items() if key in part}
+            case {"type": "Sequence"}:
+                lists = {key: value for key, value in part.items() if isinstance(value, list)}
+                return part | {key: [it for it in value if it is not None] for key, value in lists.items()}
         return part
 
-    return {key: changed(spec[key]) for key in ("normalizer", "pre_tokenizer") if key in spec}
+    changing = {key: spec[key] for key in ("normalizer", "pre_tokenizer") if key in spec}
+    return json.loads(json.dumps(changing), object_hook=changed)
 
 
 def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
-    parts = [part for key in ("pre_tokenizer", "decoder") for part in _parts(spec.get(key))]
-    kinds = {part["type"] for part in parts}
-    spaces = [part["replacement"] for part in parts if part["type"] == "Metaspace"]
+    parts: list[dict[str, Any]] = []
+    json.loads(
+        json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")]), object_hook=lambda it: parts.append(it) or it
+    )
+    kinds, spaces = {part.get("type") for part in parts}, []
     for part in parts:
         match part:
+            case {"type": "Metaspace", "replacement": written}:
+                spaces.append(written)
             case {"type": "Replace", "pattern": {"String": written}, "content": " "}:
                 spaces.append(written)
 
@@ -185,12 +188,3 @@ def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -
     for token in spec["added_tokens"]:
         lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
     return lengths
-
-
-def _parts(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    """A part of a tokenizer, or those that it is a sequence of."""
-    lists = [value for value in part.values() if isinstance(value, list)] if part else []
-    if part and part["type"] != "Sequence":
-        yield part
-    for it in (it for value in lists for it in value if isinstance(it, dict)):
-        yield from _parts(it)

@@ -89,36 +89,31 @@ def evaluate(
     """
     weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     known = tokenizer_of(weights)
-    length = seq_len or _default_seq_len(weights)
-    if length > weights.spec.args.max_seq_len:
-        raise UserError(
-            f"--seq-len: {length:,} is more than the max_seq_len {weights.spec.args.max_seq_len:,} of the model"
-        )
+    of_run, most = weights.config, weights.spec.args.max_seq_len
+    length = seq_len or (of_run.training.seq_len if of_run else min(SEQ_LEN, most))
+    if length > most:
+        raise UserError(f"--seq-len: {length:,} is more than the max_seq_len {most:,} of the model")
     if lm_eval and find_spec("lm_eval") is None:
         raise UserError("--lm-eval needs the package lm_eval: pip install lm_eval")
     if data or not (task or lm_eval):
         _check_refused(weights, data)
-    section = _section(data, [*task], weights.config, sequences, is_needed=not lm_eval)
-    section = section.model_copy(update={"sources": _with_fields(section.all_sources(), text_field), "path": None})
-    options = weights.config.data if weights.config else Data()
-    folder = weights.config.job.dump_folder if weights.config else "outputs"
+    section = _section(data, [*task], of_run, sequences, text_field, is_needed=not lm_eval)
+    options, folder = (of_run.data, of_run.job.dump_folder) if of_run else (Data(), "outputs")
     cache = Path(cache_folder or options.cache_folder or Path(folder, "data_cache"))
+    places = {"tokenizer": known, "seq_len": length, "cache_folder": cache, "prepare_text": prepare_text}
     sources = []
-    for source in section.all_sources():
+    for source in section.sources:
         alone = section.model_copy(update={"sources": [source]})
-        own = _options_of(source, options, cache)
         try:
-            sources += open_sources(
-                alone, own, tokenizer=known, seq_len=length, cache_folder=cache, prepare_text=prepare_text
-            )
+            sources += open_sources(alone, _options_of(source, options, cache), **places)
         except UserError as error:
             raise UserError(f"--data: {source.title}: {str(error).removeprefix('data.path: ')}") from None
-    opening = opening_ids(known, weights.config)
+    opening = opening_ids(known, of_run)
     tasks = read_tasks(section.tasks, tokenizer=known, opening=opening, seq_len=length) if section.tasks else []
     ranks = Ranks(0, 1, 0, 1)
     device = pick_device(ranks)
-    of_run = weights.config.training.mixed_precision_param if weights.config else default_dtype(device)
-    model = load_model(weights, dtype=DTYPES[dtype or of_run], device=device)
+    own_dtype = of_run.training.mixed_precision_param if of_run else default_dtype(device)
+    model = load_model(weights, dtype=DTYPES[dtype or own_dtype], device=device)
     layout = {"tokenizer": known, "seq_len": length, "batch_size": batch_size}
     record: dict[str, Any] = {"sources": {}}
     if sources or tasks:
@@ -137,15 +132,22 @@ def evaluate(
 
 
 def _section(
-    data: Sequence[str], tasks: list[str], config: Config | None, sequences: int | None, *, is_needed: bool
+    data: Sequence[str],
+    tasks: list[str],
+    config: Config | None,
+    sequences: int | None,
+    fields: Sequence[str],
+    *,
+    is_needed: bool,
 ) -> Validation:
     """Return the sources and tasks that the command names, or else those of the run's own validation.
 
     Args:
+        fields: values of --text-field. The field of a source counts before that of all.
         is_needed: whether there must be some.
 
     Raises:
-        UserError: there are none, or two have the same name.
+        UserError: there are none, two have the same name, or a field is of none.
     """
     base = config.validation if config else Validation()
     own = [_source(text) for text in data]
@@ -156,29 +158,14 @@ def _section(
     names = [source.title for source in own]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--data: two sources are called {twice}: name one, as --data NAME=PATH")
+    of_name = {name: field for name, _, field in (text.rpartition("=") for text in fields)}  # "": of all
+    if other := next((name for name in of_name if name not in ("", *names)), None):
+        raise UserError(f"--text-field: no source is called {other}{did_you_mean(other, names)}")
+    found = [{"text_field": of_name.get(it.title) or of_name.get("") or it.text_field} for it in own]
+    own = [source.model_copy(update=field) for source, field in zip(own, found, strict=True)]
     count = base.sequences if sequences is None else sequences
     section = {"enable": True, "path": None, "sources": own, "sequences": count, "tasks": tasks}
     return base.model_copy(update=section)
-
-
-def _with_fields(sources: Sequence[ValidationSource], given: Sequence[str]) -> list[ValidationSource]:
-    """Return the sources with the fields of --text-field: that of a source counts before that of all.
-
-    Raises:
-        UserError: there is no source of a name.
-    """
-    titles = {source.title for source in sources}
-    of_all, of_source = None, {}
-    for text in given:
-        name, is_named, field = text.partition("=")
-        if not is_named:
-            of_all = text
-        elif name in titles:
-            of_source[name] = field
-        else:
-            raise UserError(f"--text-field: no source is called {name}{did_you_mean(name, titles)}")
-    fields = [of_source.get(source.title) or of_all or source.text_field for source in sources]
-    return [it.model_copy(update={"text_field": field}) for it, field in zip(sources, fields, strict=True)]
 
 
 def _source(text: str) -> ValidationSource:
@@ -190,20 +177,14 @@ def _source(text: str) -> ValidationSource:
     return ValidationSource(path=text)
 
 
-def _default_seq_len(weights: Weights) -> int:
-    """Sequence length of the run's training, as its own validation has it."""
-    if weights.config:
-        return weights.config.training.seq_len
-    return min(SEQ_LEN, weights.spec.args.max_seq_len)
-
-
 def _check_refused(weights: Weights, data: Sequence[str]) -> None:
     """
     Raises:
         UserError: the values depend on data or a template that the checkpoint's own config names.
     """
-    named = {key: value for key, value in weights.refused.items() if key != "validation" or not data}
-    for key, value in named.items():
+    for key, value in weights.refused.items():
+        if key == "validation" and data:
+            continue
         fix = "--data PATH, or --config with the run's config" if key == "validation" else "--config"
         raise UserError(
             f"{weights.where}: the config names {key} = {value!r}, and it may be of others: refused, nothing was read. "
@@ -280,20 +261,17 @@ def _print(record: dict[str, Any]) -> None:
     names = ("loss", "perplexity", "bits/byte", "tokens", "sequences")
     columns = [Column(name, justify="right", no_wrap=True) for name in names]
     table = Table(Column("source", no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    for name, it in record["sources"].items():
+    rows = [*record["sources"].items()]
+    if len(rows) > 1:
+        totals = {key: sum(it[key] for _, it in rows) for key in ("tokens", "sequences")}
+        rows.append(("all", {"loss": record["loss"], "bits_per_byte": None, **totals}))
+    for name, it in rows:
+        perplexity = f"{math.exp(it['loss']):,.2f}" if it["loss"] < 50 else "-"
         bits = "-" if it["bits_per_byte"] is None else f"{it['bits_per_byte']:.4f}"
-        counts = f"{it['tokens']:,}", f"{it['sequences']:,}"
-        table.add_row(name, f"{it['loss']:.4f}", _perplexity(it["loss"]), bits, *counts)
-    if len(record["sources"]) > 1:
-        tokens, sequences = (sum(it[key] for it in record["sources"].values()) for key in ("tokens", "sequences"))
-        table.add_row("all", f"{record['loss']:.4f}", _perplexity(record["loss"]), "", f"{tokens:,}", f"{sequences:,}")
+        table.add_row(name, f"{it['loss']:.4f}", perplexity, bits, f"{it['tokens']:,}", f"{it['sequences']:,}")
     wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
     console = Console(width=wide, markup=False, emoji=False, highlight=False)
-    if record["sources"]:
+    if rows:
         console.print(table)
     for name, it in record.get("tasks", {}).items():
         console.print(f"{name}  {task_text(it)}")
-
-
-def _perplexity(loss: float) -> str:
-    return f"{math.exp(loss):,.2f}" if loss < 50 else "-"

@@ -200,7 +200,7 @@ class LayerCache:
         if self.window is not None:
             self.keys_BKSH = self.keys_BKSH[:, :, -self.window :]
             self.values_BKSH = self.values_BKSH[:, :, -self.window :]
-        if not scores.are_plain:
+        if scores.sinks_N is not None:
             mask = q_BNLH.new_zeros(1, 1, 1, self.keys_BKSH.shape[2])
             return kernels.attend(q_BNLH, self.keys_BKSH, self.values_BKSH, mask, scores=scores)
         return attend_to_all(q_BNLH, self.keys_BKSH, self.values_BKSH, scores.scale)

@@ -32,11 +32,6 @@ class Bad(NamedTuple):
     def __str__(self) -> str:
         return f"{self.place}: {self.why}"
 
-    @property
-    def reason(self) -> str:
-        """Kind of the problem, without its details."""
-        return self.why.partition(":")[0]
-
 
 class Wrong(Exception):
     """A problem of one document, with its reason."""

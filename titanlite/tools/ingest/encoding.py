@@ -4,6 +4,7 @@ chunks, so that the number of processes changes nothing.
 
 import multiprocessing
 import os
+import threading
 import traceback
 from collections import Counter, deque
 from collections.abc import Generator, Iterator, Sequence
@@ -12,7 +13,6 @@ from contextlib import suppress
 from dataclasses import astuple, dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from queue import SimpleQueue
 from typing import Any
 
 import numpy as np
@@ -71,8 +71,6 @@ class Encoded:
     """True for tokens that count in the loss; None for all."""
     counts: dict[int, Counter[str]]
     """Counts by source: documents, tokens, bytes (of text), empty (documents), errors, left_out (binary files)."""
-    reasons: Counter[str]
-    """Errors by reason."""
     errors: list[str]
     """The first, with file and line."""
 
@@ -97,7 +95,6 @@ class Encoder:
             for document in list(self._read(part)):  # 5 % faster than in turns
                 if isinstance(document, Bad):
                     count["errors"] += 1
-                    out.reasons[document.reason] += 1
                     out.errors.append(str(document))
                 elif document.text_bytes == 0:
                     count["empty"] += 1
@@ -147,7 +144,6 @@ class _Output:
         self.starts: list[int] = []
         self.masked: list[tuple[int, int]] = []
         self.counts: dict[int, Counter[str]] = {}
-        self.reasons = Counter[str]()
         self.errors: list[str] = []
 
     def add_chat(self, chat: ChatDocument) -> int:
@@ -170,7 +166,6 @@ class _Output:
             starts=np.array(self.starts, dtype=np.int64),
             mask=mask if self.masked else None,
             counts=self.counts,
-            reasons=self.reasons,
             errors=self.errors[:FIRST],
         )
 
@@ -189,80 +184,61 @@ def encode_chunks(
 ) -> Generator[tuple[Chunk, Encoded], None, None]:
     """Each chunk, emptied of its parts, with its tokens.
 
+    Each process has a pipe of its own, and a thread here that waits for it. The processes of a `ProcessPoolExecutor`
+    share one pipe for results, and it waits for ever if one is killed while it writes there (5 of 40 kills).
+
     Raises:
-        RunError: a worker process died.
+        RunError: a process that tokenizes was killed.
     """
     if workers == 1:
         for chunk in chunks:
             yield chunk, encoder.encode(chunk.parts)
         return
-    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
-    processes = _Processes(encoder, workers)
-    try:
-        for chunk in chunks:
-            waiting.append((chunk._replace(parts=[]), processes.submit(chunk.parts)))
-            if len(waiting) == CHUNKS_AHEAD * workers:
-                done, result = waiting.popleft()
-                yield done, result.result()
-        while waiting:
-            done, result = waiting.popleft()
-            yield done, result.result()
-    finally:
-        processes.end()
+    started: list[SpawnProcess] = []
+    thread = threading.local()
 
-
-class _Processes:
-    """Worker processes, each with a pipe of its own and a thread here that waits for it.
-
-    They share no lock and no pipe: one that is killed at any time ends its own pipe, and nobody waits for it.
-    """
-
-    def __init__(self, encoder: Encoder, workers: int) -> None:
-        self._of_worker = (encoder.tokenizer.name, encoder.options)
-        self._workers = workers
-        self._threads = ThreadPoolExecutor(workers)
-        self._started: list[SpawnProcess] = []
-        self._free: SimpleQueue[Connection] = SimpleQueue()
-
-    def submit(self, parts: Sequence[Part]) -> Future[Encoded]:
-        if len(self._started) < self._workers:
-            self._start()
-        return self._threads.submit(self._encode, parts)
-
-    def _start(self) -> None:
-        context = multiprocessing.get_context("spawn")
-        here, there = context.Pipe()
-        with shielding_children():
-            process = context.Process(target=_work, args=(there, *self._of_worker))
-            process.start()
-        there.close()  # the process holds the only one: its end is the end of the pipe
-        self._started.append(process)
-        self._free.put(here)
-
-    def _encode(self, parts: Sequence[Part]) -> Encoded:
-        worker = self._free.get()
+    def encode(parts: Sequence[Part]) -> Encoded:
+        if not hasattr(thread, "pipe"):
+            thread.pipe = _start(started, encoder)
         try:
-            worker.send(parts)
-            result = worker.recv()
+            thread.pipe.send(parts)
+            result = thread.pipe.recv()
         except (EOFError, OSError):
             raise RunError(
                 "a process that tokenizes was killed, for want of memory most likely: with fewer workers it takes less"
             ) from None
-        finally:
-            self._free.put(worker)
         if isinstance(result, Exception):
             raise result
         return result
 
-    def end(self) -> None:
-        """End the workers. What they still have at hand is of no use."""
-        for process in self._started:
-            process.kill()
-        self._threads.shutdown(cancel_futures=True)
-        for process in self._started:
+    waiting: deque[tuple[Chunk, Future[Encoded]]] = deque()
+    threads = ThreadPoolExecutor(workers)
+    try:
+        for chunk in chunks:
+            waiting.append((chunk._replace(parts=[]), threads.submit(encode, chunk.parts)))
+            if len(waiting) == CHUNKS_AHEAD * workers:
+                done, result = waiting.popleft()
+                yield done, result.result()
+        for done, result in waiting:
+            yield done, result.result()
+    finally:
+        for process in started:
+            process.kill()  # what it still has at hand is of no use
+        threads.shutdown(cancel_futures=True)
+        for process in started:
             process.join()
-        while not self._free.empty():
-            self._free.get().close()
+
+
+def _start(started: list[SpawnProcess], encoder: Encoder) -> Connection:
+    """Start a process that tokenizes, and return the pipe to it."""
+    context = multiprocessing.get_context("spawn")
+    here, there = context.Pipe()
+    process = context.Process(target=_work, args=(there, encoder.tokenizer.name, encoder.options))
+    with shielding_children():
+        process.start()
+    there.close()  # the process holds the only one: its end is the end of the pipe
+    started.append(process)
+    return here
 
 
 def _work(connection: Connection, tokenizer: str, options: Options) -> None:

@@ -22,6 +22,8 @@ from titanlite.runtime.user_code import check_call, describe_error, find_callabl
 from titanlite.tools.ingest.streams import Stream, open_binary
 
 SNIFFED = 2**13
+STREAM = "datasets.Dataset.from_file(FILE).to_parquet(OUT)"
+"""Expression that converts a file of Arrow's stream format."""
 MOST_ROWS = 2**13
 TOOLS = "tools"
 """Field beside a chat, with the functions that the assistant may call."""
@@ -78,8 +80,8 @@ class Format(NamedTuple):
     """Command that installs the package. Default: that of the extra `data`."""
 
 
-class _NoField(Exception):
-    """A table lacks the column of the text."""
+class _Unreadable(Exception):
+    """A table that is not read, with the reason."""
 
 
 def no_field(text_field: str, names: Iterable[str]) -> str:
@@ -180,7 +182,7 @@ def _table(columns: Callable[[File, str, int], Iterator[tuple[Any, int]]]) -> Re
             for batch, done in columns(file, text_field, chunk_bytes):
                 yield Part(file.source, file.path, "rows", _as_bytes(batch), row), done
                 row += batch.num_rows
-        except _NoField as error:
+        except _Unreadable as error:
             yield bad(file, str(error)), file.size
         except (pyarrow.ArrowException, OSError) as error:
             why = f"damaged: {str(error).splitlines()[0]}; what follows cannot be read"
@@ -209,19 +211,17 @@ def _read_parquet(file: File, text_field: str, chunk_bytes: int) -> Iterator[tup
 
 @_table
 def _read_arrow(file: File, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Arrow's file format, which Feather is too, or its stream format, which Hugging Face `datasets` writes."""
+    """Arrow's file format, which Feather is too."""
     import pyarrow
 
     with open_binary(file.path) as stream:
-        try:
-            table: Any = pyarrow.ipc.open_file(stream)
-            batches = map(table.get_batch, range(table.num_record_batches))
-        except pyarrow.ArrowInvalid:
-            stream.seek(0)
-            batches = table = pyarrow.ipc.open_stream(stream)
+        if stream.read(6) != b"ARROW1":
+            raise _Unreadable(f"no file of Arrow's file format; of its stream format {STREAM} makes Parquet")
+        stream.seek(0)
+        table = pyarrow.ipc.open_file(stream)
         names = _columns(text_field, table.schema)
-        for batch in batches:
-            rows = batch.select(names)
+        for number in range(table.num_record_batches):
+            rows = table.get_batch(number).select(names)
             size = _batch_rows(chunk_bytes, rows.nbytes, rows.num_rows)
             for start in range(0, rows.num_rows, size):
                 yield rows.slice(start, size), stream.tell()
@@ -244,7 +244,7 @@ def _columns(text_field: str, schema: Any) -> list[str]:
 
     names = schema.names
     if text_field not in names:
-        raise _NoField(no_field(text_field, names))
+        raise _Unreadable(no_field(text_field, names))
     may_be_chats = pyarrow.types.is_nested(schema.types[names.index(text_field)])
     return [text_field, TOOLS] if may_be_chats and TOOLS in names and text_field != TOOLS else [text_field]
 

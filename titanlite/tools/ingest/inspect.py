@@ -14,7 +14,7 @@ from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.tools.arguments import Index
-from titanlite.tools.ingest.outcome import report_lines
+from titanlite.tools.ingest.prepare import report_lines
 
 HEAD, TAIL = 256, 128
 """Tokens shown of the beginning and end of a long document."""

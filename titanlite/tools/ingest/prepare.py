@@ -9,12 +9,13 @@ import json
 import logging
 import os
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
@@ -27,10 +28,9 @@ from titanlite.schema import Data
 from titanlite.tools.arguments import Count, Inputs
 from titanlite.tools.ingest.background import prepare_in_background
 from titanlite.tools.ingest.chat import chat_options, chats_of
-from titanlite.tools.ingest.encoding import Encoder, Options, encode_chunks, options_for
+from titanlite.tools.ingest.encoding import FIRST, Encoder, Options, encode_chunks, options_for
 from titanlite.tools.ingest.formats import File, open_dataset
 from titanlite.tools.ingest.inputs import find_files, local_folder
-from titanlite.tools.ingest.outcome import left_out, new_notes, note, report_lines
 from titanlite.tools.ingest.reading import read_chunks
 from titanlite.tools.ingest.token_writer import TokenWriter
 
@@ -42,6 +42,11 @@ WORKER_BYTES = 2**24
 """Input that makes another process worth its start."""
 MOST_CHECKED_BYTES = 2**28
 """Size up to which a start reads a whole cache to compare checksums: a fraction of a second."""
+COUNTS = {name: name for name in ("documents", "tokens", "empty", "errors", "left_out")} | {"bytes": "text_bytes"}
+"""Counts of each input in the index, and the names of their sums: documents, tokens, bytes of the text in UTF-8, empty
+documents, errors, and binary files that are left out."""
+MOST_INPUTS = 20
+"""Inputs that the report lists; the index has all."""
 Report = Callable[[str], None]
 
 
@@ -279,8 +284,10 @@ def _write(task: _Task) -> None:
     started, read = time.monotonic(), 0
     with writer, progress_bar("tokenizing", sum(file.size for file in task.files)) as advance:
         about = {"fingerprint": tokenizer.fingerprint, "vocab_size": tokenizer.vocab_size, "name": tokenizer.name}
-        notes = writer.notes or {"key": task.key, "tokenizer": about, **new_notes(task.paths, task.files)}
-        writer.notes = notes
+        found = Counter(file.source for file in task.files)
+        inputs = [{"path": path, "files": found[n]} | dict.fromkeys(COUNTS, 0) for n, path in enumerate(task.paths)]
+        writer.notes = writer.notes or {"key": task.key, "tokenizer": about, "first_errors": [], "inputs": inputs}
+        notes = writer.notes
         _stop_at_errors(task, notes["first_errors"])
         if before := writer.tokens:
             task.report(f"resuming after {before:,} tokens of an earlier attempt")
@@ -290,23 +297,46 @@ def _write(task: _Task) -> None:
         with closing(encode_chunks(chunks, encoder, workers=_workers(task))) as results:
             for chunk, encoded in results:
                 _stop_at_errors(task, encoded.errors)
-                note(notes, encoded)
+                for source, counts in encoded.counts.items():
+                    for name, count in counts.items():
+                        notes["inputs"][source][name] += count
+                notes["first_errors"] = (notes["first_errors"] + encoded.errors)[:FIRST]
                 if len(encoded.tokens):
                     writer.add(encoded.tokens, encoded.starts, encoded.mask, position=chunk.position)
                 made = writer.tokens - before
                 rate = made / (time.monotonic() - started)
                 advance(chunk.done - read, f"tokenizing: {made:,} tokens, {rate:,.0f}/s")
                 read = chunk.done
+        notes |= {total: sum(it[name] for it in notes["inputs"]) for name, total in COUNTS.items()}
         if writer.tokens == 0:
-            raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {left_out(notes)}")
+            raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {_left_out(notes)}")
     seconds = time.monotonic() - started
-    documents = sum(entry["documents"] for entry in notes["inputs"])
     task.report(
-        f"text     {documents:,} documents, {writer.tokens:,} tokens of {notes['text_bytes']:,} bytes, prepared in "
-        f"{seconds:.1f} s ({(writer.tokens - before) / seconds:,.0f} tokens/s) in {task.folder}"
+        f"text     {notes['documents']:,} documents, {writer.tokens:,} tokens of {notes['text_bytes']:,} bytes, "
+        f"prepared in {seconds:.1f} s ({(writer.tokens - before) / seconds:,.0f} tokens/s) in {task.folder}"
     )
     for line in report_lines(notes):
         task.report(f"  {line}")
+
+
+def report_lines(notes: dict[str, Any]) -> list[str]:
+    """Return lines on the inputs in an index, and on what was left out."""
+    inputs = notes["inputs"]
+    lines = [
+        f"{it['path']}: {it['files']:,} files, {it['documents']:,} documents, {it['tokens']:,} tokens, "
+        f"{it['bytes']:,} bytes"
+        for it in inputs[:MOST_INPUTS]
+    ]
+    if len(inputs) > MOST_INPUTS:
+        lines.append(f"and {len(inputs) - MOST_INPUTS:,} more inputs, which the index lists")
+    if words := _left_out(notes):
+        lines.append(f"left out: {words}")
+    return lines + [f"  {error}" for error in notes["first_errors"]]
+
+
+def _left_out(notes: dict[str, Any]) -> str:
+    what = {"empty": "empty documents", "left_out": "binary files", "errors": "that cannot be read"}
+    return "; ".join(f"{notes[name]:,} {words}" for name, words in what.items() if notes[name])
 
 
 def _workers(task: _Task) -> int:

@@ -7,12 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from titanlite.ops.attention import PLAIN_SCORES, AttentionMask, Scores
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax_in_place
 from titanlite.ops.divergence import ChunkDivergence, divergence
 from titanlite.ops.functions import Activation, weighted
-from titanlite.ops.kernels import Kernels, KeySource
+from titanlite.ops.kernels import Kernels
 
 EXPERT_SKEW = 1.1
 """Tokens that a rank receives for its experts, over an even share. The router's balance keeps the busiest rank near."""
@@ -86,20 +85,6 @@ class GpuKernels(FakeCounts):
         if torch.compiler.is_compiling() or weight.dtype != x.dtype:
             return super().rms_norm(x, weight, eps)
         return rms_norm(x, weight)[0]
-
-    def attend(
-        self,
-        q_BNLH: Tensor,
-        k_BKLH: Tensor,
-        v_BKLH: Tensor,
-        mask: AttentionMask | None,
-        key_source: KeySource | None = None,
-        scores: Scores = PLAIN_SCORES,
-    ) -> Tensor:
-        """Trace flash attention where FlexAttention runs, which keeps the same for backward."""
-        if scores.soft_cap is not None and self.has_packed_attention(q_BNLH.device, q_BNLH.dtype, q_BNLH.shape[-1]):
-            scores = scores._replace(soft_cap=None)
-        return super().attend(q_BNLH, k_BKLH, v_BKLH, mask, key_source, scores)
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
         is_half = dtype in (torch.bfloat16, torch.float16)

@@ -3,13 +3,13 @@
 What the search knows of mesh axes stands here.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import product
 
 from titanlite.config.checks import find_conflicts
 from titanlite.runtime.errors import UserError
-from titanlite.schema import Config, Degrees, Parallelism
+from titanlite.schema import Config, Degrees
 from titanlite.techniques import places, used
 from titanlite.techniques.technique import Options
 from titanlite.tools.plan.allocator import PoolSize
@@ -43,41 +43,55 @@ def all_degrees(world_size: int, context: int = 1, tensor: int = 1) -> list[Degr
     return [Degrees(rest // shard, shard, context, tensor) for shard in shards]
 
 
-def further_axes(parallelism: Parallelism, world_size: int, *, seq_len: int, gpus_per_node: int) -> list[Options]:
-    """Return the options of further axes that a search tries, each list of degrees from the smallest.
+def data_parallel(replicate: int = 1, shard: int = -1) -> Options:
+    """Return the options of replicas and shards."""
+    return {
+        "parallelism.data_parallel_replicate_degree": replicate,
+        "parallelism.data_parallel_shard_degree": shard,
+    }
+
+
+def layouts_with(
+    config: Config, world_size: int, degrees: Mapping[str, Sequence[int]], more: Options | None = None
+) -> Iterator[Options]:
+    """Yield the options of layouts that the config and its model allow. All other processes shard parameters.
+
+    Args:
+        degrees: of further axes, by their names. Each is tried with each.
+        more: options of all these layouts.
+    """
+    for found in product(*(degrees.get(axis, (1,)) for axis in AXES)):
+        options = {**(more or {}), **dict(zip((CONTEXT, EXPERT, TENSOR, PIPELINE), found, strict=True))}
+        if options[PIPELINE] > 1:
+            options["training.local_batch_size"] = 1  # a step needs several micro-batches
+        if can_have(config, options, world_size):
+            yield options
+
+
+def further_axes(config: Config, layout: Layout) -> Iterator[Options]:
+    """Yield the options of further axes that a search tries, each list of degrees from the smallest.
 
     Experts are spread over a node at most, and layers too: both wait for their collectives.
     """
-    if (
-        parallelism.context_parallel_degree * parallelism.expert_parallel_degree * parallelism.tensor_parallel_degree
-        > 1
-    ):
-        return []
-    powers = [degree for degree in powers_of_2(MOST_CONTEXT) if world_size % degree == 0]
-    within_node = [degree for degree in powers if degree <= gpus_per_node]
-    return [
-        *({EXPERT: degree} for degree in within_node[-1:]),
-        *({CONTEXT: degree} for degree in powers if seq_len % (2 * degree) == 0),
-        *({TENSOR: degree} for degree in within_node),
-    ]
+    powers = [degree for degree in powers_of_2(MOST_CONTEXT) if layout.world_size % degree == 0]
+    within_node = [degree for degree in powers if degree <= layout.gpus_per_node]
+    if all(getattr(config.parallelism, f"{axis}_parallel_degree") == 1 for axis in AXES):
+        for axis, tried in {"expert": within_node[-1:], "context": powers, "tensor": within_node}.items():
+            yield from layouts_with(config, layout.world_size, {axis: tried})
 
 
 def pipelines(config: Config, layout: Layout, own: Options) -> Iterator[Options]:
-    """Yield the options of pipelines that a search tries, of what the config and its model allow.
+    """Yield the options of pipelines that a search tries.
 
     Args:
         own: options of the best layout without a pipeline, whose split of layers and recomputation are tried.
     """
-    tensor = {own.get(TENSOR, 1), layout.gpus_per_node}
-    for degree, ranks, schedule in product(powers_of_2(MOST_PIPELINE), sorted(tensor), SCHEDULES):
-        shard, rest = divmod(layout.world_size, degree * ranks)
-        options = own | {
-            PIPELINE: degree, TENSOR: ranks, "parallelism.pipeline_parallel_schedule": schedule,
-            "parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": shard,
-            "parallelism.fsdp_reshard_after_forward": "default", "training.local_batch_size": 1,
-        }  # fmt: skip
-        if not rest and shard and can_have(config, options, layout.world_size, 1):
-            yield options
+    tensor = sorted({own.get(TENSOR, 1), layout.gpus_per_node})
+    kept = {key: it for key, it in own.items() if key.startswith(("activation_checkpoint.", "quantize."))}
+    more = kept | data_parallel() | {"parallelism.fsdp_reshard_after_forward": "default"}
+    for degree, ranks, schedule in product(powers_of_2(MOST_PIPELINE), tensor, SCHEDULES):
+        more["parallelism.pipeline_parallel_schedule"] = schedule
+        yield from layouts_with(config, layout.world_size, {"pipeline": [degree], "tensor": [ranks]}, more)
 
 
 def powers_of_2(most: int) -> list[int]:
@@ -90,8 +104,7 @@ def can_have(config: Config, options: Options, world_size: int, replicate: int =
     Args:
         replicate: number of replicas. The ranks of each share its parameters.
     """
-    shares = {"parallelism.data_parallel_replicate_degree": replicate, "parallelism.data_parallel_shard_degree": -1}
-    changed = with_options(config, options | shares)
+    changed = with_options(config, options | data_parallel(replicate))
     if any(key.startswith("parallelism.") for key, _ in find_conflicts(changed, world_size, ())):
         return False
     try:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
+from itertools import chain, product, repeat
 
 import torch
 
@@ -39,6 +39,7 @@ from titanlite.tools.plan.layouts import (
     TENSOR,
     all_degrees,
     can_have,
+    data_parallel,
     further_axes,
     lay_out,
     pipelines,
@@ -55,7 +56,7 @@ LARGEST_BATCH = 16
 """Most sequences in a forward pass that are tried."""
 GIB = 2**30
 
-Kernels = tuple[str, str, int]
+Work = tuple[str, str, int]
 """What determines the work of the device: recompute mode, words for the options of techniques, local batch size."""
 
 
@@ -64,25 +65,16 @@ class Candidate:
     """A way to run the config, with the plan that is expected of it."""
 
     options: Options
-    kernels: Kernels
+    work: Work
     expected: Plan
 
     @property
     def title(self) -> str:
-        mode, variant, batch = self.kernels
-        reshard = self.options["parallelism.fsdp_reshard_after_forward"]
-        words = [
-            str(self.expected.degrees),
-            *self._schedule(),
-            f"reshard {reshard}",
-            f"recompute {mode}",
-            f"local batch {batch}",
-        ]
-        return ", ".join([*words, *filter(None, [variant])])
-
-    def _schedule(self) -> list[str]:
-        schedule = self.options.get("parallelism.pipeline_parallel_schedule")
-        return [schedule] if schedule else []
+        mode, variant, batch = self.work
+        schedule = self.options.get("parallelism.pipeline_parallel_schedule", "")
+        reshard = f"reshard {self.options['parallelism.fsdp_reshard_after_forward']}"
+        words = str(self.expected.degrees), schedule, reshard, f"recompute {mode}", f"local batch {batch}", variant
+        return ", ".join(filter(None, map(str, words)))
 
 
 @dataclass(frozen=True)
@@ -94,12 +86,8 @@ class Found:
     tried: int
     is_last_resort: bool = False
     """Nothing fits without the option that is the last resort."""
-
-
-def is_no_better(it: Candidate, other: Candidate) -> bool:
-    """Return True if a candidate has the same kernels, is not noticeably faster, and needs no less memory."""
-    faster = it.expected.tokens_per_second > other.expected.tokens_per_second * WORTH
-    return it.kernels == other.kernels and not faster and it.expected.reserved >= other.expected.reserved
+    failure: UserError | None = None
+    """Reason why the config's own axes do not fit."""
 
 
 def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
@@ -115,20 +103,13 @@ def search(config: Config, layout: Layout, *, count: int = 5) -> Found:
     spawn = multiprocessing.get_context("spawn")
     without = with_options(config, {PIPELINE: 1})
     with ProcessPoolExecutor(cores(), spawn, torch.set_num_threads, (1,)) as pool:
-        try:
-            found, failure = best_axes(without, layout, partial(_search, pool=pool, count=count)), None
-        except UserError as error:
-            found, failure = Found([], 0), error
-        if not found.best or found.is_last_resort or waits(found.best[0][1]) > WORTH_A_PIPELINE:
+        found = best_axes(without, layout, partial(_search, pool=pool, count=count))
+        time = found.best[0][1].time if found.best else None
+        if time is None or found.is_last_resort or time.exposed > WORTH_A_PIPELINE * time.total:
             found = add_pipelines(found, without, layout, pool)
-    if not found.best and failure:
-        raise failure
+    if not found.best and found.failure:
+        raise found.failure
     return replace(found, best=found.best[:count])
-
-
-def waits(plan: Plan) -> float:
-    """Return the share of a step in which the device waits for collectives."""
-    return plan.time.exposed / plan.time.total
 
 
 def add_pipelines(found: Found, config: Config, layout: Layout, pool: ProcessPoolExecutor) -> Found:
@@ -137,48 +118,34 @@ def add_pipelines(found: Found, config: Config, layout: Layout, pool: ProcessPoo
     Without a layout that fits, pipelines recompute all.
     """
     own = found.best[0][0].options if found.best else {"activation_checkpoint.mode": "full"}
-    own = {key: it for key, it in own.items() if key.startswith(("activation_checkpoint.", TENSOR, "quantize."))}
+    work = own["activation_checkpoint.mode"], "", 1
     tried = [*pipelines(config, layout, own)]
-    plans = [pool.submit(plan, with_options(config, options), layout) for options in tried]
-    kernels = own["activation_checkpoint.mode"], "", 1
-    pairs = [(Candidate(options, kernels, it.result()), it.result()) for options, it in zip(tried, plans, strict=True)]
-    fitting = [pair for pair in pairs if pair[1].fits]
+    plans = [*pool.map(plan, (with_options(config, options) for options in tried), repeat(layout))]
+    fitting = [(Candidate(options, work, it), it) for options, it in zip(tried, plans, strict=True) if it.fits]
     kept = [] if found.is_last_resort and fitting else found.best
     best = sorted([*kept, *fitting], key=lambda pair: -pair[1].tokens_per_second)
-    return Found(best, found.tried + len(tried), found.is_last_resort and not fitting)
+    return replace(
+        found, best=best, tried=found.tried + len(tried), is_last_resort=found.is_last_resort and not fitting
+    )
 
 
 def best_axes(config: Config, layout: Layout, find: Callable[[Config, Layout], Found]) -> Found:
     """Return the fastest result of the config's own axes, and of experts on the ranks of a node.
 
     If these need a last resort or do not fit, take the fewest ranks for a sequence, or else for a layer, that do not.
-
-    Raises:
-        UserError: that of the config's own axes.
     """
-    parallelism = config.parallelism
-    found: Found | None = None
-    failure: UserError | None = None
-    fits = False
-    axes = further_axes(
-        parallelism, layout.world_size, seq_len=config.training.seq_len, gpus_per_node=layout.gpus_per_node
-    )
-    for options in [{}, *(options for options in axes if can_have(config, options, layout.world_size))]:
-        if fits and not {CONTEXT, TENSOR}.isdisjoint(options):
+    found = Found([], 0)
+    for options in chain([Options()], further_axes(config, layout)):
+        if found.best and not found.is_last_resort and max(options.get(CONTEXT, 1), options.get(TENSOR, 1)) > 1:
             break
         try:
             further = find(with_options(config, options), layout)
         except UserError as error:
-            failure = failure or error
+            found = replace(found, failure=found.failure or error)
             continue
-        fits = fits or not further.is_last_resort
-        tried = further.tried + (found.tried if found else 0)
-        if found is None or further.best[0][1].tokens_per_second > found.best[0][1].tokens_per_second:
-            found = further
-        found = replace(found, tried=tried)
-    if found is None:
-        assert failure
-        raise failure
+        those = [it for it in (found, further) if it.best]
+        better = max(those, key=lambda it: (not it.is_last_resort, it.best[0][1].tokens_per_second))
+        found = replace(better, tried=found.tried + further.tried, failure=found.failure)
     return found
 
 
@@ -193,17 +160,11 @@ def _search(config: Config, layout: Layout, *, pool: ProcessPoolExecutor, count:
             f"{readers} processes: set a multiple with --training.global_batch_size"
         )
     searching = Layouts(config, layout, share)
-    futures = [pool.submit(trace, searching.traced_config(it), layout) for it in searching.kernels]
-    traces = [it.result() for it in futures]
+    traces = [*pool.map(trace, map(searching.traced_config, searching.work), repeat(layout))]
     tried: list[list[Candidate]] = []
     for last_resort in (False, True):
-        tried.append(
-            [
-                it
-                for kernels, traced in zip(searching.kernels, traces, strict=True)
-                for it in searching.expect(kernels, traced, last_resort=last_resort)
-            ]
-        )
+        expected = map(partial(searching.expect, last_resort=last_resort), searching.work, traces)
+        tried.append([*chain.from_iterable(expected)])
         if best := _confirm(tried[-1], config, layout, pool, count):
             return Found(best, sum(map(len, tried)), last_resort)
     raise UserError(nothing_fits(tried[0], tried[1], layout))
@@ -239,42 +200,41 @@ class Layouts:
         self.frozen = frozen.section if frozen else None
         self.variants = variants_of(config, layout)
         [(self.resort_words, self.resort_switch)] = [it.last_resort for it in every_technique() if it.last_resort]
-        self.kernels: list[Kernels] = list(product(MODES, self.variants, self.batches))
+        self.work: list[Work] = list(product(MODES, self.variants, self.batches))
 
     def _is_refused(self, batch: int) -> bool:
         """Return whether the config, on any layout, cannot have a local batch size."""
         key = "training.local_batch_size"
         return any(found == key for found, _ in find_conflicts(with_options(self.config, {key: batch}), None, ()))
 
-    def traced_config(self, kernels: Kernels) -> Config:
+    def traced_config(self, work: Work) -> Config:
         """Return the config with full sharding, from whose trace those of other layouts follow."""
-        return with_options(self.config, self._options(kernels, self.degrees[-1], RESHARD[0]))
+        return with_options(self.config, self._options(work, self.degrees[-1], RESHARD[0]))
 
-    def expect(self, kernels: Kernels, traced: Trace, *, last_resort: bool = False) -> Iterator[Candidate]:
-        """Yield the candidates with these kernels.
+    def expect(self, work: Work, traced: Trace, *, last_resort: bool = False) -> Iterator[Candidate]:
+        """Yield the candidates with this work.
 
         Args:
             traced: of `traced_config`.
             last_resort: whether the option that is the last resort is set.
         """
-        mode, variant, batch = kernels
+        mode, variant, batch = work
         words = ", ".join(filter(None, (variant, self.resort_words * last_resort)))
-        before = self.traced_config(kernels)
+        before = self.traced_config(work)
         for degrees, reshard in product(self.degrees, RESHARD):
             if degrees.sharded == 1 and reshard != RESHARD[0]:
                 continue  # nothing is gathered
-            options = {**self._options(kernels, degrees, reshard), self.resort_switch: last_resort}
+            options = {**self._options(work, degrees, reshard), self.resort_switch: last_resort}
             config, found = with_options(self.config, options), traced
             if config != before:
                 found = lay_out(traced, before, config, self.layout, full=self.degrees[-1].sharded, frozen=self.frozen)
             yield Candidate(options, (mode, words, batch), estimate(found, config, self.layout))
 
-    def _options(self, kernels: Kernels, degrees: Degrees, reshard: str) -> Options:
-        mode, variant, batch = kernels
+    def _options(self, work: Work, degrees: Degrees, reshard: str) -> Options:
+        mode, variant, batch = work
         experts = self.config.parallelism.expert_parallel_degree
         return {
-            "parallelism.data_parallel_replicate_degree": degrees.replicate,
-            "parallelism.data_parallel_shard_degree": degrees.shard,
+            **data_parallel(degrees.replicate, degrees.shard),
             CONTEXT: degrees.context,
             **({EXPERT: experts} if experts > 1 else {}),
             **({TENSOR: degrees.tensor} if degrees.tensor > 1 else {}),
@@ -301,10 +261,16 @@ def _confirm(
             if not any(is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
                 chosen.append(it)
         configs = [with_options(config, it.options) for it in chosen]
-        traces = [pool.submit(trace, it, layout, whole=True) for it in configs]
-        plans = [estimate(it.result(), of, layout) for it, of in zip(traces, configs, strict=True)]
+        traces = pool.map(partial(trace, whole=True), configs, repeat(layout))
+        plans = map(estimate, traces, configs, repeat(layout))
         best += [pair for pair in zip(chosen, plans, strict=True) if pair[1].fits]
     return sorted(best, key=lambda pair: -pair[1].tokens_per_second)
+
+
+def is_no_better(it: Candidate, other: Candidate) -> bool:
+    """Return True if a candidate has the same work, is not noticeably faster, and needs no less memory."""
+    faster = it.expected.tokens_per_second > other.expected.tokens_per_second * WORTH
+    return it.work == other.work and not faster and it.expected.reserved >= other.expected.reserved
 
 
 def may_fit(expected: Plan, layout: Layout) -> bool:
@@ -320,7 +286,7 @@ def nothing_fits(candidates: Sequence[Candidate], last_resort: Sequence[Candidat
     if on_host:
         of_node = min(it.expected.host_of_node for it in on_host)
         resort = (
-            f"; {on_host[0].kernels[1]} needs {of_node / GIB:,.0f} GiB of host memory in a node, which has "
+            f"; {on_host[0].work[1]} needs {of_node / GIB:,.0f} GiB of host memory in a node, which has "
             f"{layout.hardware.node_memory / GIB:,.0f}"
         )
     return (

@@ -128,21 +128,17 @@ def variants(
 
 def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iterator[FurtherLayout]:
     """Yield the layouts with one or two further axes that the config, its model and the processes allow."""
-    from titanlite.tools.plan.layouts import can_have  # imports torch
+    from titanlite.tools.plan.layouts import layouts_with  # imports torch
 
-    config = load(path, [*overrides, f"--{RESHARD}"])
-    alone = [{"context": 2}, {"context": processes}, {"expert": 2}, {"expert": processes}, {"tensor": 2}]
-    tried = [*alone, {"context": 2, "tensor": 2}, {"context": 2, "expert": 2}, {"expert": 2, "tensor": 2}]
-    tried += [{"pipeline": 2}, {"pipeline": 2, "tensor": 2}]
-    for degrees in [it for number, it in enumerate(tried) if it not in tried[:number]]:
-        axes = {f"parallelism.{axis}_parallel_degree": degrees.get(axis, 1) for axis in AXES}
-        if "pipeline" in degrees:
-            axes |= {"training.local_batch_size": 1}  # a step needs several micro-batches
-        if not can_have(config, axes, processes):
-            continue
-        rest = processes // math.prod(degree for axis, degree in degrees.items() if axis != "expert")
-        name = " x ".join([*(f"{axis} {it}" for axis, it in degrees.items()), f"FSDP {rest}"])
-        yield name, tuple(f"{key}={degree}" for key, degree in axes.items())
+    config, some = load(path, [*overrides, f"--{RESHARD}"]), sorted({2, processes})
+    pairs = ("context", "tensor"), ("context", "expert"), ("expert", "tensor")
+    tried = [{"context": some}, {"expert": some}, {"tensor": [2]}, *({one: [2], other: [2]} for one, other in pairs)]
+    for axes in [*tried, {"pipeline": [2], "tensor": [1, 2]}]:
+        for options in layouts_with(config, processes, axes):
+            degrees = {axis: it for axis in axes if (it := options[f"parallelism.{axis}_parallel_degree"]) > 1}
+            rest = processes // math.prod(degree for axis, degree in degrees.items() if axis != "expert")
+            name = " x ".join([*(f"{axis} {it}" for axis, it in degrees.items()), f"FSDP {rest}"])
+            yield name, tuple(f"{key}={it}" for key, it in options.items())
 
 
 def with_equal_bits(found: Iterable[Variant]) -> list[Variant]:
