@@ -127,28 +127,25 @@ def share_without_its_condition() -> None:
     module.keeps_reduced_gradients = lambda *_, **__: True
 
 
+def leave_out_waits(method: str, *callers: str) -> None:
+    """Let a method of streams do nothing where these functions call it."""
+    wait = getattr(torch.cuda.Stream, method)
+
+    def planted(self: Any, other: Any) -> None:
+        if sys._getframe(1).f_code.co_name not in callers:
+            wait(self, other)
+
+    setattr(torch.cuda.Stream, method, planted)
+
+
 def no_wait_at_the_end() -> None:
-    """The compute stream does not wait for reductions when backward ends."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    def finalize(self: Any) -> None:
-        self.comm_ctx._last_post_reduce_events = {}
-        self._post_reduce_event = self._all_reduce_state = None
-        self.comm_ctx.reduce_scatter_states.clear()
-        self._post_forward_indices.clear()
-
-    FSDPParamGroup.finalize_backward = finalize
+    """The compute stream does not wait for reductions when backward ends. Since PyTorch 2.15 the root waits for all."""
+    leave_out_waits("wait_event", "finalize_backward", "_root_post_backward_final_callback", "_end_backward_iteration")
 
 
 def no_wait_before_a_reduction() -> None:
     """The stream of reductions does not wait for the gradients."""
-    wait_stream = torch.cuda.Stream.wait_stream
-
-    def wait(self: Any, stream: Any) -> None:
-        if sys._getframe(1).f_code.co_name not in ("foreach_reduce", "allocate"):
-            wait_stream(self, stream)
-
-    torch.cuda.Stream.wait_stream = wait
+    leave_out_waits("wait_stream", "foreach_reduce", "allocate")
 
 
 def another_thread() -> None:
@@ -168,13 +165,7 @@ def another_thread() -> None:
 def another_thread_without_a_wait() -> None:
     """The same, where the output is not awaited."""
     another_thread()
-    wait_stream = torch.cuda.Stream.wait_stream
-
-    def wait(self: Any, stream: Any) -> None:
-        if sys._getframe(1).f_code.co_name != "allocate":
-            wait_stream(self, stream)
-
-    torch.cuda.Stream.wait_stream = wait
+    leave_out_waits("wait_stream", "allocate")
 
 
 def backward_raises() -> None:
