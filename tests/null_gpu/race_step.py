@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,7 +31,6 @@ OPTIONS = [
     "--training.seq_len=8192", "--training.local_batch_size=2", "--training.mixed_precision_param=bfloat16",
     "--compile.enable=false",
 ]  # fmt: skip
-SIZES = [2**power for power in range(8, 25)]
 
 
 def main() -> None:
@@ -168,8 +166,12 @@ def another_thread_without_a_wait() -> None:
     leave_out_waits("wait_stream", "allocate")
 
 
-def backward_raises() -> None:
-    """Backward raises in the second step. All memory of the step is freed and used again, then come further steps."""
+def backward_raises(at_last: Callable[[Any], None] = lambda _: None) -> None:
+    """Backward raises in the second step. All memory of the step is freed and used again, then come further steps.
+
+    Args:
+        at_last: called with the model, when the memory has been used again.
+    """
     import titanlite.step as module
 
     accumulate, calls = module.accumulate, [0]
@@ -188,8 +190,9 @@ def backward_raises() -> None:
         handle.remove()
         model.zero_grad()
         gc.collect()
-        for _ in range(3):
-            [torch.zeros(size, device="cuda") for size in SIZES for _ in range(3)]
+        free = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        [torch.zeros(2**19, device="cuda") for _ in range(free // 2**21)]  # 2 MiB: from 1 MiB on a pool is shared
+        at_last(model)
         return accumulate(model, *arguments, **options)
 
     module.accumulate = planted
@@ -200,23 +203,7 @@ def backward_raises_and_nothing_waits() -> None:
     import titanlite.step as module
 
     module.finish_reductions = lambda _: None
-    backward_raises()
-    zeros, count = torch.zeros, [0]
-    model: list[Any] = []
-    accumulate = module.accumulate
-
-    def planted(root: Any, *arguments: Any, **options: Any) -> Any:
-        model[:] = [root]
-        return accumulate(root, *arguments, **options)
-
-    def reset(*arguments: Any, **options: Any) -> Tensor:
-        count[0] += arguments[0] == SIZES[-1]
-        result = zeros(*arguments, **options)
-        if arguments[0] == SIZES[-1] and count[0] == 9 and isinstance(model[0], FSDPModule):
-            model[0].reset_iter_state()
-        return result
-
-    module.accumulate, torch.zeros = planted, reset
+    backward_raises(at_last=lambda model: model.reset_iter_state())
 
 
 def tokens_that_nobody_waits_for() -> None:
