@@ -19,7 +19,7 @@ from record import add_record_option, record
 
 
 def main() -> None:
-    from tests.crash import CrashRun
+    from tests.support.crash import CrashRun
     from titanlite.runtime.errors import DamagedCheckpoint
 
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

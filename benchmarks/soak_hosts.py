@@ -1,11 +1,11 @@
-"""Two hosts of a soak, with a link between them that can be cut: tests/hosts.py makes them."""
+"""Two hosts of a soak, with a link between them that can be cut: tests/support/hosts.py makes them."""
 
 from collections.abc import Sequence
 from contextlib import ExitStack
 
 import repository  # noqa: F401
 
-from tests.hosts import Network, NotPermitted, open_network
+from tests.support.hosts import Network, NotPermitted, open_network
 
 NAMES = ("node0", "node1")
 ENDPOINT = f"{NAMES[0]}:29500"

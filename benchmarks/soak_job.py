@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from repository import ROOT
 
-from tests.processes import kill_all, processes_left, processes_with, trainers
+from tests.support.processes import kill_all, processes_left, processes_with, trainers
 
 MARK = "TITANLITE_SOAK_JOB"
 REGULAR = re.compile(r"^(step +\d+ |saved checkpoint |rank \d+ of host .* lags|\[W\d+ |\s*$)")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, one_process
+from tests.support.helpers import TinyRun, one_process
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -84,7 +84,7 @@ def refused(capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
 
 @pytest.fixture(autouse=True)
 def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tests.quick_start import start_quickly
+    from tests.support.quick_start import start_quickly
 
     start_quickly(monkeypatch.setattr)
 
@@ -92,7 +92,7 @@ def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session", autouse=True)
 def _fork_server() -> None:
     """Start one fork server for all processes of this session: ranks, and workers of data loaders."""
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.preload"])
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["tests.support.preload"])
     multiprocessing.forkserver.ensure_running()
 
 
@@ -105,7 +105,7 @@ def tiny(tmp_path: Path) -> TinyRun:
 @pytest.fixture(scope="session")
 def s3() -> Iterator[str]:
     """The address of an empty bucket."""
-    from tests.object_stores import moto_server
+    from tests.support.object_stores import moto_server
 
     with moto_server() as url:
         yield url

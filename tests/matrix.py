@@ -27,10 +27,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from tests import own_models
-from tests.faults import FAULTS
-from tests.helpers import TinyRun, built, run_in_turn
-from tests.layouts import trace_blocks, whole
+from tests.support import own_models
+from tests.support.faults import FAULTS
+from tests.support.helpers import TinyRun, built, run_in_turn
+from tests.support.layouts import trace_blocks, whole
 from titanlite.checkpoint.state import flat
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.dtensor import sharded_axes
@@ -87,6 +87,7 @@ OLMO2 = (
     "--model={name='transformers',path='olmo2',args={num_hidden_layers=2,hidden_size=32,intermediate_size=48,"
     "num_attention_heads=4,num_key_value_heads=2}}"
 )
+OWN_LOSS = "tests.support.layouts:smoothed_loss"
 OWN = f"--model.file={own_models.__file__} --model.name="
 VARIANTS = f"--model={{name='Variants',flavor='debug',file='{own_models.__file__}'}}"
 
@@ -304,9 +305,9 @@ TECHNIQUES = {
     "LoRA of Qwen3-Next, recomputed": Row(
         f"{QWEN_NEXT} {LORA} {OP} {SLOWLY}", "s2,s2 e2", slow="s2", tolerance=ROUGH
     ),
-    "a loss of one's own": Row("--training.loss=tests.layouts:smoothed_loss", UNSPLIT, refused={"t2": OF_TENSOR}),
+    "a loss of one's own": Row(f"--training.loss={OWN_LOSS}", UNSPLIT, refused={"t2": OF_TENSOR}),
     "a loss of one's own, two predicted tokens": Row(
-        f"--training.loss=tests.layouts:smoothed_loss {FURTHER}", "s2,c2,p2"
+        f"--training.loss={OWN_LOSS} {FURTHER}", "s2,c2,p2"
     ),
     "a teacher": Row(TEACHER, "s2,c2,s2 c2", refused={"t2": OF_TENSOR, "p2": "teacher.path"}),
     "OLMo 2 of transformers, LoRA": Row(

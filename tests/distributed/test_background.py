@@ -15,8 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.helpers import TinyRun, mentions, train_on_this_rank
-from tests.processes import kill_all, started, unhurried
+from tests.support.helpers import TinyRun, mentions, train_on_this_rank
+from tests.support.processes import kill_all, started, unhurried
 from titanlite.data.packing import Stream
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of

@@ -6,7 +6,7 @@ tests/distributed/test_machines.py compares the results of its collectives with 
 import pytest
 import torch
 
-from tests.helpers import run_ranks
+from tests.support.helpers import run_ranks
 from titanlite.runtime.process_group import Ranks
 from titanlite.tools.plan.calibrate import Values, measure_links
 

@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import TinyRun, mentions, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import degrees, trained
-from tests.object_stores import s3_server_that_fails
+from tests.support.helpers import TinyRun, mentions, run_in_turn, run_ranks, train_on_this_rank
+from tests.support.layouts import degrees, trained
+from tests.support.object_stores import s3_server_that_fails
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging
 from titanlite.checkpoint.dcp_write import ShardWriter

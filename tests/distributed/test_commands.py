@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, mentions, run_train, titanlite
+from tests.support.helpers import TinyRun, mentions, run_train, titanlite
 from titanlite.runtime.console import shell_command
 from titanlite.tools import cli, launch
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.support.helpers import TinyRun
 
 
 @pytest.mark.nightly

@@ -7,9 +7,9 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests import packed_kernel
-from tests.helpers import TinyRun, run_in_turn, run_ranks
-from tests.layouts import CountOperators, built, degrees, one_step
+from tests.support import packed_kernel
+from tests.support.helpers import TinyRun, run_in_turn, run_ranks
+from tests.support.layouts import CountOperators, built, degrees, one_step
 from titanlite.ops.attention import (
     PLAIN_SCORES,
     Documents,

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.crash import CrashRun
+from tests.support.crash import CrashRun
 
 
 @pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.nightly)])

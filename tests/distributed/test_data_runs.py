@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, free_port, mentions, one_process, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import built, trained
+from tests.support.helpers import TinyRun, free_port, mentions, one_process, run_in_turn, run_ranks, train_on_this_rank
+from tests.support.layouts import built, trained
 from titanlite.batch import Batch
 from titanlite.checkpoint import manifest as manifests
 from titanlite.runtime.console import start_logging

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
-from tests.distillation import KINDS, Given, plain
-from tests.helpers import TinyRun, one_process, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import built, degrees, one_step, trained, whole
+from tests.support.distillation import KINDS, Given, plain
+from tests.support.helpers import TinyRun, one_process, run_in_turn, run_ranks, train_on_this_rank
+from tests.support.layouts import built, degrees, one_step, trained, whole
 from titanlite.batch import IGNORE
 from titanlite.checkpoint.state import model_state, state_of
 from titanlite.metrics.recorder import step_line

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks
-from tests.layouts import built, degrees, one_step
+from tests.support.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks
+from tests.support.layouts import built, degrees, one_step
 from titanlite.models.registry import resolve_model
 from titanlite.ops import pick_kernels
 from titanlite.parallelize import build_mesh, materialize, parallelize

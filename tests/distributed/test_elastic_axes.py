@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import built, degrees, on_one, whole
+from tests.support.helpers import TinyRun, run_in_turn
+from tests.support.layouts import built, degrees, on_one, whole
 from titanlite.models.qwen3_moe import Qwen3Moe
 from titanlite.schema import Config
 from titanlite.train import Run, finish, train

@@ -4,7 +4,7 @@ import os
 
 import torch
 
-from tests.helpers import TinyRun, mentions, run_ranks
+from tests.support.helpers import TinyRun, mentions, run_ranks
 from titanlite.run.versions import check_equal_start, compare, facts_of
 from titanlite.runtime.errors import UserError
 

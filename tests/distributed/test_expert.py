@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.helpers import TinyRun, run_ranks, train_on_this_rank, world
-from tests.layouts import CountOperators, built, degrees, one_step, optimizer_moments, whole
+from tests.support.helpers import TinyRun, run_ranks, train_on_this_rank, world
+from tests.support.layouts import CountOperators, built, degrees, one_step, optimizer_moments, whole
 from titanlite.models.base import NOT_CHOSEN
 from titanlite.ops.kernels import Kernels
 from titanlite.schema import Config

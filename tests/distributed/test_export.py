@@ -6,9 +6,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.helpers import TinyRun, mentions, run_in_turn
-from tests.layouts import trained
-from tests.weights import SMALL
+from tests.support.helpers import TinyRun, mentions, run_in_turn
+from tests.support.layouts import trained
+from tests.support.weights import SMALL
 from titanlite.tools.convert.export import Target, export_folder
 from titanlite.tools.convert.source import load_model, open_source
 

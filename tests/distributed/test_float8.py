@@ -9,8 +9,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.helpers import TinyRun, one_process, run_in_turn, train_on_this_rank
-from tests.layouts import built, degrees, trace_blocks, with_loss
+from tests.support.helpers import TinyRun, one_process, run_in_turn, train_on_this_rank
+from tests.support.layouts import built, degrees, trace_blocks, with_loss
 from titanlite.loss import TokenLoss
 from titanlite.schema import Config
 from titanlite.train import finish, train

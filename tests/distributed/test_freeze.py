@@ -5,8 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks
-from tests.layouts import degrees, trained
+from tests.support.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks
+from tests.support.layouts import degrees, trained
 from titanlite.models.base import build_on_meta
 from titanlite.models.decoder import Decoder
 from titanlite.models.registry import resolve_model

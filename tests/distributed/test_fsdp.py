@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import FSDPModule
 
-from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_on_this_rank, world
-from tests.layouts import built, degrees, one_step
+from tests.support.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_on_this_rank, world
+from tests.support.layouts import built, degrees, one_step
 from titanlite.loss import token_loss
 from titanlite.parallelize.reductions import AllToAllReduceScatter
 from titanlite.runtime.private_torch.fsdp import _param_group

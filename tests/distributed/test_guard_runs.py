@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun, built, mentions, run_in_turn
-from tests.layouts import degrees, whole, with_loss
+from tests.support.helpers import TinyRun, built, mentions, run_in_turn
+from tests.support.layouts import degrees, whole, with_loss
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.guard import REASONS, SkipReason
 from titanlite.loss import TokenLoss

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, mentions
-from tests.processes import Job, started
+from tests.support.helpers import TinyRun, mentions
+from tests.support.processes import Job, started
 from titanlite.run.proc import descendants, state_of
 
 TRAIN = [sys.executable, "-m", "titanlite", "train"]

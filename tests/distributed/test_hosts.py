@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, mentions
-from tests.hosts import Network, network
-from tests.processes import SCRIPT, Job, newest, started, unhurried
+from tests.support.helpers import TinyRun, mentions
+from tests.support.hosts import Network, network
+from tests.support.processes import SCRIPT, Job, newest, started, unhurried
 from titanlite.tools import cli
 
 HSDP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch.distributed.checkpoint as dcp
 
-from tests.foreign import assert_same, expected_tensors, options_of, oracle_of, save_torchtitan, spec_of
-from tests.helpers import TinyRun, mentions, run_in_turn
-from tests.layouts import built, degrees, whole
+from tests.support.foreign import assert_same, expected_tensors, options_of, oracle_of, save_torchtitan, spec_of
+from tests.support.helpers import TinyRun, mentions, run_in_turn
+from tests.support.layouts import built, degrees, whole
 from titanlite.checkpoint.state import model_state
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3
@@ -50,8 +50,8 @@ FURTHER: list[tuple[str, Layout]] = [
 
 def write_quantized(folder: Path, llama: Any) -> Model:
     """Write a folder of quantized weights, and return the model that one process reads from it."""
-    from tests.families import built, oracle
-    from tests.quantized import quantize_folder
+    from tests.support.families import built, oracle
+    from tests.support.quantized import quantize_folder
 
     small = {"vocab_size": 260, "hidden_dim": 64, "n_experts": 8}
     theirs = llama if folder.name == "float8" else oracle(built("gpt_oss", **small))

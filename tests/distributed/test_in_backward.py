@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import built, trained, with_loss
+from tests.support.helpers import TinyRun, run_in_turn
+from tests.support.layouts import built, trained, with_loss
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss
 from titanlite.models.base import unique_parameters

@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.layouts import degrees
+from tests.support.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.support.layouts import degrees
 from titanlite.schema import Config
 from titanlite.tools.convert.source import open_source
 from titanlite.tools.report.parameters import Row, inspect_ranks, rows_of

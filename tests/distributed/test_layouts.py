@@ -11,8 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn
-from tests.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_one, one_step, whole
+from tests.support.helpers import THREE_BLOCKS, TinyRun, run_in_turn
+from tests.support.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_one, one_step, whole
 from titanlite.batch import IGNORE
 from titanlite.loss import token_loss
 from titanlite.metrics.run_summary import types_of

@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.layouts import trained, whole
+from tests.support.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.support.layouts import trained, whole
 from titanlite.checkpoint.state import state_of
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config

@@ -10,8 +10,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn, world
-from tests.layouts import LAYOUTS, built, degrees, job, trained, whole
+from tests.support.helpers import TinyRun, run_in_turn, world
+from tests.support.layouts import LAYOUTS, built, degrees, job, trained, whole
 from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
 from titanlite.schema import Config, Guard
 from titanlite.step import StepResult, count_valid_tokens

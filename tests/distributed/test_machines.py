@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import TinyRun, mentions, run_ranks, run_train
+from tests.support.helpers import TinyRun, mentions, run_ranks, run_train
 from titanlite.checks.preflight import preflight
 from titanlite.run.versions import facts_of
 from titanlite.runtime.errors import UserError

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.faults import FAULTS
-from tests.helpers import TinyRun
 from tests.matrix import FEW, ROWS, STEPS, Cell, Matrix, beyond, cells_of, line, refusal, written
+from tests.support.faults import FAULTS
+from tests.support.helpers import TinyRun
 
 
 def assert_equal(matrix: Matrix, cells: Sequence[Cell]) -> None:

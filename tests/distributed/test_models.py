@@ -4,8 +4,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import built, on_one, one_step, trained, whole
+from tests.support.helpers import TinyRun, run_in_turn, run_ranks, train_on_this_rank
+from tests.support.layouts import built, on_one, one_step, trained, whole
 from titanlite.schema import Config
 
 MOE = [

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.helpers import TinyRun, train_on_this_rank
-from tests.whole_runs import parameters_of
+from tests.support.helpers import TinyRun, train_on_this_rank
+from tests.support.whole_runs import parameters_of
 
 EVERYTHING = ["--offload.optimizer=disk", "--offload.parameters=disk", "--training.enable_cpu_offload"]
 LIMITED = """

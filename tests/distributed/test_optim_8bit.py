@@ -5,8 +5,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.helpers import TinyRun, mentions, run_in_turn, run_ranks
-from tests.layouts import built, trained, whole
+from tests.support.helpers import TinyRun, mentions, run_in_turn, run_ranks
+from tests.support.layouts import built, trained, whole
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.runtime.errors import UserError
@@ -95,7 +95,7 @@ def refused(rank: int, world_size: int, config: Config) -> str:
 
 @pytest.mark.slow
 def test_a_checkpoint_with_other_shards_is_refused(tiny: TinyRun) -> None:
-    """Shards of the checkpoint were large enough for blocks. Rows that do not divide: tests/unit/test_optim_8bit.py."""
+    """Shards of the checkpoint were large enough for blocks. Rows that do not divide: `tests.unit.optim`."""
     name = "--optimizer.name=torchao.optim.AdamW8bit"
     even = [*SHAPE, name, "--model.args.vocab_size=260", "--model.args.hidden_dim=48", "--model.args.n_layers=1"]
     even += ["--training.steps=1", "--lr_scheduler.warmup_steps=1"]

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, mentions
-from tests.layouts import job, trained, trained_on
+from tests.support.helpers import TinyRun, mentions
+from tests.support.layouts import job, trained, trained_on
 from titanlite.runtime.errors import UserError
 
 MIX = (

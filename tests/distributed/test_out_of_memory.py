@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import THREE_BLOCKS, TinyRun, mentions, run_train
+from tests.support.helpers import THREE_BLOCKS, TinyRun, mentions, run_train
 from titanlite.tools import cli
 
 CODE = """

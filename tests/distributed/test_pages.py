@@ -1,7 +1,7 @@
 """Each page's commands, in their order, with less to do: few steps, short sequences, few layers, a small text.
 
 Commands of titanlite run in this process, others and several ranks in processes of their own. What a page presupposes
-is made first. A comment in the page gives the reason why a command is not run (tests/documented.py).
+is made first. A comment in the page gives the reason why a command is not run (tests/support/documented.py).
 """
 
 import json
@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.chat_tokenizer import write_chat_tokenizer
-from tests.documented import ROOT, VARIABLES, commands_to_run, pages_with_commands
+from tests.support.chat_tokenizer import write_chat_tokenizer
+from tests.support.documented import ROOT, VARIABLES, commands_to_run, pages_with_commands
 from titanlite.tools import cli
 
 TEXT = "text.jsonl"

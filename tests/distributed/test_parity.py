@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.support.helpers import TinyRun
 from titanlite.tools import cli
 from titanlite.tools.report.parity import ONE
 

@@ -7,12 +7,12 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.faults import FAULTS
-from tests.helpers import TinyRun, built, mentions, one_process, run_in_turn, train_on_this_rank
-from tests.layouts import degrees, whole
-from tests.models import SMALL
-from tests.models import built as built_model
-from tests.unit.test_average import checkpoint, stored
+from tests.support.faults import FAULTS
+from tests.support.helpers import TinyRun, built, mentions, one_process, run_in_turn, train_on_this_rank
+from tests.support.layouts import degrees, whole
+from tests.support.models import SMALL
+from tests.support.models import built as built_model
+from tests.unit.techniques.test_average import checkpoint, stored
 from titanlite.checkpoint.state import flat
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Parallelism

@@ -10,7 +10,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distribute_tensor
 
-from tests.helpers import run_ranks
+from tests.support.helpers import run_ranks
 from titanlite.optim import update
 from titanlite.optim.muon import Muon
 from titanlite.optim.rounding import SlicedAdamW

@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import trained
+from tests.support.helpers import TinyRun, run_in_turn
+from tests.support.layouts import trained
 
 UNITS = ("tok_embeddings", "layers.0", "head")
 STEPS, WINDOW = 6, 2

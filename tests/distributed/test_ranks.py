@@ -3,7 +3,7 @@
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_ranks
+from tests.support.helpers import run_ranks
 from titanlite.runtime.ranks import reduce_over_ranks
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import CountOperators, built, degrees
+from tests.support.helpers import TinyRun, run_in_turn
+from tests.support.layouts import CountOperators, built, degrees
 from titanlite.schema import Config
 from titanlite.train import finish, train
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.run_folders import write_run
+from tests.support.run_folders import write_run
 from titanlite.tools.report.charts import report_of
 from titanlite.tools.report.page import page
 from titanlite.tools.report.run_records import read_run

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tests.helpers import TinyRun, built, mentions, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import degrees
-from tests.unit.test_average import KINDS, checkpoint, stored
+from tests.support.helpers import TinyRun, built, mentions, run_in_turn, run_ranks, train_on_this_rank
+from tests.support.layouts import degrees
+from tests.unit.techniques.test_average import KINDS, checkpoint, stored
 from titanlite import step
 from titanlite.batch import Batch
 from titanlite.models.base import build_on_meta
@@ -212,7 +212,7 @@ def test_sums_over_ranks_do_not_depend_on_who_has_what() -> None:
 
 
 def test_the_fix_of_what_cannot_be_divided_is_computed(tiny: TinyRun) -> None:
-    """That each is refused with its key: tests/unit/test_refusals.py."""
+    """That each is refused with its key: tests/unit/config/test_refusals.py."""
     for options, world_size, fix in [
         (["--training.global_batch_size=6"], 1, "4 or 8"),
         (["--training.local_batch_size=3"], 1, "2 or 4"),

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun, free_port, mentions
-from tests.processes import newest, started, unhurried
+from tests.support.helpers import TinyRun, free_port, mentions
+from tests.support.processes import newest, started, unhurried
 from titanlite.tools import cli
 
 

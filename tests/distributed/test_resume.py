@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
-from tests.helpers import TinyRun, built, one_process, run_in_turn, run_ranks, train_on_this_rank
-from tests.layouts import degrees, trained
-from tests.whole_runs import assert_equal, values_of
+from tests.support.helpers import TinyRun, built, one_process, run_in_turn, run_ranks, train_on_this_rank
+from tests.support.layouts import degrees, trained
+from tests.support.whole_runs import assert_equal, values_of
 from titanlite.checkpoint import manifest as manifests
 from titanlite.schema import Config
 

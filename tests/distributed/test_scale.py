@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor
 
-from tests.helpers import run_ranks
+from tests.support.helpers import run_ranks
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
 from titanlite.optim import build_optimizer

@@ -14,8 +14,8 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.helpers import TinyRun, built, mentions, run_ranks, wait_until
-from tests.processes import newest, started, unhurried
+from tests.support.helpers import TinyRun, built, mentions, run_ranks, wait_until
+from tests.support.processes import newest, started, unhurried
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.schema import Config
 from titanlite.tools import cli

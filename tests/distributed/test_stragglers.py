@@ -4,8 +4,8 @@ import logging
 
 import pytest
 
-from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.layouts import degrees
+from tests.support.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.support.layouts import degrees
 from titanlite.schema import Config
 
 LATE = 1.0

@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 
-from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import built, degrees
+from tests.support.helpers import TinyRun, run_in_turn
+from tests.support.layouts import built, degrees
 from titanlite.schema import Config
 
 TASKS = ["--validation.enable", "--validation.tasks=['python_cloze', 'number_choice']", "--training.seq_len=128"]

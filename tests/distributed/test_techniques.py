@@ -6,8 +6,8 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
-from tests.layouts import degrees, trace_blocks
+from tests.support.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.support.layouts import degrees, trace_blocks
 from titanlite.schema import Config
 
 

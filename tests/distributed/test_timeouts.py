@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.helpers import run_ranks
+from tests.support.helpers import run_ranks
 from titanlite.observer import Phase
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives

@@ -6,9 +6,9 @@ import transformers
 from torch import nn
 from torch.nn import functional as F
 
-from tests.decoders import config_of
-from tests.helpers import TinyRun, built, run_in_turn, train_on_this_rank
-from tests.layouts import trained
+from tests.support.decoders import config_of
+from tests.support.helpers import TinyRun, built, run_in_turn, train_on_this_rank
+from tests.support.layouts import trained
 from titanlite.models.transformers import Transformers
 from titanlite.schedule import learning_rate
 from titanlite.schema import Config

@@ -5,9 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn
-from tests.layouts import CountOperators, degrees, trained
-from tests.plans import model_of, read, traced
+from tests.support.helpers import THREE_BLOCKS, TinyRun, run_in_turn
+from tests.support.layouts import CountOperators, degrees, trained
+from tests.support.plans import model_of, read, traced
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.schema import Config

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import TinyRun, mentions
+from tests.support.helpers import TinyRun, mentions
 from titanlite.tools import cli
 from titanlite.tools.report.compare import TOKENS
 

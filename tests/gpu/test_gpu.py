@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers import TinyRun
+from tests.support.helpers import TinyRun
 
 pytestmark = pytest.mark.gpu
 
@@ -119,7 +119,7 @@ ROWS = [[200, 1, 311], [512]]
 
 
 def documents_on_gpu() -> Any:
-    from tests.models import documents
+    from tests.support.models import documents
     from titanlite.models.layers import Documents
 
     positions, ids, boundaries = (tensor.cuda() for tensor in documents(ROWS))
@@ -210,7 +210,7 @@ def test_a_changed_token_changes_no_bit_of_another_document(dtype: str) -> None:
     """bfloat16 takes the packed kernel, float32 takes the mask."""
     import torch
 
-    from tests.models import SMALL, built
+    from tests.support.models import SMALL, built
 
     model = built(replace(SMALL, max_seq_len=512)).to("cuda", getattr(torch, dtype))
     tokens = torch.randint(0, 101, (2, 512), generator=torch.Generator().manual_seed(1)).cuda()
@@ -296,7 +296,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
 
 @pytest.mark.parametrize("state_dtype", ["float32", "bfloat16"])
 def test_no_step_waits_for_the_gpu(tiny: TinyRun, state_dtype: str) -> None:
-    from tests.helpers import run_ranks
+    from tests.support.helpers import run_ranks
 
     config = tiny.config(*SIZES, f"--optimizer.state_dtype={state_dtype}")
     [skip_reasons] = run_ranks(steps_without_waiting, 1, config, backend="cuda:nccl,cpu:gloo")

@@ -10,8 +10,8 @@ import sys
 
 import pytest
 
-from tests.helpers import TinyRun
 from tests.matrix import on_layout, size_of
+from tests.support.helpers import TinyRun
 
 pytestmark = pytest.mark.gpu
 

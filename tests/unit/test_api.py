@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 import titanlite
-from tests.helpers import TinyRun
+from tests.support.helpers import TinyRun
 from titanlite.tools import cli
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.helpers import mentions
+from tests.support.helpers import mentions
 from titanlite.config.load import load
 
 ROOT = Path(__file__).parents[2]

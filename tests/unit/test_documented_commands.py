@@ -1,6 +1,6 @@
 """Commands in the documentation are commands: each one's words, options and options of the config are known.
 
-A test runs each of them, too, or a comment in the page gives the reason why none does: tests/documented.py.
+A test runs each of them, too, or a comment in the page gives the reason why none does: tests/support/documented.py.
 """
 
 import re
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.documented import PAGES, ROOT, commands
+from tests.support.documented import PAGES, ROOT, commands
 from titanlite.config.keys import dotted_keys, nearest_key
 from titanlite.config.shipped import find_config
 from titanlite.runtime.errors import UserError

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import titanlite
-from tests.helpers import TinyRun
+from tests.support.helpers import TinyRun
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.models.registry import resolve_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.helpers import TinyRun, mentions
+from tests.support.helpers import TinyRun, mentions
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.data.custom import CustomSequences

@@ -254,7 +254,7 @@ def test_each_private_use_has_a_test() -> None:
         for node in tree.body
         if path.parent == room and isinstance(node, ast.FunctionDef) and not node.name.startswith("_")
     }
-    called = {*re.findall(r"\w+", Path("tests/unit/test_private_torch.py").read_text().partition("\n\n\n")[2])}
+    called = {*re.findall(r"\w+", Path("tests/unit/runtime/test_private_torch.py").read_text().partition("\n\n\n")[2])}
     assert len(offered) > 30
     assert offered - called == {*NOTICED.split()}
 

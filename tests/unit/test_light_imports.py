@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.manifests import save
+from tests.support.manifests import save
 
 TORCH = {"torch"}
 IMPORTS = [

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import mentions
+from tests.support.helpers import mentions
 from titanlite.config.load import load
 from titanlite.config.shipped import find_config, shipped_folder
 from titanlite.tools import cli

@@ -1,0 +1,111 @@
+"""Small Llama 3 and Qwen3 models, comparisons with transformers, and documents in packed sequences."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.helpers import world
+from titanlite.loss import token_loss
+from titanlite.models.decoder import Decoder, DecoderArgs
+from titanlite.models.layers import Documents
+from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.models.qwen3 import Qwen3, Qwen3Args
+from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
+from titanlite.ops.cpu import CpuKernels
+from titanlite.ops.kernels import set_kernels
+from titanlite.optim import build_optimizer, set_learning_rate
+from titanlite.parallelize.materialize import draw_weights
+from titanlite.schedule import learning_rate
+from titanlite.schema import LRScheduler, Optimizer
+from titanlite.step import Step
+
+SMALL = Llama3Args(
+    dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
+    rope_scaling_factor=1.0,
+)  # fmt: skip
+SIZES: dict[str, Any] = {
+    "dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "head_dim": 24, "vocab_size": 101, "max_seq_len": 64,
+    "rope_theta": 10000.0,
+}  # fmt: skip
+DENSE = Qwen3Args(hidden_dim=96, **SIZES)
+MOE = Qwen3MoeArgs(hidden_dim=32, n_experts=8, n_active_experts=2, balance_rate=1e-3, **SIZES)
+
+
+def built(args: DecoderArgs, scale: float = 5) -> Decoder:
+    """Args:
+    scale: of matrices, beyond the initial one; so that attention and routing are far from uniform.
+    """
+    model = {Llama3Args: Llama3, Qwen3Args: Qwen3, Qwen3MoeArgs: Qwen3Moe}[type(args)](args)
+    draw_weights(model, device=torch.device("cpu"), seed=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim >= 2:
+                parameter.mul_(scale)
+    model.init_buffers()
+    set_kernels(model, CpuKernels())
+    return model
+
+
+def documents(rows: list[list[int]]) -> Documents:
+    lengths = torch.tensor([length for row in rows for length in row])
+    positions = [torch.cat([torch.arange(length) for length in row]) for row in rows]
+    ids = [torch.arange(len(row), dtype=torch.int32).repeat_interleave(torch.tensor(row)) for row in rows]
+    boundaries = torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))).int()
+    return Documents(torch.stack(positions), torch.stack(ids), boundaries)
+
+
+def assert_gradients_equal(
+    model: Decoder, theirs: Any, theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    """Compare logits and gradients of a batch with those of transformers' model.
+
+    Args:
+        theirs_of: renames and lays out tensors of ours by name like transformers.
+    """
+    tokens = torch.randint(0, model.args.vocab_size, (2, 65), generator=torch.Generator().manual_seed(1))
+    ours, other = model(tokens[:, :-1]), theirs(tokens[:, :-1]).logits
+    assert ours.std() > 0.1
+    assert (ours - other).abs().max() < 1e-5 * other.abs().max().clamp(min=1)
+    model(tokens[:, :-1], loss=partial(token_loss, labels_BL=tokens[:, 1:])).total.div(128).backward()
+    theirs(tokens, labels=tokens).loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert len(gradients) == len([*model.parameters()])
+    for name, gradient in theirs_of(gradients).items():
+        expected = theirs.get_parameter(name).grad
+        limit = 1e-4 * expected.abs().max() + 1e-8  # 0 of a router to one expert
+        assert (gradient - expected).abs().max() < limit, name
+
+
+def assert_steps_equal(model: Decoder, theirs: Any) -> None:
+    """titanlite's step against a plain loop: clip, AdamW with its groups, warm-up."""
+    theirs = theirs.train()
+    optimizer = build_optimizer(model, Optimizer(), seed=0)
+    vectors = {name: p for name, p in theirs.named_parameters() if p.ndim < 2 or "conv1d" in name}
+    decayed = [p for name, p in theirs.named_parameters() if name not in vectors]
+    plain = torch.optim.AdamW(
+        [{"params": decayed, "weight_decay": 0.1},
+         {"params": [*vectors.values()], "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
+    )  # fmt: skip
+    group = world()
+    generator = torch.Generator().manual_seed(2)
+    batches = torch.randint(0, model.args.vocab_size // 4, (20, 2, 33), generator=generator)
+    found, expected = [], []
+    for step, tokens in enumerate(batches, 1):
+        lr = learning_rate(step, peak=3e-3, end=20, config=LRScheduler(warmup_steps=5))
+        set_learning_rate(optimizer, lr)
+        set_learning_rate(plain, lr)
+        batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
+        found.append(float(Step(model=model, optimizer=optimizer, group=group, max_norm=1.0)([batch]).loss))
+        loss = theirs(tokens, labels=tokens).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        plain.step()
+        plain.zero_grad()
+        expected.append(float(loss.detach()))
+    assert expected[-1] < 0.8 * expected[0]
+    assert found == pytest.approx(expected, rel=1e-4)
