@@ -89,6 +89,10 @@ CPU_CASES: list[tuple[str, int, list[str]]] = [
     ("vocabulary 32,768", 2, [*SHAPE, "--training.global_batch_size=4", "--model.args.vocab_size=32768"]),
     ("sequences of 1,024", 2, [*SHAPE, "--training.global_batch_size=2", "--training.seq_len=1024"]),
     ("documents", 1, [*SHAPE, "--training.global_batch_size=4", "--data.document_mask=true"]),
+    ("OLMo 3, recompute op, documents, bfloat16", 1,
+     ["--model.name=olmo3", "--model.args={dim=128,n_layers=2,n_heads=4,n_kv_heads=2,hidden_dim=352,vocab_size=2048,"
+      "window=64,full_every=2}", "--training.seq_len=512", "--training.global_batch_size=4",
+      "--training.mixed_precision_param=bfloat16", "--data.document_mask=true", RECOMPUTE + "selective"]),
     ("qwen3, tied head", 2, ["--model.name=qwen3", "--training.seq_len=256", "--training.global_batch_size=4",
                              "--training.mixed_precision_param=float32"]),
     ("qwen3_moe", 2, ["--model.name=qwen3_moe", "--training.seq_len=256", "--training.global_batch_size=4",

@@ -18,11 +18,11 @@ from titanlite.tools.plan.hardware import find_hardware
     "name",
     [
         pytest.param("FSDP, 2, recompute op", marks=pytest.mark.slow),
+        pytest.param("OLMo 3, recompute op, documents, bfloat16", marks=pytest.mark.slow),
         pytest.param("HSDP, 2 x 2, updates in backward", marks=pytest.mark.nightly),
         pytest.param("HSDP, 2 x 2, 2 micro-batches", marks=pytest.mark.nightly),
         pytest.param("qwen3_next, recompute full", marks=pytest.mark.nightly),
         pytest.param("adapters", marks=pytest.mark.nightly),
-        pytest.param("adapters on 8 bits, recompute full", marks=pytest.mark.nightly),
         pytest.param("teacher", marks=pytest.mark.nightly),
         pytest.param("two predicted tokens, context 2", marks=pytest.mark.nightly),
     ],

@@ -38,8 +38,7 @@ def attend_in_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLV: Tensor, mask: Tensor
     return _attend(q_BNLH, k_BKLH, v_BKLV, mask, q_BNLH.shape[-1] ** -0.5 if scale is None else scale)
 
 
-@torch.library.custom_op("titanlite::attend_in_tiles", mutates_args=())
-def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def forward_in_tiles(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
     k_XLH, v_XLV = k.flatten(0, 1).float(), v.flatten(0, 1).float()
     out = _like_tokens(q, v.shape[-1])
     for tile in range(_count(q)):
@@ -49,8 +48,7 @@ def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) 
     return out
 
 
-@torch.library.custom_op("titanlite::attend_in_tiles_backward", mutates_args=())
-def _attend_backward(
+def backward_in_tiles(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     k_XLH, v_XLV, d_q = k.flatten(0, 1).float(), v.flatten(0, 1).float(), _like_tokens(q, q.shape[-1])
@@ -114,6 +112,10 @@ def _like_tokens(x_BNLH: Tensor, dims: int) -> Tensor:
     """Return memory for [B, N, L, dims] with the heads of a token next to each other."""
     B, N, L, _ = x_BNLH.shape
     return x_BNLH.new_empty(B, L, N, dims).transpose(1, 2)
+
+
+_attend = torch.library.custom_op("titanlite::attend_in_tiles", forward_in_tiles, mutates_args=())
+_attend_backward = torch.library.custom_op("titanlite::attend_in_tiles_backward", backward_in_tiles, mutates_args=())
 
 
 @_attend.register_fake

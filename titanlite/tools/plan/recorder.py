@@ -17,6 +17,7 @@ from torch.utils.flop_counter import flop_registry
 
 from titanlite.observer import Phase, StepObserver
 from titanlite.ops.attention import seen_causally
+from titanlite.ops.tiled_attention import backward_in_tiles, forward_in_tiles
 from titanlite.runtime.dtypes import name_of
 from titanlite.runtime.private_torch.fsdp import FSDPObserver
 from titanlite.runtime.private_torch.tensors import is_in_backward, storage_key, wrapped_tensors
@@ -180,6 +181,11 @@ class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(tensor_cls is not FakeTensor for tensor_cls in types):
             return NotImplemented  # the operator comes again with the local part of a DTensor, or the wrapped tensors
+        if inner := INNER.get(str(func.overloadpacket)):
+            count = len(self.operators)
+            with self:  # for the memory of its tensors; as a kernel it is one operator
+                inner(*args)
+            del self.operators[count:]
         # PyTorch 2.11 decomposes this operator wrongly for fake tensors. It allocates nothing.
         result = kwargs["out"] if func is aten.addmm.dtype_out else func(*args, **(kwargs or {}))
         self.time += 1
@@ -349,6 +355,11 @@ ATTENTION = {
 }
 """Kernels that PyTorch's table of FLOPs lacks: (place of the query among the arguments, number of matmuls over all
 scores, place of is_causal; None: it always is)."""
+INNER: dict[str, Callable[..., Any]] = {
+    "titanlite.attend_in_tiles": forward_in_tiles,
+    "titanlite.attend_in_tiles_backward": backward_in_tiles,
+}
+"""Operators that hold tensors while they run, and what they do."""
 
 
 def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[KernelKind, int]:
