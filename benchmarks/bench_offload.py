@@ -98,29 +98,29 @@ class Made:
 
 def measure(words: list[str]) -> Made:
     """One run. The first step does not count for time: it also takes memory."""
-    from titanlite import train as training
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+    from titanlite.step import Step
     from titanlite.tools.ingest.prepare import prepare_text
-    from titanlite.train import build
+    from titanlite.train import build, finish, train
 
     ranks = read_ranks({})
     device = pick_device(ranks)
     moments: list[tuple[float, dict[str, int]]] = []
-    make_step = training.train_step
+    call = Step.__call__
 
-    def train_step(*args: Any, **kwargs: Any) -> Any:
+    def watched(step: Step, *args: Any, **kwargs: Any) -> Any:
         moments.append((time.perf_counter(), disk_bytes()))
-        return make_step(*args, **kwargs)
+        return call(step, *args, **kwargs)
 
-    training.train_step = train_step
+    Step.__call__ = watched  # pyright: ignore[reportAttributeAccessIssue]
     config = load(ROOT / "train_configs" / "debug.toml", words)
     with process_group(ranks, device):
         run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
         with Peaks() as peaks:
-            training.train(run)
+            train(run)
             moments.append((time.perf_counter(), disk_bytes()))
-        training.finish(run)
+        finish(run)
     steps = list(pairwise(moments[1:]))
     seconds = [after[0] - start[0] for start, after in steps]
     counts = ([after[1][key] - start[1][key] for start, after in steps] for key in ("read_bytes", "write_bytes"))

@@ -20,8 +20,7 @@ from record import add_record_option, ratios, record
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3, Llama3Args
 from titanlite.ops import pick_kernels
-from titanlite.ops.attention import set_key_source
-from titanlite.ops.kernels import set_kernels
+from titanlite.ops.kernels import set_kernels, set_key_source
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.parallelize.materialize import allocate, draw_weights, set_dtype
 from titanlite.runtime.process_group import Ranks, pick_device

@@ -45,14 +45,14 @@ from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import count_parameter_replicas
 from titanlite.optim.quantized import inner_tensors, is_quantized
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize_student, reduces_gradients_once
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
-from titanlite.step import train_step
+from titanlite.step import Step
 from titanlite.techniques import (
     build_gradients,
     passes_of_step,
@@ -61,6 +61,7 @@ from titanlite.techniques import (
     split_vocabulary,
     state_memory,
 )
+from titanlite.techniques.technique import Trained
 from titanlite.tools.plan.estimate import planned_targets
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
@@ -219,34 +220,40 @@ def train(
     with torch.device("meta"):
         model = kind(replace(args, max_seq_len=training.seq_len))
     kernels = pick_kernels(device)
-    parallelize_student(model, config, mesh=mesh, kernels=kernels, has_other_sizes=config.teacher.path is not None)
+    parallelize(model, config, mesh=mesh, kernels=kernels)
     memory = state_memory(config, Path(config.job.dump_folder))
     on_host = "parameters" in places(config)
     materialize(model, device=device, dtype=DTYPES[training.dtype], seed=seed, on_host=on_host, memory=memory)
     optimizer = build_optimizer(model, config.optimizer, seed=seed, memory=memory)
     guard = StepGuard(config.guard, device=device, step=0, state={})
-    gradients = build_gradients(
-        config, model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip
-    )
+    trained = Trained(model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip)
+    gradients = build_gradients(config, trained)
     reader, readers = data_parallel_rank(mesh)
     micro_batch_size, accumulation = training.batch_split(readers)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=reader)
     targets = planned_targets(config)
     draw_frozen(targets, config, mesh=mesh, kernels=kernels)
-    loss_function = build_loss(training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
-    add_up, split = passes_of_step(config, model, mesh), split_batch(config, mesh)
-    replicas = count_parameter_replicas(model, ranks_of_stage(mesh))
+    split = split_batch(config, mesh)
+    make_step = Step(
+        model=model,
+        optimizer=optimizer,
+        group=loss_group(mesh),
+        world=world_group(mesh),
+        max_norm=training.max_norm,
+        loss_function=build_loss(training, kernels, targets, vocabulary=split_vocabulary(config, mesh)),
+        targets=targets,
+        gradients=gradients,
+        reduce_once=reduces_gradients_once(config, mesh),
+        passes=passes_of_step(config, model, mesh),
+        replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
+    )
     size = 0
     for step in range(1, steps + 1):
         with record.span(f"step {step},"):
             batches = [split(batch) for batch in islice(source, accumulation)]
             size = sum(tensor.nbytes for batch in batches for tensor in batch.values())
             seed_step(seed, step, rank)
-            train_step(
-                model, batches, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
-                decide=guard.decide, max_norm=training.max_norm, loss_function=loss_function, gradients=gradients,
-                targets=targets, reduce_once=reduces_gradients_once(config, mesh), add_up=add_up, replicas=replicas,
-            )  # fmt: skip
+            make_step(batches, decide=guard.decide)
             del batches
     return model, optimizer, size, targets
 

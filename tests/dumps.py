@@ -5,8 +5,7 @@ from pathlib import Path
 from tests.helpers import THREE_BLOCKS, TinyRun
 from tests.layouts import built
 from titanlite.schema import Config
-from titanlite.tools.report.value_dump import read_dump, record
-from titanlite.tools.report.where import Compared, compare_dumps
+from titanlite.tools.report.compare import Compared, compare_dumps, read_dump, record
 
 FILE = Path(__file__).with_name("planted.py")
 OPTIONS = [

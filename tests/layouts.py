@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -17,7 +18,7 @@ from titanlite.loss import TokenLoss
 from titanlite.models.base import Model
 from titanlite.parallelize.compile import compile_blocks
 from titanlite.schema import Config
-from titanlite.step import StepResult, train_step
+from titanlite.step import StepResult
 from titanlite.train import Run
 
 # (replicate, shard)
@@ -74,16 +75,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def one_step(run: Run) -> StepResult:
     batches = list(islice(run.batches, run.accumulation))
-    return train_step(
-        run.model,
-        batches,
-        optimizer=run.optimizer,
-        group=run.group,
-        max_norm=1.0,
-        loss_function=run.loss_function,
-        targets=run.targets,
-        decide=run.guard.decide,
-    )
+    return run.step(batches, decide=run.guard.decide)
+
+
+def with_loss(run: Run, loss_function: Any) -> Run:
+    """Return a run whose step minimizes another function."""
+    return replace(run, step=replace(run.step, loss_function=loss_function))
 
 
 def trained(rank: int, world_size: int, config: Config) -> dict[str, Any]:

@@ -31,6 +31,7 @@ from tests import own_models
 from tests.faults import FAULTS
 from tests.helpers import TinyRun, built, run_in_turn
 from tests.layouts import trace_blocks, whole
+from titanlite.checkpoint.state import flat
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import ConfigError
@@ -507,7 +508,7 @@ def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, co
             finish(run, train(run))
     assert run is not None
     found = Found({}, {}, {*frozen})
-    for name, tensor in run.state().items():
+    for name, tensor in flat(run.checkpoints.state()).items():
         place = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
         found.parts[name, *((axis, place and place[axis]) for axis in sharded_axes(tensor))] = checksum(tensor)
         found.values[name] = whole(tensor).float().numpy()

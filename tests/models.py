@@ -21,7 +21,7 @@ from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schedule import learning_rate
 from titanlite.schema import LRScheduler, Optimizer
-from titanlite.step import train_step
+from titanlite.step import Step
 
 SMALL = Llama3Args(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
@@ -100,7 +100,7 @@ def assert_steps_equal(model: Decoder, theirs: Any) -> None:
         set_learning_rate(optimizer, lr)
         set_learning_rate(plain, lr)
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-        found.append(float(train_step(model, [batch], optimizer=optimizer, group=group, max_norm=1.0).loss))
+        found.append(float(Step(model=model, optimizer=optimizer, group=group, max_norm=1.0)([batch]).loss))
         loss = theirs(tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)

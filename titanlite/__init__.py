@@ -6,14 +6,14 @@ Nothing heavy is imported here: each name of the Python interface is imported wh
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from titanlite.version import __version__
+
 if TYPE_CHECKING:
     from titanlite.models.base import Model, ModelArgs
     from titanlite.runtime.errors import ConfigError, RunStopped, UserError
     from titanlite.schema import Config, dump
     from titanlite.tools.api import build_model, build_run, load_config, run_training
     from titanlite.tools.report.run_records import RunRecords, read_run
-
-__version__ = "0.1.0"
 
 PUBLIC = {
     "load_config": "titanlite.tools.api",

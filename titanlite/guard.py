@@ -5,7 +5,7 @@ the host never waits for it. The host reads the decisions at log steps and befor
 to stop, nothing more is updated: weights and optimizer stay those of before the bad step.
 
 If backward updates parameters, that holds for the loss only. When a gradient turns out not to be finite, other
-gradients have already updated their parameters. Such a state is of no step, and must not be saved.
+gradients have already updated their parameters. The weights then belong to no step, so they must not be saved.
 """
 
 import logging

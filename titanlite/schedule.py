@@ -19,8 +19,8 @@ class BatchSizes:
 
     @classmethod
     def of(cls, training: Training) -> "BatchSizes":
-        ends = [-(-it.until_tokens // training.seq_len) for it in training.batch_ramp]
-        sizes = [it.global_batch_size for it in training.batch_ramp]
+        ends = [-(-stage.until_tokens // training.seq_len) for stage in training.batch_ramp]
+        sizes = [stage.global_batch_size for stage in training.batch_ramp]
         return cls(tuple(zip(ends, sizes, strict=True)), training.global_batch_size)
 
     def at(self, samples: int) -> int:
@@ -60,9 +60,9 @@ class SequenceLengths:
             samples: at which a step of this start begins.
         """
         sizes = BatchSizes.of(training)
-        ends = [-(-it.until_tokens // training.seq_len) for it in training.seq_len_ramp]
+        ends = [-(-stage.until_tokens // training.seq_len) for stage in training.seq_len_ramp]
         ends = [sizes.after(samples, sizes.steps_to(end, samples=samples)) for end in ends]
-        return cls(tuple(zip(ends, (it.seq_len for it in training.seq_len_ramp), strict=True)), training.seq_len)
+        return cls(tuple(zip(ends, (stage.seq_len for stage in training.seq_len_ramp), strict=True)), training.seq_len)
 
     def at(self, sample: int) -> int:
         """Return the length of the sequences of which a sample consists."""

@@ -534,12 +534,12 @@ class Training(Section):
     @property
     def batch_sizes(self) -> list[int]:
         """Global batch sizes of all steps."""
-        return [*(it.global_batch_size for it in self.batch_ramp), self.global_batch_size]
+        return [*(stage.global_batch_size for stage in self.batch_ramp), self.global_batch_size]
 
     @property
     def seq_lens(self) -> list[int]:
         """Sequence lengths of all steps."""
-        return [*(it.seq_len for it in self.seq_len_ramp), self.seq_len]
+        return [*(stage.seq_len for stage in self.seq_len_ramp), self.seq_len]
 
     @property
     def max_seconds(self) -> int | None:

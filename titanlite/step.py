@@ -18,14 +18,13 @@ from titanlite.ops.attention import document_arguments
 from titanlite.optim import update
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.gradient_memory import finish_reductions
 from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
 from titanlite.runtime.ranks import reduce_over_ranks
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """Results of a step on the device, scalars but for micro_losses. Global values have the same bits on all ranks."""
+    """Results of one step: device tensors, scalar except micro_losses. Global values are the same on all ranks."""
 
     loss: Tensor
     """Mean cross entropy of the global batch's tokens, in nats. Global."""
@@ -42,7 +41,7 @@ class StepResult:
     model_metrics: dict[str, Tensor] = field(default_factory=dict)
     """Metrics of the model's own, and of the loss. Global."""
     stop_flags: Tensor = field(default_factory=lambda: torch.zeros(0))
-    """[1]: above 0 if any rank asks to stop after this step; empty if `train_step` got no flag. Global."""
+    """[1]: above 0 if any rank asks to stop after this step; empty if the step got no flag. Global."""
 
 
 class Gradients:
@@ -118,89 +117,86 @@ def never_skip(loss: Tensor, grad_norm: Tensor, overflows: Tensor | None = None)
     return torch.zeros_like(loss)
 
 
-AddUp = Callable[..., tuple[Tensor, Tensor, dict[str, Tensor]]]
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """One optimizer step. A run makes it once, and calls it with this rank's micro-batches of each global batch."""
+
+    model: Model
+    optimizer: torch.optim.Optimizer
+    group: dist.ProcessGroup
+    """Ranks that compute the loss of different tokens."""
+    max_norm: float
+    """Largest global norm of the gradients; 0 leaves them."""
+    world: dist.ProcessGroup | None = None
+    """Ranks that hold parts or replicas of the parameters. Default: group."""
+    copies: int | None = None
+    """Ranks of world that report the loss of the same tokens. Default: as many as world has for each of group."""
+    replicas: Mapping[nn.Parameter, int] | None = None
+    """For each parameter, the number of those ranks that hold the same shard. Default: asked of each parameter."""
+    loss_function: LossFunction = token_loss
+    targets: Targets = field(default_factory=Targets)
+    """Further arguments of the loss function. Default: none."""
+    gradients: Gradients = field(default_factory=Gradients)
+    """What is done with gradients. Default: they are added up, clipped and used once."""
+    reduce_once: bool = False
+    """Whether gradients are reduced over shards after the last micro-batch, not after each."""
+    passes: "Passes | None" = None
+    """Makes the forward and backward passes. Default: `accumulate`, one micro-batch after the other."""
+
+    def __call__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        decide: Callable[..., Tensor] = never_skip,
+        stop_flag: Tensor | None = None,
+        observer: StepObserver | None = None,
+    ) -> StepResult:
+        """Train on the micro-batches.
+
+        Args:
+            batches: tokens and labels [B, L] on the device; with a document mask also what `document_arguments` reads.
+            decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason. See
+                `StepGuard.decide`.
+            stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
+        """
+        model, gradients, observer = self.model, self.gradients, observer or StepObserver()
+        world = self.world or self.group
+        micro_losses, totals, loss_metrics = (self.passes or accumulate)(self, batches, observer)
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        parts = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        gradients.unscale(parts, micro_batches=len(batches))
+        observer.phase(Phase.UPDATE)
+        replicas = self.replicas or count_parameter_replicas(model, world.size())
+        local_square, square = sums_of_squares(gradients.norms(parameters, parts), replicas)
+        of_tokens = [micro_losses, totals, *loss_metrics.values()]
+        sums, square = reduce_over_ranks(
+            [*(values.sum() for values in of_tokens), *([] if stop_flag is None else stop_flag)],
+            square.to(micro_losses.device),
+            model.counters(),
+            duplicates=self.copies or world.size() // self.group.size(),
+            world=world,
+        )
+        (loss, total, *measured), stop_flags = sums[: 2 + len(loss_metrics)], sums[2 + len(loss_metrics) :]
+        if exact := gradients.exact_sums(of_tokens, parts):
+            loss, total, *measured, square = exact
+        norm = square.sqrt()
+        if self.max_norm > 0:
+            clip(parts, norm=norm, max_norm=self.max_norm)
+        metrics = dict(zip(loss_metrics, measured, strict=True)) | gradients.metrics()
+        skip_reason = gradients.decide(decide, loss, norm)
+        gradients.update(self.optimizer, skip=skip_reason != 0)
+        metrics |= model.end_step(skip_reason == 0)
+        local_norm = local_square.to(micro_losses.device).sqrt()
+        micro_losses = micro_losses.sum(dim=1) if micro_losses.dim() > 1 else micro_losses
+        return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, metrics, stop_flags)
+
+
+Passes = Callable[[Step, Sequence[Batch], StepObserver], tuple[Tensor, Tensor, dict[str, Tensor]]]
 """Function that adds up the gradients of micro-batches, with the arguments and results of `accumulate`."""
 
 
-def train_step(
-    model: Model,
-    batches: Sequence[Batch],
-    *,
-    optimizer: torch.optim.Optimizer,
-    group: dist.ProcessGroup,
-    max_norm: float,
-    world: dist.ProcessGroup | None = None,
-    copies: int | None = None,
-    replicas: Mapping[nn.Parameter, int] | None = None,
-    loss_function: LossFunction = token_loss,
-    targets: Targets | None = None,
-    decide: Callable[..., Tensor] = never_skip,
-    gradients: Gradients | None = None,
-    reduce_once: bool = False,
-    add_up: AddUp | None = None,
-    stop_flag: Tensor | None = None,
-    observer: StepObserver | None = None,
-) -> StepResult:
-    """Train on this rank's micro-batches of one global batch.
-
-    Args:
-        batches: tokens and labels [B, L] on the device; with a document mask also what `document_arguments` reads.
-        group: ranks that compute the loss of different tokens.
-        max_norm: largest global norm of the gradients; 0 leaves them.
-        world: ranks that hold parts or replicas of the parameters. Default: group.
-        copies: ranks of world that report the loss of the same tokens. Default: as many as world has for each of group.
-        replicas: how many of those ranks hold the same part, for each parameter. Default: asked of each parameter.
-        targets: further arguments of the loss function. Default: none.
-        decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason. See `StepGuard.decide`.
-        gradients: what is done with gradients. Default: they are added up, clipped and used once.
-        reduce_once: reduce gradients over shards after the last micro-batch, not after each.
-        add_up: makes the forward and backward passes. Default: `accumulate`, one micro-batch after the other.
-        stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
-    """
-    observer, world, gradients = observer or StepObserver(), world or group, gradients or Gradients()
-    replicas = replicas or count_parameter_replicas(model, world.size())
-    micro_losses, totals, loss_metrics = (add_up or accumulate)(
-        model, batches, group=group, loss_function=loss_function, targets=targets or Targets(), gradients=gradients,
-        reduce_once=reduce_once, observer=observer,
-    )  # fmt: skip
-    parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-    parts = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    gradients.unscale(parts, micro_batches=len(batches))
-    observer.phase(Phase.UPDATE)
-    local_square, square = sums_of_squares(gradients.norms(parameters, parts), replicas)
-    of_tokens = [micro_losses, totals, *loss_metrics.values()]
-    sums, square = reduce_over_ranks(
-        [*(it.sum() for it in of_tokens), *([] if stop_flag is None else stop_flag)],
-        square.to(micro_losses.device),
-        model.counters(),
-        duplicates=copies or world.size() // group.size(),
-        world=world,
-    )
-    (loss, total, *measured), stop_flags = sums[: 2 + len(loss_metrics)], sums[2 + len(loss_metrics) :]
-    if exact := gradients.exact_sums(of_tokens, parts):
-        loss, total, *measured, square = exact
-    norm = square.sqrt()
-    if max_norm > 0:
-        clip(parts, norm=norm, max_norm=max_norm)
-    metrics = dict(zip(loss_metrics, measured, strict=True)) | gradients.metrics()
-    skip_reason = gradients.decide(decide, loss, norm)
-    gradients.update(optimizer, skip=skip_reason != 0)
-    metrics |= model.end_step(skip_reason == 0)
-    local_norm = local_square.to(micro_losses.device).sqrt()
-    micro_losses = micro_losses.sum(dim=1) if micro_losses.dim() > 1 else micro_losses
-    return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, metrics, stop_flags)
-
-
 def accumulate(
-    model: Model,
-    batches: Sequence[Batch],
-    *,
-    group: dist.ProcessGroup,
-    loss_function: LossFunction,
-    targets: Targets,
-    gradients: Gradients,
-    reduce_once: bool,
-    observer: StepObserver,
+    step: Step, batches: Sequence[Batch], observer: StepObserver
 ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
     """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
 
@@ -209,23 +205,24 @@ def accumulate(
         [micro-batches, parts] for a loss of several parts of sequences;
         and the loss's metrics, in the same form.
     """
-    valid_tokens = count_valid_tokens(batches, group)
+    valid_tokens = count_valid_tokens(batches, step.group)
+    model, gradients = step.model, step.gradients
     losses, metrics = [], dict[str, list[Tensor]]()
     for index, batch in enumerate(batches):
-        tokens, arguments = model_arguments(batch, loss_function, targets(batch, observer))
+        tokens, arguments = model_arguments(batch, step.loss_function, step.targets(batch, observer))
         observer.phase(Phase.FORWARD)
         if len(batches) > 1 and isinstance(model, FSDPModule):
             # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
-            set_reduces = model.set_requires_gradient_sync if reduce_once else model.set_requires_all_reduce
+            set_reduces = model.set_requires_gradient_sync if step.reduce_once else model.set_requires_all_reduce
             set_reduces(index == len(batches) - 1)
         loss = checked_loss(model(tokens, **arguments))
         del arguments  # with the targets
         losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
         for name, value in loss.metrics.items():
             metrics.setdefault(name, []).append(value.detach() / valid_tokens)
-        gradients.begin(losses[-1], group)
+        gradients.begin(losses[-1], step.group)
         observer.phase(Phase.BACKWARD)
-        factor = gradients.scale(valid_tokens, ranks=group.size(), micro_batches=len(batches))
+        factor = gradients.scale(valid_tokens, ranks=step.group.size(), micro_batches=len(batches))
         try:
             total = loss.total * factor
             (total.sum() if total.dim() else total).backward()  # of parts of sequences
@@ -278,3 +275,13 @@ def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
     """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     scale_in_place(joined(gradients), factor.to(gradients[0].device))
+
+
+def finish_reductions(model: Any) -> None:
+    """Let the compute stream wait for all reductions of a backward pass that raised, before anything frees gradients.
+
+    FSDP waits at the end of backward only. Gradients in the pool of the compute stream would be used again at once,
+    while their reductions still write them. The model can then go on with another step.
+    """
+    if isinstance(model, FSDPModule) and hasattr(model, "reset_iter_state"):  # since torch 2.13
+        model.reset_iter_state()

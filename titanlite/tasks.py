@@ -81,7 +81,7 @@ class Task:
             return {**dict.fromkeys(self.metrics, math.nan), "questions": len(self.questions)}
         parts = np.split(scores, np.cumsum([len(question.answers) for question in self.questions])[:-1])
         pairs = [*zip(self.questions, parts, strict=True)]
-        means = {metric: sum(self._value(metric, *it) for it in pairs) / len(pairs) for metric in self.metrics}
+        means = {metric: sum(self._value(metric, *pair) for pair in pairs) / len(pairs) for metric in self.metrics}
         if "perplexity" in means:
             means["perplexity"] = math.exp(min(means["perplexity"], 700))
         return {**means, "questions": len(pairs)}

@@ -1,15 +1,15 @@
 """Training, top to bottom: build the parts of a run, resume, loop over optimizer steps, finish."""
 
 import gc
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cache, partial
 from itertools import islice
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
@@ -17,22 +17,24 @@ from titanlite.checkpoint.load import OpenWeights, newest_saved, resume_settings
 from titanlite.checkpoint.manager import CheckpointManager, Progress
 from titanlite.checkpoint.state import flat
 from titanlite.data.loader import MicroBatches, build_loader
-from titanlite.data.samples import Samples
+from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
-from titanlite.loss import LossFunction, Targets, build_loss
+from titanlite.loss import Targets, build_loss
 from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, ranks_of_stage, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
-from titanlite.metrics.records import RecordFile
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.models.base import Model
 from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.ops import pick_kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.optim.norm import count_parameter_replicas
-from titanlite.parallelize import DTYPES, materialize, parallelize_student, reduces_gradients_once
+from titanlite.optim.state_memory import StateMemory, WeightAverage
+from titanlite.parallelize import DTYPES, materialize, parallelize, reduces_gradients_once
+from titanlite.run.records import RecordFile
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.runtime.console import hide_secrets
@@ -40,10 +42,9 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
 from titanlite.runtime.ranks import AgreedStop, check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.runtime.state_memory import WeightAverage
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
-from titanlite.step import AddUp, Gradients, StepResult, train_step
+from titanlite.step import Step, StepResult
 from titanlite.storage.storage import open_storage
 from titanlite.techniques import (
     after_updates,
@@ -58,10 +59,12 @@ from titanlite.techniques import (
     used,
     weight_average,
 )
+from titanlite.techniques.technique import Observed, Trained
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
     from titanlite.checks.preflight import ResolvedConfig
+    from titanlite.models.frozen import FrozenModel
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,20 +75,13 @@ class Run:
     ranks: Ranks
     folder: RunFolder
     mesh: DeviceMesh
-    group: dist.ProcessGroup
-    """Ranks whose token losses are summed."""
     world: dist.ProcessGroup
     """All processes."""
     model: Model
     whole: Model
-    """The model with the blocks that other processes have, on the meta device where those are some."""
-    replicas: dict[nn.Parameter, int]
-    """Ranks that hold the same part, of each parameter."""
+    """The uncut model; on the meta device if this rank holds only some pipeline stages."""
     optimizer: torch.optim.Optimizer
-    gradients: Gradients
-    add_up: AddUp
-    loss_function: LossFunction
-    targets: Targets
+    step: Step
     guard: StepGuard
     samples: Samples
     micro_batches: MicroBatches
@@ -103,42 +99,6 @@ class Run:
     phase: CurrentPhase
     observers: list[StepObserver]
     """Observers of training that the config asks for."""
-
-    @cached_property
-    def reduces_once(self) -> bool:
-        """Whether gradients are reduced after the last micro-batch of a step alone."""
-        return reduces_gradients_once(self.config, self.mesh)
-
-    def make_step(self, batches: Sequence[Batch], **options: Any) -> StepResult:
-        """Make one optimizer step on this rank's micro-batches of a global batch.
-
-        Args:
-            options: further ones of `train_step`.
-        """
-        return train_step(
-            self.model,
-            batches,
-            optimizer=self.optimizer,
-            group=self.group,
-            world=self.world,
-            copies=ranks_of_stage(self.mesh) // self.group.size(),
-            replicas=self.replicas,
-            max_norm=self.config.training.max_norm,
-            loss_function=self.loss_function,
-            targets=self.targets,
-            gradients=self.gradients,
-            add_up=self.add_up,
-            reduce_once=self.reduces_once,
-            **options,
-        )
-
-    def open_records(self, name: str) -> RecordFile | None:
-        """Open a file of records in the folder of the run. None on ranks that do not write."""
-        return RecordFile(self.folder.path / name, self.progress.step) if self.ranks.rank == 0 else None
-
-    def state(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of a checkpoint, by name."""
-        return flat(self.checkpoints.state())
 
 
 def build(
@@ -161,46 +121,148 @@ def build(
     Raises:
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
     """
-    training = config.training
+    training, targets = config.training, resolved.targets
     phase = phase or PhaseTimeouts(config.comm)
-
-    # Ranks
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
-    group, world = loss_group(mesh), world_group(mesh)
-    rank, data_ranks = data_parallel_rank(mesh)
-    batch_size, accumulation = training.batch_split(data_ranks)
+    world = world_group(mesh)
     folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
 
-    # Data
     phase.phase(Phase.DATA_PREPARATION)
-    targets = resolved.targets
+    samples, validation_sources = build_data(
+        config, resolved, cache_folder=folder.data_cache, world=world, prepare_text=prepare_text
+    )
+    sources = samples.sources
+
+    phase.phase(Phase.MODEL)
+    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
+    memory = state_memory(config, folder.path)
+    model, whole = build_model(config, resolved, mesh=mesh, kernels=kernels, device=device, memory=memory, phase=phase)
+    phase.phase(Phase.OPTIMIZER)
+    on_gpu = device.type == "cuda" and "parameters" not in places(config)
+    fused = on_gpu or not config.debug.reproducible_layouts
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=memory, fused=fused)
+    average = weight_average(config, model, memory)
+
+    phase.phase(Phase.CHECKPOINT_LOAD)
+    whole_config = hide_secrets(dump(config))
+    checkpoints = build_checkpoints(
+        config, resolved, folder=folder, mesh=mesh, device=device, model=model, optimizer=optimizer, average=average,
+        samples=samples, whole_config=whole_config, memory=memory, open_weights=open_weights,
+    )  # fmt: skip
+    progress = checkpoints.load(has_saved=folder.has_saved)
+    if progress.step:
+        samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
+    record_start(
+        folder, whole_config, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks, device=device, mesh=mesh
+    )
+    limit = samples.limit(training.epochs) if training.epochs else None
+    steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
+    if targets.frozen:
+        from titanlite.parallelize.frozen import build_frozen
+
+        targets.use(build_frozen(targets.frozen, config, mesh=mesh, kernels=kernels, device=device))
+
+    lengths = SequenceLengths.of(training, samples=progress.samples_seen)
+    micro_batches, batches = build_batches(config, samples, progress, mesh=mesh, device=device, lengths=lengths)
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    step = build_step(
+        config, model, optimizer, mesh=mesh, kernels=kernels, targets=targets, guard=guard, progress=progress
+    )
+
+    validator = build_validator(config, resolved, validation_sources, mesh=mesh, kernels=kernels, device=device)
+    metrics = MetricsRecorder(
+        config.metrics,
+        folder=folder,
+        step=progress.step,
+        steps=steps,
+        seq_len=training.seq_len,
+        samples=progress.samples_seen,
+        flops_per_token=flops_counter([one for one in (whole, targets.frozen) if one], lengths),
+        device=device,
+        compute_type=training.mixed_precision_param,
+        group=world,
+        phase=phase,
+    )
+    observed = Observed(
+        model=model,
+        replicas=step.replicas or {},
+        mesh=mesh,
+        ranks=ranks,
+        device=device,
+        steps=steps,
+        folder=folder.path,
+        open_records=lambda name: RecordFile(folder.path / name, progress.step) if ranks.rank == 0 else None,
+        paused=metrics.paused,
+        state=lambda: flat(checkpoints.state()),
+    )
+    return Run(
+        config=config,
+        ranks=ranks,
+        folder=folder,
+        mesh=mesh,
+        world=world,
+        model=model,
+        whole=whole,
+        optimizer=optimizer,
+        step=step,
+        guard=guard,
+        samples=samples,
+        micro_batches=micro_batches,
+        batches=while_checking(batches, [*sources, *validation_sources], folder.data_cache, ranks),
+        accumulation=training.batch_split(data_parallel_rank(mesh)[1])[1],
+        validator=validator,
+        checkpoints=checkpoints,
+        average=average,
+        progress=progress,
+        steps=steps,
+        metrics=metrics,
+        phase=phase,
+        observers=[observer for technique in used(config) for observer in technique.observers(config, observed)],
+    )
+
+
+def build_data(
+    config: Config,
+    resolved: "ResolvedConfig",
+    *,
+    cache_folder: Path,
+    world: dist.ProcessGroup,
+    prepare_text: PrepareText | None,
+) -> tuple[Samples, list[Source]]:
+    """Open the data, which must be the same on all ranks: samples of training, and the sources of validation."""
     samples, validation_sources = open_data(
         config.data,
         config.validation,
-        seq_len=training.seq_len,
+        seq_len=config.training.seq_len,
         seed=config.debug.seed,
         tokenizer=resolved.tokenizer,
-        cache_folder=folder.data_cache,
+        cache_folder=cache_folder,
         group=world,
         prepare_text=prepare_text,
     )
     check_same_everywhere(str(samples.settings()), "the training data", group=world)
     if resolved.tasks:
         check_same_everywhere(str([task.fingerprint for task in resolved.tasks]), "validation.tasks", group=world)
-    if targets.settings:
-        check_same_everywhere(str(targets.settings), targets.title, group=world)
+    if resolved.targets.settings:
+        check_same_everywhere(str(resolved.targets.settings), resolved.targets.title, group=world)
+    return samples, validation_sources
 
-    # Model and optimizer: on the meta device, parallelized, then with memory and values
-    phase.phase(Phase.MODEL)
-    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
-    vocabulary = split_vocabulary(config, mesh)
-    states = state_memory(config, folder.path)
+
+def build_model(
+    config: Config,
+    resolved: "ResolvedConfig",
+    *,
+    mesh: DeviceMesh,
+    kernels: Kernels,
+    device: torch.device,
+    memory: StateMemory,
+    phase: CurrentPhase,
+) -> tuple[Model, Model]:
+    """Build the model on the meta device, parallelize it, and give it memory and values; return also the uncut."""
+    training = config.training
     model = resolved.model.build()
     phase.phase(Phase.SHARDING)
-    parallelize_student(
-        model, config, mesh=mesh, kernels=kernels, pin_memory=states.pins,
-        has_other_sizes=targets.frozen is not None or (bool(training.seq_len_ramp) and not config.data.document_mask),
-    )  # fmt: skip
+    parallelize(model, config, mesh=mesh, kernels=kernels)
     whole = model
     if model.stages:
         whole = resolved.model.build()
@@ -211,25 +273,33 @@ def build(
         dtype=DTYPES[training.dtype],
         seed=config.debug.seed,
         on_host="parameters" in places(config),
-        memory=states,
+        memory=memory,
     )
-    phase.phase(Phase.OPTIMIZER)
-    on_gpu = device.type == "cuda" and "parameters" not in places(config)
-    fused = on_gpu or not config.debug.reproducible_layouts
-    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=states, fused=fused)
+    return model, whole
 
-    average = weight_average(config, model, states)
 
-    # Resume
-    phase.phase(Phase.CHECKPOINT_LOAD)
-    whole_config = hide_secrets(dump(config))
+def build_checkpoints(
+    config: Config,
+    resolved: "ResolvedConfig",
+    *,
+    folder: RunFolder,
+    mesh: DeviceMesh,
+    device: torch.device,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    average: WeightAverage,
+    samples: Samples,
+    whole_config: str,
+    memory: StateMemory,
+    open_weights: OpenWeights | None,
+) -> CheckpointManager:
     spec, allow_changes = resolved.model, config.checkpoint.allow_changes
 
     def settings(samples_seen: int) -> dict[str, Any]:
-        inputs = {**samples.settings(samples_seen), **targets.settings}
+        inputs = {**samples.settings(samples_seen), **resolved.targets.settings}
         return resume_settings(config, model_args=spec.args, inputs=inputs)
 
-    checkpoints = CheckpointManager(
+    return CheckpointManager(
         config.checkpoint,
         storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
         model=model,
@@ -241,116 +311,111 @@ def build(
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=whole_config,
         timeout_seconds=config.comm.save_timeout_seconds,
-        flush=states.flush if "disk" in places(config).values() else None,
+        flush=memory.flush if "disk" in places(config).values() else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
     )
-    progress = checkpoints.load(has_saved=folder.has_saved)
-    sources = samples.sources
-    if progress.step:
-        samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
-    record_start(
-        folder, whole_config, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks, device=device, mesh=mesh
-    )
-    limit = samples.limit(training.epochs) if training.epochs else None
-    steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
 
-    # What the step needs beside the model: its targets, batches, loss, and who decides on skips
-    if targets.frozen:
-        from titanlite.parallelize.frozen import build_frozen
 
-        targets.use(build_frozen(targets.frozen, config, mesh=mesh, kernels=kernels, device=device))
+def build_batches(
+    config: Config,
+    samples: Samples,
+    progress: Progress,
+    *,
+    mesh: DeviceMesh,
+    device: torch.device,
+    lengths: SequenceLengths,
+) -> tuple[MicroBatches, Generator[Batch, None, None]]:
+    """Return which samples each step of this rank takes, and the loader of their batches."""
+    training, (rank, ranks) = config.training, data_parallel_rank(mesh)
     micro_batches = MicroBatches(
         progress.samples_seen,
         sizes=BatchSizes.of(training),
-        micro_batch_size=batch_size,
+        micro_batch_size=training.batch_split(ranks)[0],
         rank=rank,
-        ranks=data_ranks,
+        ranks=ranks,
         step=progress.step,
         together=mesh["shard"].size() if config.debug.reproducible_layouts else 1,
     )
-    split = split_batch(config, mesh)
-    workers = config.data.num_workers
-    lengths, dataset = SequenceLengths.of(training, samples=progress.samples_seen), samples
+    dataset = samples
     if training.seq_len_ramp:
         from titanlite.data.shorter import ShorterSequences
 
         dataset = ShorterSequences(samples, lengths)
-    batches = build_loader(dataset, micro_batches, num_workers=workers, device=device, split=split)
-    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
-    parts = {"mesh": mesh, "state": progress.guard, "should_skip": guard.should_skip}
-    gradients = build_gradients(config, model=model, optimizer=optimizer, **parts)
+    split = split_batch(config, mesh)
+    return micro_batches, build_loader(
+        dataset, micro_batches, num_workers=config.data.num_workers, device=device, split=split
+    )
 
-    # What watches
-    validator = Validator(
+
+def build_step(
+    config: Config,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    mesh: DeviceMesh,
+    kernels: Kernels,
+    targets: Targets,
+    guard: StepGuard,
+    progress: Progress,
+) -> Step:
+    """Return the optimizer step of a model that has memory."""
+    loss = build_loss(config.training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
+    group = loss_group(mesh)
+    trained = Trained(model=model, optimizer=optimizer, mesh=mesh, state=progress.guard, should_skip=guard.should_skip)
+    return Step(
+        model=model,
+        optimizer=optimizer,
+        group=group,
+        max_norm=config.training.max_norm,
+        world=world_group(mesh),
+        copies=ranks_of_stage(mesh) // group.size(),
+        replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
+        loss_function=split_loss(loss, config, mesh),
+        targets=targets,
+        gradients=build_gradients(config, trained),
+        reduce_once=reduces_gradients_once(config, mesh),
+        passes=passes_of_step(config, model, mesh),
+    )
+
+
+def build_validator(
+    config: Config,
+    resolved: "ResolvedConfig",
+    sources: list[Source],
+    *,
+    mesh: DeviceMesh,
+    kernels: Kernels,
+    device: torch.device,
+) -> Validator:
+    rank, ranks = data_parallel_rank(mesh)
+    return Validator(
         config.validation,
-        validation_sources,
+        sources,
         resolved.tasks,
-        seq_len=training.seq_len,
+        seq_len=config.training.seq_len,
         multiple_of=2 * config.sequence_parts,
-        batch_size=batch_size,
+        batch_size=config.training.batch_split(ranks)[0],
         token_bytes=resolved.tokenizer.token_bytes(),
         kernels=kernels,
-        vocabulary=vocabulary,
+        vocabulary=split_vocabulary(config, mesh),
         device=device,
         rank=rank,
-        ranks=data_ranks,
-        group=group,
-        split=split,
+        ranks=ranks,
+        group=loss_group(mesh),
+        split=split_batch(config, mesh),
     )
-    running = [it for it in (whole, targets.frozen) if it]
+
+
+def flops_counter(
+    models: "Sequence[Model | FrozenModel]", lengths: SequenceLengths
+) -> Callable[[int, int, bool], float]:
+    """Return (first, end, causal) -> mean FLOPs of a token in some models, over the samples from first to end - 1."""
 
     @cache
     def flops_at(length: int, causal: bool) -> float:  # a model counts its parameters for it
-        return sum(it.flops_per_token(length, causal=causal) for it in running)
+        return sum(model.flops_per_token(length, causal=causal) for model in models)
 
-    def flops_per_token(first: int, end: int, causal: bool) -> float:
-        return lengths.mean(first, end, lambda length: flops_at(length, causal))
-
-    metrics = MetricsRecorder(
-        config.metrics,
-        folder=folder,
-        step=progress.step,
-        steps=steps,
-        seq_len=training.seq_len,
-        samples=progress.samples_seen,
-        flops_per_token=flops_per_token,
-        device=device,
-        compute_type=training.mixed_precision_param,
-        group=world,
-        phase=phase,
-    )
-    replicas = count_parameter_replicas(model, ranks_of_stage(mesh))
-    run = Run(
-        config=config,
-        ranks=ranks,
-        folder=folder,
-        mesh=mesh,
-        group=group,
-        world=world,
-        model=model,
-        whole=whole,
-        replicas=replicas,
-        optimizer=optimizer,
-        gradients=gradients,
-        add_up=passes_of_step(config, model, mesh),
-        loss_function=split_loss(build_loss(training, kernels, targets, vocabulary=vocabulary), config, mesh),
-        targets=targets,
-        guard=guard,
-        samples=samples,
-        micro_batches=micro_batches,
-        batches=while_checking(batches, [*sources, *validation_sources], folder.data_cache, ranks),
-        accumulation=accumulation,
-        validator=validator,
-        checkpoints=checkpoints,
-        average=average,
-        progress=progress,
-        steps=steps,
-        metrics=metrics,
-        phase=phase,
-        observers=[],
-    )
-    run.observers.extend(it for technique in used(config) for it in technique.observers(config, run))
-    return run
+    return lambda first, end, causal: lengths.mean(first, end, lambda length: flops_at(length, causal))
 
 
 def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | None:
@@ -360,7 +425,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         stop_requests: asked in every step.
 
     Returns:
-        the reason, where a rule of the config or a request stopped the run earlier.
+        why the run stopped before its last step; None if it did not.
     """
     report_start(
         run.config,
@@ -400,7 +465,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = _learning_rate(run, step)
         set_learning_rate(run.optimizer, lr)
-        result = run.make_step(batches, decide=run.guard.decide, stop_flag=stop.flag(), observer=observer)
+        result = run.step(batches, decide=run.guard.decide, stop_flag=stop.flag(), observer=observer)
         run.average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)
         after_update()
@@ -456,7 +521,9 @@ def _learning_rate(run: Run, step: int) -> float:
     scheduler, peak = run.config.lr_scheduler, run.config.optimizer.lr
     if not scheduler.counts_tokens:
         return learning_rate(step, peak=peak, end=run.steps, config=scheduler)
-    before, position, end = (_samples_seen(run, it) * run.config.training.seq_len for it in (step - 1, step, run.steps))
+    before, position, end = (
+        _samples_seen(run, number) * run.config.training.seq_len for number in (step - 1, step, run.steps)
+    )
     return learning_rate(position, peak=peak, end=end, size=position - before, config=scheduler)
 
 
@@ -467,7 +534,7 @@ def _samples_seen(run: Run, step: int) -> int:
 def _progress(run: Run, step: int) -> Progress:
     """Return the progress at the end of a step of this start."""
     samples = _samples_seen(run, step)
-    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.gradients.state())
+    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.step.gradients.state())
 
 
 def finish(run: Run, stopped: RunStopped | None = None) -> None:

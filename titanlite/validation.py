@@ -105,7 +105,9 @@ class Validator:
         was_training = model.training
         model.eval()
         pairs = zip(self.sources, totals, strict=True)
-        of_sources = ((partial(self._add_loss, total), it) for source, total in pairs for it in self._batches(source))
+        of_sources = (
+            (partial(self._add_loss, total), batch) for source, total in pairs for batch in self._batches(source)
+        )
         stopped = False
         for number, (measure, batch) in enumerate(chain(of_sources, self.scorer.batches() if self.scorer else ())):
             if stopped := stops is not None and number % ASK_BATCHES == 0 and stops():

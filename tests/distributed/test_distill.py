@@ -23,7 +23,7 @@ from titanlite.observer import StepObserver
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.step import Gradients, accumulate, count_valid_tokens
+from titanlite.step import accumulate, count_valid_tokens
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_model, open_source
@@ -59,7 +59,7 @@ def with_teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, str
 def taught(rank: int, world_size: int, config: Config) -> None:
     """Train. The teacher keeps the bits of its checkpoint, is saved nowhere, and its forward pass counts."""
     run = train_on_this_rank(config, rank, world_size)
-    teacher = run.targets.model
+    teacher = run.step.targets.model
     assert teacher is not None
     stored = load_model(open_source(str(config.teacher.path)))
     theirs = model_state(stored)
@@ -141,10 +141,7 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(
     batches = list(islice(run.batches, 2))
     run.batches.close()
     batches[0]["labels"][:3, 5:] = IGNORE
-    accumulate(
-        run.model, batches, group=run.group, loss_function=run.loss_function, targets=run.targets,
-        gradients=Gradients(), reduce_once=False, observer=StepObserver(),
-    )  # fmt: skip
+    accumulate(run.step, batches, StepObserver())
     student, teacher = (load_model(open_source(path)) for path in paths)
     tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
     with torch.no_grad():
@@ -152,7 +149,7 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(
     one = torch.eye(theirs.shape[-1])
     loss, _ = plain(student(tokens), one, labels, Given(theirs, one), config.distill, 0.0)
     names, parameters = zip(*unique_parameters(student), strict=True)
-    expected = torch.autograd.grad(loss / count_valid_tokens(batches, run.group), parameters)
+    expected = torch.autograd.grad(loss / count_valid_tokens(batches, run.step.group), parameters)
     found = dict(unique_parameters(run.model))
     assert found.keys() == set(names)
     for name, gradient in zip(names, expected, strict=True):
@@ -174,9 +171,9 @@ def test_neither_frozen_nor_the_teachers_bits_change(with_teacher: tuple[TinyRun
     still = {name for name, p in unique_parameters(run.model) if torch.equal(whole(p), before[name])}
     first = {name for name in before if name.startswith("layers.0.")}
     assert still == first | {"tok_embeddings.weight", "layers.1.attention.wq.weight"}
-    assert run.targets.model is not None
+    assert run.step.targets.model is not None
     stored = model_state(load_model(open_source(f"{tiny.folder}/outputs/teacher")))
-    for name, tensor in model_state(run.targets.model).items():
+    for name, tensor in model_state(run.step.targets.model).items():
         assert np.array_equal(whole(tensor).float().numpy(), stored[name].float().numpy()), name
 
 
@@ -188,7 +185,7 @@ def test_the_teacher_computes_what_its_model_does(with_teacher: tuple[TinyRun, s
     run = built(0, 1, config)
     batch = next(run.batches)
     run.batches.close()
-    output = run.targets(batch, StepObserver())["teacher"]
+    output = run.step.targets(batch, StepObserver())["teacher"]
     with output.teacher.head_weight() as weight, torch.no_grad():
         logits = output.hidden_BLD @ weight.t()
         expected = load_model(open_source(str(config.teacher.path)))(batch["tokens"], **document_arguments(batch))

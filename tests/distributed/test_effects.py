@@ -15,7 +15,7 @@ from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks
 from tests.layouts import built, degrees, one_step
 from titanlite.models.registry import resolve_model
 from titanlite.ops import pick_kernels
-from titanlite.parallelize import build_mesh, materialize, parallelize_student
+from titanlite.parallelize import build_mesh, materialize, parallelize
 from titanlite.runtime.private_torch.tracing import fake_process_group
 from titanlite.schema import Config
 from titanlite.train import Run
@@ -89,7 +89,7 @@ def test_backward_gathers_within_the_smaller_group(tiny: TinyRun) -> None:
         mesh = build_mesh(config.parallelism, world_size=4, device_type="cpu")
         with torch.device("meta"):
             model = model_cls(args)
-        parallelize_student(model, config, mesh=mesh, kernels=pick_kernels(device))
+        parallelize(model, config, mesh=mesh, kernels=pick_kernels(device))
         materialize(model, device=device, dtype=torch.float32, seed=0)
         with OperatorCounter() as counter:
             model(torch.zeros(1, 32, dtype=torch.long)).sum().backward()

@@ -2,7 +2,6 @@
 
 import math
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -11,7 +10,7 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, one_process, run_in_turn, train_on_this_rank
-from tests.layouts import built, degrees, trace_blocks
+from tests.layouts import built, degrees, trace_blocks, with_loss
 from titanlite.loss import TokenLoss
 from titanlite.schema import Config
 from titanlite.train import finish, train
@@ -29,7 +28,7 @@ def scale_reductions(rank: int, world_size: int, config: Config) -> int:
     calls = [run.progress.step]
 
     def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
-        found = run.loss_function(*args, **kwargs)
+        found = run.step.loss_function(*args, **kwargs)
         calls[0] += torch.is_grad_enabled()
         bad = math.nan if calls[0] == 3 else 1.0
         return TokenLoss(found.total * bad, found.cross_entropy * bad)
@@ -42,7 +41,7 @@ def scale_reductions(rank: int, world_size: int, config: Config) -> int:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.ops._c10d_functional, "all_reduce", counted)
-        train(replace(run, loss_function=loss_of))
+        train(with_loss(run, loss_of))
     finish(run)
     return reductions[0]
 

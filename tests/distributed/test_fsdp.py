@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from tests.helpers import THREE_BLOCKS, TinyRun, run_in_turn, run_ranks, train_on_this_rank, world
 from tests.layouts import built, degrees, one_step
 from titanlite.loss import token_loss
-from titanlite.ops.cpu_collectives import AllToAllReduceScatter
+from titanlite.parallelize.reductions import AllToAllReduceScatter
 from titanlite.runtime.private_torch.fsdp import _param_group
 from titanlite.schema import Config
 

@@ -5,7 +5,6 @@ import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +12,7 @@ import pytest
 import torch
 
 from tests.helpers import TinyRun, built, mentions, run_in_turn
-from tests.layouts import degrees, whole
+from tests.layouts import degrees, whole, with_loss
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.guard import REASONS, SkipReason
 from titanlite.loss import TokenLoss
@@ -47,7 +46,7 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     micro_batches = run.accumulation
 
     def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
-        found = run.loss_function(*args, **kwargs)
+        found = run.step.loss_function(*args, **kwargs)
         number, calls[0] = calls[0], calls[0] + 1
         step = run.progress.step + number // micro_batches + 1
         bad = step == BAD_STEP or (step > BAD_STEP and "forever" in str(config.job.name))
@@ -59,7 +58,7 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
         fail_first_save(run)
     run.optimizer.register_step_pre_hook(lambda *_: before.append(snapshot(run, local_tensor)))
     run.optimizer.register_step_post_hook(lambda *_: before.append(snapshot(run, local_tensor)))
-    stopped = train(replace(run, loss_function=loss_of))
+    stopped = train(with_loss(run, loss_of))
     finish(run, stopped)
     changed = [
         sorted(name for name in new if not torch.equal(old.get(name, torch.tensor(math.inf)), new[name]))

@@ -1,13 +1,12 @@
 """Updates within backward, on several processes: how they stop. The same bits as after it: tests/matrix.py."""
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tests.helpers import TinyRun, run_in_turn
-from tests.layouts import built, trained
+from tests.layouts import built, trained, with_loss
 from titanlite.guard import StoppedByGuard
 from titanlite.loss import TokenLoss
 from titanlite.models.base import unique_parameters
@@ -34,7 +33,7 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 
     def loss_of(hidden_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> TokenLoss:
         calls[0] += 1
-        loss = run.loss_function(hidden_BLD, *args, **kwargs)
+        loss = run.step.loss_function(hidden_BLD, *args, **kwargs)
         if calls[0] != BAD_STEP or rank != 1 or in_gradient:
             return loss
         return TokenLoss(loss.total * math.nan, loss.cross_entropy * math.nan)
@@ -46,7 +45,7 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
             before.update({name: local_tensor(it).detach().clone() for name, it in unique_parameters(run.model)})
 
     run.optimizer.register_step_pre_hook(remember)
-    ended = train(replace(run, loss_function=loss_of))
+    ended = train(with_loss(run, loss_of))
     finish(run, ended)
     assert isinstance(ended, StoppedByGuard)
     moved = [name for name, it in unique_parameters(run.model) if not torch.equal(before[name], local_tensor(it))]

@@ -8,12 +8,12 @@ from tests.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.layouts import degrees
 from titanlite.schema import Config
 from titanlite.tools.convert.source import open_source
-from titanlite.tools.plan.parameters import inspect_ranks, layouts_of
+from titanlite.tools.report.parameters import Row, inspect_ranks, rows_of
 
 
-def layouts_in_training(rank: int, world_size: int, config: Config) -> list[Any]:
+def layouts_in_training(rank: int, world_size: int, config: Config) -> list[Row]:
     run = train_on_this_rank(config, rank, world_size)
-    return layouts_of(run.model, run.optimizer, config, run.mesh)
+    return rows_of(run.model, run.optimizer, config, run.mesh)
 
 
 @pytest.mark.slow
@@ -31,12 +31,12 @@ def test_fake_ranks_have_the_layout_of_two_processes(tiny: TinyRun) -> None:
     measured = run_in_turn(layouts_in_training, 2, configs)
     for config, ranks in zip(configs, measured, strict=True):
         for rank, real in enumerate(ranks):
-            assert inspect_ranks(config, world_size=2, rank=rank).parameters == real
+            assert inspect_ranks(config, world_size=2, rank=rank)["parameters"] == real
     assert measured[0][0] != measured[0][1], "shards are uneven"
     for config, ranks in zip(configs, measured, strict=True):
         folder = tiny.folder / "outputs" / str(config.job.name)
         stored: dict[str, Any] = open_source(str(folder)).metadata.state_dict_metadata
         for here in zip(*ranks, strict=True):
-            sizes = [[*piece.sizes] for piece in stored[f"model.{here[0].name}"].chunks]
-            assert sizes == [it.local_shape for it in here][: len(sizes)]
-            assert sum(size[0] for size in sizes) == here[0].shape[0]
+            sizes = [[*piece.sizes] for piece in stored[f"model.{here[0]['name']}"].chunks]
+            assert sizes == [it["local_shape"] for it in here][: len(sizes)]
+            assert sum(size[0] for size in sizes) == here[0]["shape"][0]

@@ -33,7 +33,7 @@ def test_the_wheel_holds_configs_and_tokenizer(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     configs = sorted(name for name in names if "train_configs" in name)
     assert configs == sorted(f"titanlite/train_configs/{path.name}" for path in (ROOT / "train_configs").iterdir())
-    assert "titanlite/data/tokenizers/python-2k.model" in names
+    assert {"titanlite/data/tokenizers/python-2k.model", "titanlite/py.typed"} <= {*names}
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"titanlite"}
 
 

@@ -18,7 +18,6 @@ from titanlite.loss import token_loss
 from titanlite.metrics.run_summary import types_of
 from titanlite.ops.cpu import CpuKernels
 from titanlite.schema import Config
-from titanlite.step import train_step
 
 
 @dataclass(frozen=True)
@@ -56,11 +55,7 @@ def few_steps(rank: int, world_size: int, config: Config) -> Found:
             for row, labels in enumerate(batch["labels"]):
                 sample = rank * len(batches) * len(batch["labels"]) + number * len(batch["labels"]) + row
                 labels[: 4 * sample] = IGNORE  # of 32: from none to all but four
-        results.append(
-            train_step(
-                run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0, loss_function=loss_function
-            )
-        )
+        results.append(replace(run.step, max_norm=0.0, loss_function=loss_function)(batches))
     return Found(initial, gradients, float(results[0].grad_norm), [float(result.loss) for result in results])
 
 

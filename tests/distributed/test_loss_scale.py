@@ -1,6 +1,7 @@
 """float16 with dynamic loss scaling: against torch.amp.GradScaler, on every layout, after a resume; what is refused."""
 
 import json
+from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -13,7 +14,7 @@ from tests.helpers import TinyRun, run_in_turn, world
 from tests.layouts import LAYOUTS, built, degrees, job, trained, whole
 from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
 from titanlite.schema import Config, Guard
-from titanlite.step import StepResult, count_valid_tokens, train_step
+from titanlite.step import StepResult, count_valid_tokens
 from titanlite.techniques.loss_scale.scale import INITIAL_SCALE, LossScale
 
 FLOAT16 = "--training.mixed_precision_param=float16"
@@ -54,8 +55,8 @@ def skip_reasons(scale: LossScale, guard: StepGuard, norms: list[float], *, loss
 
 def train_by_grad_scaler(run: Any, scaler: torch.amp.GradScaler) -> None:
     [batch] = islice(run.batches, 1)
-    loss = run.model(batch["tokens"], loss=partial(run.loss_function, labels_BL=batch["labels"]))
-    scaler.scale(loss.total * (1 / count_valid_tokens([batch], run.group))).backward()
+    loss = run.model(batch["tokens"], loss=partial(run.step.loss_function, labels_BL=batch["labels"]))
+    scaler.scale(loss.total * (1 / count_valid_tokens([batch], run.step.group))).backward()
     scaler.step(run.optimizer)
     scaler.update()
     run.optimizer.zero_grad()
@@ -63,10 +64,7 @@ def train_by_grad_scaler(run: Any, scaler: torch.amp.GradScaler) -> None:
 
 def train_by_titanlite(run: Any, scale: LossScale) -> float:
     batches = list(islice(run.batches, 1))
-    result = train_step(
-        run.model, batches, optimizer=run.optimizer, group=run.group, max_norm=0.0, loss_function=run.loss_function,
-        decide=run.guard.decide, gradients=scale,
-    )  # fmt: skip
+    result = replace(run.step, max_norm=0.0, gradients=scale)(batches, decide=run.guard.decide)
     return float(result.model_metrics["loss_scale"])
 
 

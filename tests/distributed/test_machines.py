@@ -50,14 +50,14 @@ def with_faults(rank: int, world_size: int, tiny: TinyRun) -> dict[str, Result]:
         open_job(Ranks(rank, world_size, 0, rank + 1))
     job = job_of(rank, world_size)
     facts = facts_of({}, CPU)
-    old = replace(facts, versions=facts.versions | {"torch": "1.0"}) if rank else facts
+    old = facts | {"torch": "1.0"} if rank else facts
 
     return {
         "collectives": check_values(CPU, job, {**COLLECTIVES, "all_reduce": wrong_sum}),
         "folder": check_folder(str(tiny.folder / f"own-{rank}"), job, wait=0.2),
         "unwritable": check_folder(str(tiny.folder / ("shared" if rank else "tiny.toml")), job, wait=0.2),
         "clocks": check_clocks(job, lambda: time.time() - 90 * rank),
-        "software": check_software(old),
+        "software": check_software(old, CPU),
     }
 
 

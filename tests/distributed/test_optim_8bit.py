@@ -102,5 +102,4 @@ def test_a_checkpoint_with_other_shards_is_refused(tiny: TinyRun) -> None:
     run_ranks(eager, 1, tiny.config(*even))
     small, _ = run_ranks(refused, 2, tiny.config(*even, "--training.steps=2", world_size=2))
     assert "layers.0.feed_forward.w1.weight.exp_avg.codes" in small
-    assert "of another optimizer" not in small
     assert mentions(small, "4,096 elements", "float32", "replicate 1 x shard 1")

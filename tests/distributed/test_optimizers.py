@@ -19,7 +19,7 @@ MIX = (
 @pytest.mark.usefixtures("single_process_group")
 def test_another_optimizer_does_not_resume(tiny: TinyRun) -> None:
     trained(0, 1, tiny.config(MIX, "--training.steps=1", "--lr_scheduler.warmup_steps=1"))
-    with pytest.raises(UserError, match="is of another optimizer") as error:
+    with pytest.raises(UserError) as error:
         trained(0, 1, tiny.config())
     missing = "optimizer.state.layers.0.attention.wq.weight.exp_avg [42, 42]"
     assert mentions(str(error.value), missing, "[optimizer]", "job.name")

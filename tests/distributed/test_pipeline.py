@@ -13,11 +13,11 @@ from tests.layouts import degrees, whole
 from tests.models import SMALL
 from tests.models import built as built_model
 from tests.unit.test_average import checkpoint, stored
+from titanlite.checkpoint.state import flat
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Parallelism
 from titanlite.techniques.pipeline.stages import blocks_of_stages, check_stages
-from titanlite.tools.report.value_dump import TOKENS, Dump, read_dump, record
-from titanlite.tools.report.where import compare_dumps
+from titanlite.tools.report.compare import TOKENS, Dump, compare_dumps, read_dump, record
 from titanlite.train import finish, train
 
 SIZES = "dim=32, n_layers=4, n_heads=4, n_kv_heads=2"
@@ -99,7 +99,7 @@ def test_names_of_modules_that_are_not_there_are_refused() -> None:
 def values_of(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Return the values that a run begins with, and train."""
     run = built(rank, world_size, config)
-    found = {name: whole(it) for name, it in run.state().items()}
+    found = {name: whole(it) for name, it in flat(run.checkpoints.state()).items()}
     finish(run, train(run))
     return found
 

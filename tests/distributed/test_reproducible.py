@@ -49,9 +49,9 @@ def halves(parts: Tensor) -> Tensor:
 def accumulate_changed(change: Any) -> Any:
     """Compute other gradients: those of batches whose first one was changed in place."""
 
-    def accumulate(model: Any, batches: Any, **options: Any) -> Any:
+    def accumulate(step: Any, batches: Any, observer: Any) -> Any:
         change(batches[0])
-        return PLAIN["accumulate"](model, batches, **options)
+        return PLAIN["accumulate"](step, batches, observer)
 
     return accumulate
 

@@ -12,25 +12,20 @@ from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
 from titanlite.optim import build_optimizer
 from titanlite.parallelize import build_mesh, parallelize
-from titanlite.schema import ActivationCheckpoint, Compile, Float8, Optimizer, Parallelism, Training
+from titanlite.schema import ActivationCheckpoint, Compile, Config, Optimizer, Parallelism
 
 
 def build_405b(rank: int, world_size: int, n_layers: int) -> tuple[float, int, int]:
     started = time.perf_counter()
     with torch.device("meta"):
         model = Llama3(replace(Llama3.flavors["405B"], n_layers=n_layers))  # pyright: ignore[reportArgumentType]
-    parallelism = Parallelism(data_parallel_replicate_degree=4, fsdp_forward_prefetch=1, fsdp_backward_prefetch=1)
-    mesh = build_mesh(parallelism, world_size=world_size, device_type="cpu")
-    parallelize(
-        model,
-        mesh=mesh,
-        kernels=CpuKernels(),
-        parallelism=parallelism,
-        training=Training(),
+    config = Config(
+        parallelism=Parallelism(data_parallel_replicate_degree=4, fsdp_forward_prefetch=1, fsdp_backward_prefetch=1),
         activation_checkpoint=ActivationCheckpoint(mode="full"),
         compile=Compile(enable=True),
-        float8=Float8(),
     )
+    mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
+    parallelize(model, config, mesh=mesh, kernels=CpuKernels())
     build_optimizer(model, Optimizer(), seed=0)
     seconds = time.perf_counter() - started
     parameters = list(model.parameters())

@@ -275,7 +275,6 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
     from titanlite.checks.preflight import preflight
     from titanlite.runtime.private_torch.tensors import local_tensor
     from titanlite.runtime.process_group import Ranks
-    from titanlite.step import train_step
     from titanlite.tools.ingest.prepare import prepare_text
     from titanlite.train import build
 
@@ -289,9 +288,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
                 local_tensor(next(run.model.parameters())).mul_(torch.nan)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
-        result = train_step(
-            run.model, batches, optimizer=run.optimizer, group=run.world, max_norm=1.0, decide=run.guard.decide
-        )
+        result = run.step(batches, decide=run.guard.decide)
         torch.cuda.set_sync_debug_mode("default")
         skip_reasons.append(result.skip_reason)
     return [int(skip_reason) for skip_reason in skip_reasons]
@@ -377,7 +374,7 @@ def test_a_window_is_profiled_on_the_gpu(tiny: TinyRun) -> None:
     assert train(tiny, "on", *options) == pytest.approx(train(tiny, "off"), rel=1e-3)
     folder = tiny.folder / "outputs/on/profile/step-00000006"
     events = json.loads(gzip.decompress((folder / "rank-0.json.gz").read_bytes()))["traceEvents"]
-    assert {"step 6", "forward"} <= {event.get("name") for event in events}
+    assert {"ProfilerStep#6", "forward"} <= {event.get("name") for event in events}
     assert sum(event["dur"] for event in events if event.get("cat") == "kernel") > 0
     table = (folder / "rank-0.txt").read_text()
     assert "Self CUDA" in table

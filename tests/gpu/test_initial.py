@@ -6,8 +6,8 @@ import torch
 from titanlite.models.base import build_on_meta
 from titanlite.models.initial import InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.llama3 import Llama3, Llama3Args
+from titanlite.ops.hash_random import random_bits, salt
 from titanlite.parallelize.materialize import SLICE, allocate, draw_weights, set_dtype
-from titanlite.runtime.hash_random import random_bits, salt
 
 pytestmark = pytest.mark.gpu
 

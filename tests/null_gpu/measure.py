@@ -187,21 +187,22 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
     from titanlite.optim.norm import count_parameter_replicas
-    from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
+    from titanlite.parallelize import build_mesh, parallelize, reduces_gradients_once
     from titanlite.parallelize.materialize import allocate
-    from titanlite.step import train_step
+    from titanlite.step import Step
     from titanlite.techniques import build_gradients, passes_of_step, split_batch, split_vocabulary
     from titanlite.techniques.float8.layers import weight_scaler
+    from titanlite.techniques.technique import Trained
     from titanlite.tools.plan.estimate import model_of
 
     spec = model_of(config)
     kernels = kernels_with_stated_counts(config)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cuda")
     model = build_on_meta(spec.model_cls, spec.args)
-    parallelize_student(model, config, mesh=mesh, kernels=kernels)
+    parallelize(model, config, mesh=mesh, kernels=kernels)
     allocate(model, torch.device("cpu") if config.training.enable_cpu_offload else device, device)
     optimizer = build_optimizer(model, config.optimizer, seed=0)
-    gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
+    gradients = build_gradients(config, Trained(model=model, optimizer=optimizer, mesh=mesh))
     degrees = config.parallelism.degrees(world_size)
     size, accumulation = config.training.batch_split(degrees.data_parallel)
     tokens = torch.zeros(size, config.training.seq_len, dtype=torch.int64, device=device)
@@ -213,21 +214,27 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     batch = split_batch(config, mesh)(batch)
     scale_weights = weight_scaler(model, config.quantize.linear.float8)
     scale_weights()
-    replicas, add_up = count_parameter_replicas(model, ranks_of_stage(mesh)), passes_of_step(config, model, mesh)
+    passes: Any = passes_of_step(config, model, mesh)
     if model.stages:
-        passes: Any = add_up
         passes.__self__.is_alone = True  # nothing is received
-    loss = build_loss(config.training, kernels, vocabulary=split_vocabulary(config, mesh))
+    step = Step(
+        model=model,
+        optimizer=optimizer,
+        group=loss_group(mesh),
+        world=world_group(mesh),
+        replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
+        max_norm=config.training.max_norm,
+        loss_function=build_loss(config.training, kernels, vocabulary=split_vocabulary(config, mesh)),
+        gradients=gradients,
+        reduce_once=reduces_gradients_once(config, mesh),
+        passes=passes,
+    )
 
-    def step() -> None:
-        train_step(
-            model, [batch] * accumulation, optimizer=optimizer, group=loss_group(mesh), world=world_group(mesh),
-            replicas=replicas, max_norm=config.training.max_norm, loss_function=loss, gradients=gradients,
-            reduce_once=reduces_gradients_once(config, mesh), add_up=add_up,
-        )  # fmt: skip
+    def make_step() -> None:
+        step([batch] * accumulation)
         scale_weights()
 
-    return step
+    return make_step
 
 
 def kernels_with_stated_counts(config: Any) -> Any:

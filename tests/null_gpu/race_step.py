@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from measure import build_step, read_config, tell_sizes_of_parts
 from races import RaceChecker
 
-from titanlite.runtime.gradient_memory import ReduceScatter
+from titanlite.parallelize.reductions import ReduceScatter
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 OPTIONS = [
@@ -183,23 +183,24 @@ def backward_raises() -> None:
 
     accumulate, calls = module.accumulate, [0]
 
-    def planted(model: Any, *arguments: Any, **options: Any) -> Any:
+    def planted(step: Any, *arguments: Any) -> Any:
+        model = step.model
         calls[0] += 1
         if calls[0] != 2:
-            return accumulate(model, *arguments, **options)
+            return accumulate(step, *arguments)
 
         def fail(*_: Any) -> None:
             raise RuntimeError("planted")
 
         handle = model.layers[2].register_full_backward_pre_hook(fail)
         with pytest.raises(RuntimeError, match="planted"):
-            accumulate(model, *arguments, **options)
+            accumulate(step, *arguments)
         handle.remove()
         model.zero_grad()
         gc.collect()
         for _ in range(3):
             [torch.zeros(size, device="cuda") for size in SIZES for _ in range(3)]
-        return accumulate(model, *arguments, **options)
+        return accumulate(step, *arguments)
 
     module.accumulate = planted
 
@@ -214,9 +215,9 @@ def backward_raises_and_nothing_waits() -> None:
     model: list[Any] = []
     accumulate = module.accumulate
 
-    def planted(root: Any, *arguments: Any, **options: Any) -> Any:
-        model[:] = [root]
-        return accumulate(root, *arguments, **options)
+    def planted(step: Any, *arguments: Any) -> Any:
+        model[:] = [step.model]
+        return accumulate(step, *arguments)
 
     def reset(*arguments: Any, **options: Any) -> Tensor:
         count[0] += arguments[0] == SIZES[-1]

@@ -10,9 +10,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from titanlite.ops.hash_random import random_bits, salt
 from titanlite.optim.rounding import round_stochastically
 from titanlite.optim.rounding_kernel import update
-from titanlite.runtime.hash_random import random_bits, salt
 
 SIZE, NUMBER = 2500, 1
 LR, BETAS, EPS, DECAY = 3e-4, (0.9, 0.95), 1e-8, 0.1

@@ -1,5 +1,6 @@
 """The Python interface: what a notebook calls."""
 
+import inspect
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,21 @@ import torch.distributed as dist
 import titanlite
 from tests.helpers import TinyRun
 from titanlite.tools import cli
+
+
+def test_each_public_name_is_there_with_its_types() -> None:
+    """py.typed promises them: a checker of a user's code reads the annotations."""
+    assert {*titanlite.PUBLIC, "__version__"} == {*titanlite.__all__}
+    for name in titanlite.PUBLIC:
+        found = getattr(titanlite, name)
+        functions = (
+            [found] if inspect.isfunction(found) else [it for it in vars(found).values() if inspect.isfunction(it)]
+        )
+        for function in functions:
+            if not function.__name__.startswith("_"):
+                missing = {*inspect.signature(function).parameters} - {"self", *function.__annotations__}
+                assert not missing, (name, function.__name__)
+                assert "return" in function.__annotations__, (name, function.__name__)
 
 
 @pytest.mark.long
@@ -35,7 +51,7 @@ def test_parts_of_a_run_are_there_for_a_loop_of_ones_own(tiny: TinyRun) -> None:
             run.model(batch["tokens"]).flatten(0, 1).float(), batch["labels"].flatten()
         )
         assert 4 < float(loss) < 8
-        with pytest.raises(titanlite.UserError, match="another run is open"), titanlite.build_run(config):
+        with pytest.raises(titanlite.UserError), titanlite.build_run(config):
             pass
     with pytest.raises(ZeroDivisionError), titanlite.build_run(config):
         raise ZeroDivisionError

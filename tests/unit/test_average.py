@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.helpers import TinyRun, mentions, one_process, train_on_this_rank
+from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.state_memory import StateMemory
 from titanlite.schema import Average
 from titanlite.techniques.average.weights import MovingAverage, WindowAverage
 from titanlite.tools import cli

@@ -293,7 +293,7 @@ def test_names_in_a_manifest_cannot_lead_elsewhere(tmp_path: Path, name: str) ->
     for manifest in [*bad, replace_fields(good, files={name or "..": FileRecord(0, "00000000")})]:
         stage(storage, 1, {})
         storage.publish(folder_name(1), manifest.to_json())
-        with pytest.raises(DamagedCheckpoint, match="is not a name"):
+        with pytest.raises(DamagedCheckpoint, match=folder_name(1)):
             manifests.read_manifest(storage, folder_name(1))
 
 

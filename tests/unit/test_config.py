@@ -13,7 +13,7 @@ from tests.helpers import mentions
 from titanlite.config import source
 from titanlite.config.keys import REMOVED, dotted_keys
 from titanlite.config.load import FOREIGN_KEYS, load, read
-from titanlite.metrics.run_summary import find_warnings
+from titanlite.config.warnings import find_warnings
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Config
 from titanlite.tools.migrate.rules import RULES

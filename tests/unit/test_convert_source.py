@@ -79,11 +79,11 @@ def test_older_checkpoints_take_the_config_of_the_run(saved: tuple[Path, Model],
 
 
 def test_wrong_sources_are_one_line(saved: tuple[Path, Model], tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=r"^no good checkpoint in "):
+    with pytest.raises(UserError, match=str(tmp_path)):
         open_source(str(tmp_path))
     with pytest.raises(UserError, match=r"^nonsense://there: .*nonsense"):
         open_source("nonsense://there")
-    with pytest.raises(UserError, match=r"^--tokenizer: no file none"):
+    with pytest.raises(UserError, match=r"^--tokenizer: .*\bnone\b"):
         open_source(str(saved[0]), tokenizer="none")
     folder = tmp_path / "copy"
     shutil.copytree(saved[0], folder)
@@ -106,7 +106,7 @@ def test_wrong_sources_are_one_line(saved: tuple[Path, Model], tmp_path: Path) -
     with pytest.raises(UserError, match="wrong checksum"):
         load_model(open_source(str(checkpoint)))
     shard.write_bytes(shard.read_bytes()[:-1])
-    with pytest.raises(UserError, match="no good checkpoint"):
+    with pytest.raises(UserError, match=str(checkpoint)):
         open_source(str(checkpoint))
 
 

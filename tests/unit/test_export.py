@@ -113,10 +113,10 @@ def test_what_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert not (tmp_path / ".hf.staging").exists()
     wrong = refusal(checkpoint, "--out", tmp_path / "b", "--max-shard-size", "5 apples")
     assert mentions(wrong, "--max-shard-size", "5GB", "'5 apples'")
-    assert "no file or folder" in refusal(tmp_path / "nothing", "--out", tmp_path / "b")
+    assert str(tmp_path / "nothing") in refusal(tmp_path / "nothing", "--out", tmp_path / "b")
     assert "memory://b/hf is a URL" in refusal(checkpoint, "--out", "memory://b/hf")
     (tmp_path / "file").write_text("")
-    assert "cannot be written" in refusal(checkpoint, "--out", tmp_path / "file" / "b")
+    assert str(tmp_path / "file") in refusal(checkpoint, "--out", tmp_path / "file" / "b")
     larger = refusal(checkpoint, "--out", tmp_path / "b", "--tokenizer", "python-2k")
     assert mentions(larger, "python-2k", "2,048 tokens", "--no-tokenizer")
     assert {path.name for path in tmp_path.iterdir()} == {"small.toml", "checkpoints", "hf", "file"}

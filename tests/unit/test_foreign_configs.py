@@ -94,9 +94,7 @@ def outcome(family: str, config: dict[str, Any]) -> str:
         return "refused"
     assert isinstance(model, Decoder)
     allocate(model, CPU, CPU)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        fill(parameter, generator)
+    fill(model)
     try:
         theirs_config = transformers.CONFIG_MAPPING[form.model_type].from_dict(deepcopy(config))
         other = transformers.AutoModelForCausalLM.from_config(theirs_config, attn_implementation="eager")

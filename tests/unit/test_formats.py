@@ -98,13 +98,17 @@ def test_other_models_are_refused_with_every_reason() -> None:
         hugging_face.to_args({**hugging_face.to_config(args), "norm_topk_prob": False})
 
 
+@pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("family", MODELS)
-def test_without_transformers_every_key_is_needed(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its classes have the defaults. What we write is whole."""
+def test_without_transformers_every_key_is_needed(family: str, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its classes have the defaults; those of version 4 have other keys. What we write is whole."""
     _, args, hugging_face = small(family)
     config = hugging_face.to_config(args)
     expected = hugging_face.to_args(config)
-    monkeypatch.setitem(sys.modules, "transformers", None)
+    if is_old:
+        monkeypatch.setattr("transformers.__version__", "4.57.1")
+    else:
+        monkeypatch.setitem(sys.modules, "transformers", None)
     assert hugging_face.to_args(config) == expected
     for key in {*hugging_face.fields.values(), *hugging_face.constants}:
         with pytest.raises(ValueError, match=f"{key} is missing"):

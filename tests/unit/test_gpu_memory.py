@@ -22,16 +22,15 @@ from titanlite.metrics.recorder import Memory
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.cpu_collectives import AllToAllReduceScatter
 from titanlite.parallelize.fsdp import keeps_reduced_gradients, reduces_once, shard
 from titanlite.parallelize.materialize import materialize
+from titanlite.parallelize.reductions import AllToAllReduceScatter, ReduceScatter
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
-from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.fsdp import _param_group
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import fake_process_group
 from titanlite.schema import Parallelism, Training
-from titanlite.step import train_step
+from titanlite.step import Step
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 AT_IMPORT_OF_TORCH = """
@@ -271,7 +270,7 @@ def test_a_step_works_after_a_backward_pass_that_raised() -> None:
             lambda *_: kept.extend(local_tensor(it.grad).clone() for it in model.parameters() if it.grad is not None)
         )
         try:
-            train_step(model, [batch], optimizer=optimizer, group=world_group(mesh), max_norm=0.0)
+            Step(model=model, optimizer=optimizer, group=world_group(mesh), max_norm=0.0)([batch])
         finally:
             handle.remove()
             optimizer.zero_grad()

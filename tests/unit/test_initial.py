@@ -20,8 +20,8 @@ from titanlite.models.base import Model, build_on_meta
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.llama3 import Llama3
 from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
+from titanlite.ops.hash_random import random_bits, salt
 from titanlite.parallelize.materialize import SLICE, allocate, draw_weights, set_dtype
-from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 CPU = torch.device("cpu")

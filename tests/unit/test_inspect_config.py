@@ -2,8 +2,8 @@
 
 import json
 import math
+import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -11,7 +11,7 @@ from tests.helpers import TinyRun, mentions
 from tests.layouts import degrees
 from titanlite.config.load import load
 from titanlite.tools.cli import run
-from titanlite.tools.plan.parameters import ParameterLayout, inspect_ranks
+from titanlite.tools.report.parameters import Row, inspect_ranks
 
 SIZES = ("parameter_bytes", "gradient_bytes", "optimizer_bytes")
 SMALL = ["--model.args.dim=64", "--model.args.n_layers=2", "--model.args.n_heads=4", "--model.args.n_kv_heads=2",
@@ -19,10 +19,10 @@ SMALL = ["--model.args.dim=64", "--model.args.n_layers=2", "--model.args.n_heads
 Ends = pytest.CaptureFixture[str]
 
 
-def layouts(*overrides: str, world_size: int = 1, path: str | Path = "debug", rank: int = 0) -> dict[str, Any]:
+def layouts(*overrides: str, world_size: int = 1, path: str | Path = "debug", rank: int = 0) -> dict[str, Row]:
     file = f"train_configs/{path}.toml" if isinstance(path, str) else path
     config = load(file, [*(SMALL if isinstance(path, str) else []), *overrides], world_size=world_size)
-    return {it.name: it for it in inspect_ranks(config, world_size=world_size, rank=rank).parameters}
+    return {it["name"]: it for it in inspect_ranks(config, world_size=world_size, rank=rank)["parameters"]}
 
 
 @pytest.mark.long
@@ -53,24 +53,24 @@ def test_debug_on_one_process(capsys: Ends) -> None:
 def test_hybrid_sharding_halves_what_a_rank_holds_and_keeps_the_dtypes() -> None:
     found = layouts("--training.mixed_precision_param=bfloat16", *degrees(2, 2), world_size=4)
     for it in found.values():
-        assert it.placements == {"replicate": "R", "shard": "S(0)"}
-        assert it.local_shape == [it.shape[0] // 2, *it.shape[1:]]
-        assert (it.dtype, it.compute_dtype, it.reduce_dtype) == ("float32", "bfloat16", "float32")
+        assert it["placements"] == {"replicate": "R", "shard": "S(0)"}
+        assert it["local_shape"] == [it["shape"][0] // 2, *it["shape"][1:]]
+        assert (it["dtype"], it["compute_dtype"], it["reduce_dtype"]) == ("float32", "bfloat16", "float32")
 
 
 @pytest.mark.long
 def test_uneven_shards_sum_to_the_whole(tiny: TinyRun) -> None:
     """No dim divides by 4. torch.chunk gives the last rank what is left."""
     first, last = (layouts(world_size=4, path=tiny.toml, rank=rank) for rank in (0, 3))
-    assert [it["layers.0.attention.wq.weight"].local_shape for it in (first, last)] == [[11, 42], [9, 42]]
-    assert [it["layers.0.attention.wk.weight"].local_shape for it in (first, last)] == [[4, 42], [2, 42]]
+    assert [it["layers.0.attention.wq.weight"]["local_shape"] for it in (first, last)] == [[11, 42], [9, 42]]
+    assert [it["layers.0.attention.wk.weight"]["local_shape"] for it in (first, last)] == [[4, 42], [2, 42]]
     for name, it in first.items():
-        assert 3 * it.local_shape[0] + last[name].local_shape[0] == it.shape[0], name
-        assert it.parameter_bytes == 4 * math.prod(it.local_shape), name
+        assert 3 * it["local_shape"][0] + last[name]["local_shape"][0] == it["shape"][0], name
+        assert it["parameter_bytes"] == 4 * math.prod(it["local_shape"]), name
 
 
-def float8_of(layout: ParameterLayout) -> tuple[str | None, bool]:
-    return layout.facts["float8"], layout.facts["float8_all_gather"]
+def float8_of(row: Row) -> tuple[str | None, bool]:
+    return row["float8"], row["float8_all_gather"]
 
 
 @pytest.mark.long
@@ -82,39 +82,45 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
         world_size=2,
     )  # fmt: skip
     table, wq, wo = found["tok_embeddings.weight"], *(found[f"layers.1.attention.{it}.weight"] for it in ("wq", "wo"))
-    assert (table.frozen, table.optimizer, table.lr, table.weight_decay) == (True, None, None, None)
-    assert (table.dtype, table.bytes, table.gradient_bytes) == ("bfloat16", 2 * 256 * 64, 0)
-    assert (*float8_of(wq), wq.frozen) == ("tensorwise", True, False)
+    frozen = {
+        "frozen": True,
+        "optimizer": None,
+        "lr": None,
+        "weight_decay": None,
+        "dtype": "bfloat16",
+        "compiled": False,
+    }
+    assert table == table | frozen | dict(zip(SIZES, (2 * 256 * 64, 0, 0), strict=True))
+    assert (*float8_of(wq), wq["frozen"]) == ("tensorwise", True, False)
     assert float8_of(wo) == (None, False)
-    assert (wq.optimizer, wq.group, wq.optimizer_bytes) == ("Muon", "matrices in layers", wq.parameter_bytes)
-    assert found["head.output.weight"].optimizer == "AdamW"
-    assert (wq.recompute, wq.compiled) == ("op", True)
-    assert not table.compiled
-    assert not found["head.output.weight"].compiled
+    muon = {"optimizer": "Muon", "group": "matrices in layers", "optimizer_bytes": wq["parameter_bytes"]}
+    assert wq == wq | muon | {"recompute": "op", "compiled": True}
+    assert found["head.output.weight"]["optimizer"] == "AdamW"
+    assert not found["head.output.weight"]["compiled"]
 
 
 @pytest.mark.long
 def test_adapters_and_policies_of_blocks_are_shown() -> None:
     every_2nd = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
     found = layouts("--lora.rank=4", *every_2nd, world_size=2)
-    trained = {name: it for name, it in found.items() if it.facts["lora"]}
+    trained = {name: it for name, it in found.items() if it["lora"]}
     assert len(trained) == 2 * 2 * 7
-    assert {it.frozen for it in trained.values()} == {False}
-    assert {it.frozen for name, it in found.items() if name not in trained} == {True}
-    assert found["layers.0.attention.wq.lora_a"].local_shape == [2, 64]
-    assert [found[f"layers.{block}.attention.wq.weight"].recompute for block in range(2)] == ["full", "none"]
+    assert {it["frozen"] for it in trained.values()} == {False}
+    assert {it["frozen"] for name, it in found.items() if name not in trained} == {True}
+    assert found["layers.0.attention.wq.lora_a"]["local_shape"] == [2, 64]
+    assert [found[f"layers.{block}.attention.wq.weight"]["recompute"] for block in range(2)] == ["full", "none"]
 
 
 def test_children_that_share_a_parameter_are_one_unit() -> None:
     found = layouts("--model.name=qwen3", "--model.flavor=debug", "--model.args.tied_head=true")
-    assert found["tok_embeddings.weight"].unit == "tok_embeddings + head"
+    assert found["tok_embeddings.weight"]["unit"] == "tok_embeddings + head"
     assert "head.output.weight" not in found
 
 
 def test_gradients_that_live_in_backward_only_take_no_bytes() -> None:
-    found: dict[str, ParameterLayout] = layouts("--optimizer.in_backward", "--training.max_norm=0")
-    assert {it.gradient_bytes for it in found.values()} == {0}
-    assert found["head.output.weight"].optimizer_bytes == 8 * 512 * 64 + 4
+    found = layouts("--optimizer.in_backward", "--training.max_norm=0")
+    assert {it["gradient_bytes"] for it in found.values()} == {0}
+    assert found["head.output.weight"]["optimizer_bytes"] == 8 * 512 * 64 + 4
 
 
 @pytest.mark.long
@@ -123,12 +129,24 @@ def test_the_table_has_one_set_of_rows_for_blocks_that_are_alike(capsys: Ends) -
     words = ["inspect", "debug", *SMALL, "--model.args.n_layers=4", "--world-size", "4", *every_2nd]
     assert run(words) == 0
     lines = capsys.readouterr().out.splitlines()
-    units = [" ".join(line.split()) for line in lines if line.startswith("layers.")]
-    block = (2 * 64 + 2 * 64 * 64 + 2 * 32 * 64 + 3 * 160 * 64) // 4
-    sizes = f"{4 * block:,} B {4 * block:,} B {8 * block + 9 * 4:,} B"
-    assert units == [f"layers.0,2, each of 2 recompute full {sizes}", f"layers.1,3, each of 2 {sizes}"]
-    assert len([line for line in lines if line.startswith("  attention_norm.weight")]) == 2
+    rows = {line.split()[0]: line for line in lines}
+    size = 64 * 64 // 4
+    words = "[64, 64] [16, 64] R S(0) float32 AdamW matrices {} {}{:,} B {:,} B {:,} B".format
+    for blocks, notes in (("layers.0,2", "recompute full "), ("layers.1,3", "")):
+        row = " ".join(rows[f"{blocks}.attention.wq.weight"].split())
+        assert row.partition(" ")[2] == words(blocks, notes, 4 * size, 4 * size, 8 * size + 4)
+    assert len([name for name in rows if name.endswith("attention_norm.weight")]) == 2
     assert lines[-1].split() == ["together", f"{16 * 59_536 + 39 * 4:,}", "B"]
+
+
+@pytest.mark.long
+def test_the_notes_have_what_is_not_usual(capsys: Ends) -> None:
+    assert run(["inspect", "debug", *SMALL, "--lora.rank=4", "--lora.targets=['*.wq']", "--compile.enable"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+    notes = {"tok_embeddings.weight": "frozen", "layers.0-1.attention.wq.lora_a": "compiled, lora"}
+    notes |= {"layers.0-1.attention.wk.weight": "compiled, frozen"}
+    for name, words in notes.items():
+        assert re.split(r"  +", rows[name])[-4] == words
 
 
 @pytest.mark.parametrize(

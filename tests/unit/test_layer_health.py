@@ -1,14 +1,15 @@
 """Health of layers against plain sums over whole tensors, on one rank and on shards."""
 
 import math
-from typing import Any
 
 import pytest
 import torch
 
 from tests.helpers import THREE_BLOCKS, TinyRun, train_on_this_rank
+from tests.layouts import built
 from titanlite.observer import Phase
 from titanlite.techniques.layer_health.measurement import KINDS
+from titanlite.tools.report.compare import read_dump, record
 
 OPTIONS = [
     THREE_BLOCKS,
@@ -29,47 +30,23 @@ def check(found: dict[str, float], values: torch.Tensor) -> None:
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-def test_values_are_those_of_the_whole_tensors(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
-    from titanlite import train as training
-
-    kept: dict[str, Any] = {}
-    step = training.train_step
-
-    def kept_step(model: Any, batches: Any, **options: Any) -> Any:
-        before = {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
-        seen: list[torch.Tensor] = []
-        hook = model.layers[1].register_forward_hook(lambda module, inputs, output: seen.append(output.detach()))
-        gradients: dict[str, torch.Tensor] = {}
-        update = options["optimizer"].step
-
-        def kept_update(*args: Any, **more: Any) -> Any:
-            for name, parameter in model.named_parameters():
-                gradients[name] = parameter.grad.full_tensor().clone()
-            return update(*args, **more)
-
-        with monkeypatch.context() as patch:
-            patch.setattr(options["optimizer"], "step", kept_update)
-            result = step(model, batches, **options)
-        hook.remove()
-        after = {name: parameter.full_tensor().clone() for name, parameter in model.named_parameters()}
-        kept.update(before=before, after=after, outputs=torch.cat(seen), gradients=gradients)
-        return result
-
-    monkeypatch.setattr(training, "train_step", kept_step)
+def test_values_are_those_of_the_whole_tensors(tiny: TinyRun) -> None:
+    """Those of a dump of the same step: of both micro-batches, and not of the recomputation."""
     config = tiny.config(*OPTIONS, "--activation_checkpoint.mode=full", "--training.local_batch_size=4")
-    train_on_this_rank(config, 0, 1)
-    found = tiny.records(file="layers.jsonl")
-    assert [record["step"] for record in found] == [2, 4]
-    layers = found[-1]["layers"]
-    assert list(layers) == ["tok_embeddings", "layers.0", "layers.1", "layers.2", "head"]
-    check(layers["layers.1"]["activations"], kept["outputs"])  # of both micro-batches, and not of the recomputation
-    names = [name for name in kept["after"] if name.startswith("layers.1.")]
-    for kind, of in {
-        "parameters": lambda name: kept["after"][name],
-        "gradients": lambda name: kept["gradients"][name],
-        "updates": lambda name: kept["after"][name] - kept["before"][name],
-    }.items():
-        check(layers["layers.1"][kind], torch.cat([of(name).flatten() for name in names]))
+    record(built(0, 1, config), folder=tiny.folder / "values", step=2)
+    values = read_dump(tiny.folder / "values").values
+    [found] = tiny.records(file="layers.jsonl")
+    layers = found["layers"]
+    assert (found["step"], list(layers)) == (2, ["tok_embeddings", "layers.0", "layers.1", "layers.2", "head"])
+    check(layers["layers.1"]["activations"], values["forward output layers.1"])
+    names = [key for key in values if key.startswith("before parameter layers.1.")]
+    before, gradients, updates = (
+        torch.cat([values[key.replace("before", kind)].flatten() for key in names])
+        for kind in ("before", "gradient", "update")
+    )
+    check(layers["layers.1"]["gradients"], gradients)
+    check(layers["layers.1"]["updates"], updates)
+    check(layers["layers.1"]["parameters"], before + updates)
     assert "activations" not in layers["head"]  # its output is the loss
     assert layers["tok_embeddings"]["gradients"]["zeros"] > 0.1  # tokens that the batch has not
 

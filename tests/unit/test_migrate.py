@@ -90,7 +90,7 @@ def test_experts_of_qwen3_are_a_family_of_their_own(old: str, expected: tuple[fl
     )
     assert kind is Qwen3Moe
     assert tuple(vars(resolved)[name] for name in names.split()) == expected
-    assert any(line.startswith("translated  model.name") and "bias that balances experts" in line for line in report)
+    assert any(line.startswith("translated  model.name") and "experts" in line for line in report)
 
 
 def resolved(text: str) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
@@ -506,7 +506,7 @@ def test_nothing_is_overwritten(target: str, tmp_path: Path, capsys: pytest.Capt
     (tmp_path / "other.toml").write_text("precious")
     before = (tmp_path / target).read_text()
     assert command(tmp_path / "old.toml", "--out", tmp_path / target) == 2
-    assert "exists; name a new file" in capsys.readouterr().err
+    assert str(tmp_path / target) in capsys.readouterr().err
     assert (tmp_path / target).read_text() == before
 
 

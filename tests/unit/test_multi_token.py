@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from transformers.modeling_layers import MtpLayer
@@ -15,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from tests import models
 from tests.distillation import Given
 from tests.families import built, oracle, renamed
+from tests.helpers import world
 from tests.weights import one_process, random_model, save_model, small_toml
 from titanlite.batch import IGNORE, Batch
 from titanlite.loss import Targets, token_loss
@@ -28,7 +28,7 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schema import Distill
-from titanlite.step import Gradients, accumulate, model_arguments
+from titanlite.step import Step, accumulate, model_arguments
 from titanlite.techniques.context.sequences import split_batch
 from titanlite.techniques.distill.divergence import distilled_loss
 from titanlite.tools.convert.generation import Generator, Sampler
@@ -150,13 +150,13 @@ class Taught(Targets):
 @pytest.mark.usefixtures("single_process_group")
 def test_a_teacher_teaches_the_next_token_alone() -> None:
     batch = look_ahead({"tokens": TOKENS[:, :-1], "labels": TOKENS[:, 1:]})
-    options: dict[str, Any] = {"gradients": Gradients(), "reduce_once": False, "observer": StepObserver()}
-    options["group"] = dist.group.WORLD
-    taught, found = partial(distilled_loss, distill=Distill(ratio=0.6)), []
+    taught: Any = partial(distilled_loss, distill=Distill(ratio=0.6))
+    found = []
     for loss, targets in ((token_loss, Targets()), (taught, Taught())):
         model = predicting()
-        options |= {"loss_function": loss, "targets": targets}
-        _, totals, metrics = accumulate(model, [batch], **options)
+        optimizer = torch.optim.SGD(model.parameters())
+        step = Step(model=model, optimizer=optimizer, group=world(), max_norm=0.0, loss_function=loss, targets=targets)
+        _, totals, metrics = accumulate(step, [batch], StepObserver())
         found.append((metrics["multi_token_loss"], model.layers[-1].get_submodule("join").weight.grad, totals))
     (alone, gradient, total), (further, its_gradient, its_total) = found
     assert torch.equal(further, alone)

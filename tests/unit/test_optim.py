@@ -10,11 +10,11 @@ from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 
 from tests.operators import OperatorNames
+from titanlite.ops.hash_random import random_bits
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
 from titanlite.optim.muon import Muon, newton_schulz
 from titanlite.optim.rounding import SlicedAdamW, round_stochastically
-from titanlite.runtime.hash_random import random_bits
 from titanlite.runtime.private_torch.tensors import LocalAdamW, fused_adamw_
 from titanlite.schema import Optimizer
 

@@ -293,7 +293,7 @@ def test_a_dataset_of_a_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
         assert tokens_of(store) == TOKENS
     assert list(dict.fromkeys(asked)) == [("me/mine", "train"), ("me/mine", "test"), ("me/mine", "part", "test[:10%]")]
     monkeypatch.setattr(datasets, "load_dataset", lambda *names, split: 1 / 0)
-    with pytest.raises(UserError, match=r"hf://me/none .*by zero"):
+    with pytest.raises(UserError, match=r"hf://me/none"):
         make(["hf://me/none"], tmp_path / "none")
     datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": ["a"]})}).save_to_disk(tmp_path / "dict")
     with pytest.raises(UserError, match=r"/dict .*/dict/train\b"):

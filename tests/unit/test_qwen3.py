@@ -17,7 +17,7 @@ from titanlite.models.qwen3_moe import Experts, Qwen3Moe
 from titanlite.ops.kernels import DEFAULT_KERNELS
 from titanlite.optim import build_optimizer
 from titanlite.schema import Optimizer
-from titanlite.step import train_step
+from titanlite.step import Step
 
 SHAPES = {
     "dense": DENSE,
@@ -90,7 +90,7 @@ def test_experts_become_equally_busy() -> None:
         model.end_step = watch
         for batch in tokens[:steps]:
             step = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
-            train_step(model, [step], optimizer=optimizer, group=group, max_norm=1.0)
+            Step(model=model, optimizer=optimizer, group=group, max_norm=1.0)([step])
         assert all(load.sum() == 0 for load in model.counters())
         busiest[rate] = sum(loads[-10:]) / 10
     assert busiest[0.0] > 3.5

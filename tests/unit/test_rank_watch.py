@@ -1,4 +1,4 @@
-"""Ranks that lag, or have far more memory or gradient than the others, are named once; others never."""
+"""Ranks that lag, or have gradients that are not finite, are named once; others never."""
 
 import math
 import random
@@ -100,16 +100,6 @@ def test_the_slowest_rank_of_a_record() -> None:
         "slowest_rank": 1, "slowest_host": "a", "own_seconds_slowest": 0.9, "own_seconds_median": 0.3,
     }  # fmt: skip
     assert slowest_rank(gathered(ranks[3:]), HOSTS) == {}
-
-
-def test_memory_far_above_that_of_others(watched: Watched) -> None:
-    assert watched(6, memory_gib=59.0) == []
-    [line] = watched(6, memory_gib=61.5)
-    assert mentions(line, "rank 6 of host b", "61.50 GiB", "50.00 GiB")
-    assert watched(6, memory_gib=63.0) == []
-    small = [replace(USUAL, memory_gib=size) for size in (0.5, 0.5, 1.4)]
-    RankWatch(["a"] * 3).warn(gathered(small), step=1, is_steady=True)
-    assert watched(6, memory_gib=64.0) == []
 
 
 def test_gradients_of_one_rank_that_are_not_finite(watched: Watched) -> None:

@@ -151,7 +151,7 @@ def test_sources_may_be_named_in_any_order_but_not_twice() -> None:
     one = Source("a", Numbered(0, 9), "A", 0.7)
     two = Source("b", Numbered(1, 9), "B", 0.3)
     assert read(Samples([one, two], seed=0), 0, 50) == read(Samples([two, one], seed=0), 0, 50)
-    with pytest.raises(UserError, match="a and c hold the same tokens"):
+    with pytest.raises(UserError, match=r"\ba\b.*\bc\b"):
         Samples([one, Source("c", Numbered(0, 9), "A", 0.3)], seed=0)
 
 

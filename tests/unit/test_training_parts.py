@@ -20,7 +20,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import peak_flops
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, known_steps, learning_rate
 from titanlite.schema import LRScheduler, Optimizer, Training
-from titanlite.step import train_step
+from titanlite.step import Step
 
 ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
 
@@ -148,7 +148,7 @@ def test_a_batch_without_valid_tokens_changes_nothing() -> None:
     before = [parameter.detach().clone() for parameter in model.parameters()]
     group = world()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert float(train_step(model, [batch], optimizer=optimizer, group=group, max_norm=0.0).loss) == 0
+    assert float(Step(model=model, optimizer=optimizer, group=group, max_norm=0.0)([batch]).loss) == 0
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
 
@@ -167,7 +167,7 @@ def test_times_measure_what_their_names_promise(tmp_path: Path) -> None:
         now[0] += 0.5
         metrics.begin_step(step, last=False)
         phase.phase(Phase.FORWARD)
-        with metrics.profiling():
+        with metrics.paused():
             now[0] += 7
         now[0] += 1.5
         metrics.end_step(step, result, lr=0.1, samples=8 * step, shares=dict, last=False)
@@ -209,7 +209,7 @@ def test_a_loss_that_forgets_to_detach_keeps_no_graph() -> None:
 
     group = world()
     optimizer = build_optimizer(model, Optimizer(), seed=0)
-    result = train_step(model, batches, optimizer=optimizer, group=group, max_norm=1.0, loss_function=careless)
+    result = Step(model=model, optimizer=optimizer, group=group, max_norm=1.0, loss_function=careless)(batches)
     for value in (result.loss, result.added_loss, result.grad_norm, result.micro_losses):
         assert not value.requires_grad
     assert result.added_loss == pytest.approx(float(result.loss), rel=1e-5)

@@ -45,6 +45,11 @@ class Draws(Llama3):
         super().init_buffers()
         self.noise.copy_(torch.rand(64) > 0.5)
 
+class Noisy(Llama3):
+    def forward(self, tokens, loss=None, **arguments):
+        x = self.tok_embeddings(tokens)
+        return self.head(x + torch.randn_like(x), loss)
+
 class Spare(Llama3):
     def __init__(self, args):
         super().__init__(args)
@@ -71,6 +76,7 @@ def test_a_model_that_sees_the_next_token_is_refused(tiny: TinyRun, file: str) -
         assert [it.key for it in error.value.problems] == ["model.file"]
     preflight(tiny.config(*options, "--training.loss=tests.layouts:smoothed_loss"), ranks, device)  # its own objective
     check_causal(resolve_model("Spare", None, {}, file))
+    check_causal(resolve_model("Noisy", None, {}, file))
     check_causal(resolve_model(None, None, {}, "examples/my_model/gpt2.py"))
     check_causal(resolve_model("Spare", None, {"max_seq_len": 3}, file))
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from tests.helpers import mentions, wait_until
 from titanlite.observer import Phase
-from titanlite.ops.cpu_collectives import InFlight
+from titanlite.parallelize.reductions import InFlight
 from titanlite.run.proc import Waiting, blocked_file, descendants, main_thread_waits_for, state_of, work_done
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.run.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after

@@ -1,6 +1,5 @@
 """`titanlite parity --where`: planted errors are named by module and direction."""
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,8 +11,7 @@ from tests.helpers import TinyRun, mentions, one_process
 from tests.layouts import built
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.report.value_dump import TOKENS, ValueDump, read_dump
-from titanlite.tools.report.where import compare_dumps, summary, table
+from titanlite.tools.report.compare import TOKENS, ValueDump, compare_dumps, read_dump, report
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +50,7 @@ def test_runs_that_trade_memory_are_equal_in_every_value(right: TinyRun) -> None
     found = compared(right, "parts", "right-1")
     assert found.first is None
     assert {it.most for it in found.differences if it.direction == "forward" and it.name != "loss"} == {0.0}
-    assert list(summary(found))[-1] == "equal"
+    assert list(report(found))[-1] == "equal"
 
 
 def test_other_samples_are_named(right: TinyRun) -> None:
@@ -66,7 +64,7 @@ def test_other_samples_are_named(right: TinyRun) -> None:
 @pytest.mark.long
 def test_the_table_marks_blocks(right: TinyRun) -> None:
     dump(right, "halved", *PLANTED["gradient of an input"][0])
-    lines = [line.split() for line in table(compared(right, "halved", "right-1"))]
+    lines = [line.split() for line in report(compared(right, "halved", "right-1"))][:-3]
     assert [line[0] for line in lines[1:]] == [
         "tokens", "tok_embeddings", "layers.0", "layers.1", "layers.2", "head", "loss",
     ]  # fmt: skip
@@ -89,15 +87,14 @@ def test_the_command_compares_dumps(right: TinyRun, capfd: pytest.CaptureFixture
     assert captured.err == f"error: not equal: first {key}\n"
     assert cli.run(["parity", "--where", b, a, "--tolerance=10"]) == 0
 
-    record = json.loads(Path(a, "dump.json").read_text())
-    (right.folder / "older").mkdir()
-    (right.folder / "older" / "dump.json").write_text(json.dumps(record | {"schema": 0}))
-    (right.folder / "half").mkdir()
-    (right.folder / "half" / "dump.json").write_text(json.dumps(record))
-    (right.folder / "none").mkdir()
-    (right.folder / "damaged").mkdir()
-    (right.folder / "damaged" / "dump.json").write_text("{")
-    for folder in ("none", "half", "older", "damaged", "right-2"):  # the last is of another step
+    record = torch.load(Path(a, "rank-0.pt"))
+    for name in ("none", "half", "older", "damaged", "empty"):
+        (right.folder / name).mkdir()
+    torch.save(record | {"schema": 0}, right.folder / "older" / "rank-0.pt")
+    torch.save(record | {"files": 2}, right.folder / "half" / "rank-0.pt")
+    torch.save(record | {"values": {}}, right.folder / "empty" / "rank-0.pt")
+    (right.folder / "damaged" / "rank-0.pt").write_bytes(Path(a, "rank-0.pt").read_bytes()[:-100])
+    for folder in ("none", "half", "older", "damaged", "empty", "right-2"):  # the last is of another step
         assert cli.run(["parity", "--where", str(right.folder / folder), a]) == 2
         assert len(capfd.readouterr().err.splitlines()) == 1
 
@@ -106,7 +103,7 @@ def test_the_command_compares_dumps(right: TinyRun, capfd: pytest.CaptureFixture
 def test_half_of_the_gradient_of_keys_is_named(right: TinyRun) -> None:
     """A k_norm that is an Identity computes nothing, so that it is not named."""
     halved = read_dump(right.folder / "right-1")
-    halved.parts[0]["gradient output layers.1.attention.wk"] /= 2
+    halved.values["gradient output layers.1.attention.wk"] /= 2
     first = compare_dumps(halved, read_dump(right.folder / "right-1")).first
     assert first is not None
     assert first.key == "gradient output layers.1.attention.wk"
@@ -118,7 +115,7 @@ def test_weights_before_the_step_have_the_tolerance_of_updates(right: TinyRun) -
     name = "before parameter layers.1.attention.wq.weight"
     for factor, key in ((1 + 1e-6, None), (1.01, name)):
         rounded = read_dump(right.folder / "right-2")
-        rounded.parts[0][name] *= factor
+        rounded.values[name] *= factor
         first = compare_dumps(rounded, read_dump(right.folder / "right-2")).first
         assert (first and first.key) == key
 
@@ -132,6 +129,10 @@ def test_mistakes_of_the_command_are_one_line(tiny: TinyRun, capfd: pytest.Captu
         (config, "--where", "3x1", "1x1"): ["3x1: training.global_batch_size"],
         (config, "--where", "training.stepss=1", "1x1"): ["training.stepss=1: training.stepss"],
         (config, "--where", "1x1", "1x1", "--step", "7"): ["--step 7", 6, "training.steps"],
+        (config, "--where", "parallelism.tensor_parallel_degree=2", "1x1"): [
+            "tensor_parallel_degree",
+            "parts of layers",
+        ],
         (config, "--dump", "x", "--step", "7"): ["--step 7", 6, "training.steps"],
         (config, "--where", "1x1", "1x1", "--dump", "x"): ["--where", "--dump"],
     }.items():
@@ -152,6 +153,6 @@ def test_too_many_values_are_refused(right: TinyRun) -> None:
 
 def test_dumps_of_other_models_are_refused(right: TinyRun) -> None:
     one = read_dump(right.folder / "right-1")
-    one.index.forward[:] = one.index.gradients[:] = one.index.updates[:] = []
+    one.values.clear()
     with pytest.raises(UserError, match="in common"):
         compare_dumps(read_dump(right.folder / "right-1"), one)

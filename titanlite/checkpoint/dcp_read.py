@@ -74,23 +74,23 @@ def covers(shape: torch.Size, pieces: Sequence[ChunkStorageMetadata]) -> bool:
 
     Along the dim with the most cuts, only neighbours are compared: a checkpoint of many ranks has millions of pieces.
     """
-    for it in pieces:
-        if not len(it.offsets) == len(it.sizes) == len(shape):
+    for piece in pieces:
+        if not len(piece.offsets) == len(piece.sizes) == len(shape):
             return False
-        if any(min(o, n) < 0 or o + n > m for o, n, m in zip(it.offsets, it.sizes, shape, strict=True)):
+        if any(min(o, n) < 0 or o + n > m for o, n, m in zip(piece.offsets, piece.sizes, shape, strict=True)):
             return False
-    pieces = [it for it in pieces if it.sizes.numel()]
-    if sum(it.sizes.numel() for it in pieces) != shape.numel():
+    pieces = [piece for piece in pieces if piece.sizes.numel()]
+    if sum(piece.sizes.numel() for piece in pieces) != shape.numel():
         return False
-    dim = max(range(len(shape)), key=lambda dim: len({it.offsets[dim] for it in pieces}), default=0)
+    dim = max(range(len(shape)), key=lambda dim: len({piece.offsets[dim] for piece in pieces}), default=0)
     active: list[ChunkStorageMetadata] = []
-    for it in sorted(pieces, key=lambda it: it.offsets[dim : dim + 1]):
-        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > it.offsets[dim]]
+    for piece in sorted(pieces, key=lambda piece: piece.offsets[dim : dim + 1]):
+        active = [other for other in active if other.offsets[dim] + other.sizes[dim] > piece.offsets[dim]]
         for other in active:
-            boxes = zip(it.offsets, it.sizes, other.offsets, other.sizes, strict=True)
+            boxes = zip(piece.offsets, piece.sizes, other.offsets, other.sizes, strict=True)
             if all(a < b + m and b < a + n for a, n, b, m in boxes):
                 return False
-        active.append(it)
+        active.append(piece)
     return True
 
 
@@ -168,13 +168,13 @@ def _of_other_types(found: Metadata) -> Iterator[str]:
     """Yield the names of entries and places that are not of the types that DCP gives them."""
 
     def is_size(value: Any) -> bool:
-        return isinstance(value, tuple) and all(type(it) is int and it >= 0 for it in value)
+        return isinstance(value, tuple) and all(type(number) is int and number >= 0 for number in value)
 
     for name, entry in found.state_dict_metadata.items():
         is_right = isinstance(name, str)
         if isinstance(entry, TensorStorageMetadata):
             is_right &= isinstance(entry.properties.dtype, torch.dtype) and is_size(entry.size)
-            is_right &= all(is_size(it.offsets + it.sizes) for it in entry.chunks)
+            is_right &= all(is_size(chunk.offsets + chunk.sizes) for chunk in entry.chunks)
         if not is_right or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             yield str(name)
     for index, info in (found.storage_data or {}).items():

@@ -58,7 +58,7 @@ def resume_settings(config: Config, *, model_args: Any, inputs: Mapping[str, Any
     return {
         **model_settings(config.model.title, model_args),
         **inputs,
-        **{key: value for it in used(config) for key, value in it.resume_settings(config).items()},
+        **{key: value for technique in used(config) for key, value in technique.resume_settings(config).items()},
         "training.seq_len": config.training.seq_len,
         "training.global_batch_size": config.training.global_batch_size,
         **{f"training.{name}": [stage.model_dump() for stage in ramp] for name, ramp in ramps.items() if ramp},
@@ -152,7 +152,7 @@ class Loader:
 
         Raises:
             DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
-            UserError: the checkpoint is of another model, or not safe to load.
+            UserError: the checkpoint belongs to another model, or not safe to load.
         """
         folder = folder_name(manifest.step)
         where = self.storage.url_of(folder)
@@ -186,10 +186,15 @@ class Loader:
             UserError: there is no complete checkpoint, names differ without being allowed to, or settings do where the
                 run goes on there.
         """
-        path, wanted = str(self.config.initial_load_path), [it for it in self.config.initial_load if it != PROGRESS]
+        path, wanted = (
+            str(self.config.initial_load_path),
+            [part for part in self.config.initial_load if part != PROGRESS],
+        )
         continues = PROGRESS in self.config.initial_load
         names = flat(state)
-        if nothing := [it for it in wanted if not any(selected(name, [it]) for name in self._everywhere(names))]:
+        if nothing := [
+            pattern for pattern in wanted if not any(selected(name, [pattern]) for name in self._everywhere(names))
+        ]:
             raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
         chosen = {name: tensor for name, tensor in names.items() if selected(name, wanted)}
         where, reader = self._open_initial(path)
@@ -231,7 +236,9 @@ class Loader:
     def _difference(self, wanted: dict[str, Tensor], there: Metadata, patterns: Sequence[str]) -> Difference:
         """Compare names and shapes; of this rank and of all."""
         found, names = difference(wanted, there, patterns), self._everywhere(wanted)
-        return Difference(found.missing, {name: it for name, it in found.unexpected.items() if name not in names})
+        return Difference(
+            found.missing, {name: found_as for name, found_as in found.unexpected.items() if name not in names}
+        )
 
     def _check_settings(self, manifest: Manifest, where: str) -> None:
         check_settings(self.settings(manifest.samples), manifest.settings, self.may_change, where)
@@ -379,13 +386,13 @@ def stored_tensors(reader: StorageReader, model: dict[str, Tensor], *, where: st
     found = difference(named, reader.read_metadata(), ["model"])
     found = found.without(unexpected=of_further_token(found))
     if wrong := Difference(found.missing, found.unexpected | unknown):
-        raise UserError(f"{where} is of another model:\n{wrong}")
+        raise UserError(f"{where} belongs to another model:\n{wrong}")
     return stored
 
 
 def of_further_token(found: Difference) -> list[str]:
     """Return the names of a `FurtherToken` and its norm, which serve training only, that a model lacks."""
-    blocks = [it.removesuffix("next_norm.weight") for it in found.unexpected if it.endswith(".next_norm.weight")]
+    blocks = [name.removesuffix("next_norm.weight") for name in found.unexpected if name.endswith(".next_norm.weight")]
     return [name for name in found.unexpected if name.startswith((*blocks, "model.head.further_norm"))]
 
 

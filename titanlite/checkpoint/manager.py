@@ -17,7 +17,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import titanlite
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.load import ForeignWeights, Loader
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
@@ -25,12 +24,13 @@ from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
 from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
 from titanlite.models.base import added_parameters
+from titanlite.optim.state_memory import WeightAverage
 from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
-from titanlite.runtime.state_memory import WeightAverage
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import Storage
+from titanlite.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ class CheckpointManager:
         if self._in_flight is not None:
             step, save = self._in_flight
             flags = torch.tensor([not save.done(), save.done() and save.exception() is not None], dtype=torch.int32)
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # on the CPU, and of 8 bytes
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # 8 bytes over gloo: cheap
             is_running, has_failed = map(bool, flags.tolist())
             if has_failed:
                 self._end_save(timeout=30 if is_running else None)
@@ -213,7 +213,7 @@ class CheckpointManager:
                 settings=self._settings(progress.samples_seen),
                 config_hash=self.config_hash,
                 mesh=mesh,
-                versions={"titanlite": titanlite.__version__, "torch": torch.__version__},
+                versions={"titanlite": __version__, "torch": torch.__version__},
                 saved_at=time.time(),
                 elapsed_seconds=time.perf_counter() - started,
                 load_step=self.config.load_step,

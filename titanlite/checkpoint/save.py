@@ -151,7 +151,9 @@ class Saver:
                 except DamagedCheckpoint as missing:
                     raise RunError(f"{missing}. All nodes must share the folder of checkpoints") from None
                 self.storage.publish(folder, manifest.to_json())
-                staging, planning, writing = (max(column) for column in zip(*(it for it, _ in of_ranks), strict=True))
+                staging, planning, writing = (
+                    max(column) for column in zip(*(names for names, _ in of_ranks), strict=True)
+                )
                 return Saved(staging, planning, writing, time.perf_counter() - started, manifest.size)
 
             return on_all(self.group, lambda: (times, writer.written), commit)

@@ -25,9 +25,9 @@ AVERAGE = "average"
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Return {model: {name: tensor}, optimizer: {state.name.moment: tensor}}.
 
-    These are the tensors in use, so that loading into them is all of loading, but for numbers. A shared parameter has
-    one entry. A quantized moment has one for each inner tensor: state.name.moment.codes, state.name.moment.scale.
-    Learning rates and decay are not state: they come from the config.
+    Because these are the tensors in use, a load that writes into them needs no further copy; numbers do. A shared
+    parameter has one entry. A quantized moment has one for each inner tensor: state.name.moment.codes,
+    state.name.moment.scale. Learning rates and decay are not state: they come from the config.
 
     Raises:
         UserError: the optimizer keeps something other than tensors and numbers.

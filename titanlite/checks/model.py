@@ -6,13 +6,15 @@ import torch
 
 from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.models.base import Model, added_parameters, initial_values, unique_parameters
+from titanlite.models.decoder import Decoder
 from titanlite.models.registry import ModelSpec
 from titanlite.models.trial import check_buffers, check_causal
+from titanlite.ops import pick_kernels
+from titanlite.ops.hash_random import random_bits, salt
 from titanlite.optim.groups import parameter_groups
 from titanlite.optim.quantized import block_size_of, is_quantized_size
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
 from titanlite.runtime.errors import ConfigError, Problem, UserError
-from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.schema import Checkpoint, Config
 from titanlite.techniques import used
 
@@ -46,6 +48,17 @@ def check_own_model(spec: ModelSpec, model: Model, *, predicts_next: bool) -> No
     check_buffers(spec)
     if predicts_next:
         check_causal(spec)
+
+
+def check_attention(model: Model, config: Config, device: torch.device) -> None:
+    """Ask PyTorch for the backend of attention. It depends on dtype, head dim, mask and GPU.
+
+    Raises:
+        UserError: the backend that the config names is not available.
+    """
+    if device.type == "cuda" and isinstance(model, Decoder):
+        kernels = pick_kernels(device, attention_backend=config.training.attention_backend)
+        model.attention_backend(kernels, config, device)
 
 
 def check_exports(config: Checkpoint, model: Model | None) -> None:

@@ -9,13 +9,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch
 
 from titanlite.checks.memory import bytes_on_disk, check_model_memory
-from titanlite.checks.model import check_exports, check_own_model, check_quantized_moments
-from titanlite.config.checks import are_right
+from titanlite.checks.model import check_attention, check_exports, check_own_model, check_quantized_moments
+from titanlite.config.checks import no_known_problem
 from titanlite.data.sources import FindText, check_path
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.loss import Targets, check_loss
 from titanlite.metrics.loggers import check_logger
-from titanlite.metrics.run_summary import check_attention
 from titanlite.models.base import Model, ModelArgs
 from titanlite.models.frozen import OpenModel
 from titanlite.models.registry import ModelSpec, resolve_model
@@ -106,7 +105,7 @@ def examine(
         report.attempt(key, [key], partial(check_path, path, find_text))
     if config.compile.enable:
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
-    report.ask(lambda it: it.check_machine, config, device)
+    report.ask(lambda technique: technique.check_machine, config, device)
     if loss := training.loss:
         names = [name for technique in used(config) for name in technique.loss_arguments]
         report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, names))
@@ -122,7 +121,7 @@ def examine(
     if spec is None or model is None:
         return None, report.problems
     args = spec.args
-    report.ask(lambda it: it.check_model, config, spec, model, ranks.world_size)
+    report.ask(lambda technique: technique.check_model, config, spec, model, ranks.world_size)
     attention = ["training", "data.document_mask"]
     report.attempt("training.attention_backend", attention, lambda: check_attention(model, config, device))
     if checked:
@@ -131,16 +130,18 @@ def examine(
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
-    parts = {"student": spec, "tokenizer": tokenizer, "open_model": open_model, "attempt": report.attempt}
-    opened = (technique.open_targets(config, **parts) for technique in asked_for(config))
+    opened = (
+        technique.open_targets(config, student=spec, tokenizer=tokenizer, open_model=open_model, attempt=report.attempt)
+        for technique in asked_for(config)
+    )
     targets = next(filter(None, opened), None) or Targets()
     reads = ["data", "validation", "training.seq_len"]
     tasks = report.attempt("validation.tasks", reads, lambda: _open_tasks(config, tokenizer, open_tasks))
     if checked and judge_memory:
         fits = partial(check_model_memory, model, config, ranks, device, frozen=targets.frozen)
         report.attempt("model.flavor", ["training", "parallelism", "offload", "teacher"], fits)
-        if "disk" in places(config).values() and are_right(["training", "parallelism"], bad_keys):
-            report.ask(lambda it: it.check_disk, config, bytes_on_disk(model, config, ranks))
+        if "disk" in places(config).values() and no_known_problem(["training", "parallelism"], bad_keys):
+            report.ask(lambda technique: technique.check_disk, config, bytes_on_disk(model, config, ranks))
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
     return (ResolvedConfig(spec, tokenizer, targets, tasks or ()) if tokenizer else None), report.problems
 
@@ -167,7 +168,7 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
     if config.model.path:
         with_documents = config.data.document_mask
         report.attempt("model.path", ["data.document_mask"], lambda: check_decoder(spec, with_documents=with_documents))
-    report.ask(lambda it: it.choose_trained, model, config)
+    report.ask(lambda technique: technique.choose_trained, model, config)
     return model
 
 
@@ -192,7 +193,7 @@ class _Report:
             key: key of the problem, if the check does not give one.
             reads: options that the check depends on.
         """
-        if not are_right(reads, self._bad_keys):
+        if not no_known_problem(reads, self._bad_keys):
             return None
         try:
             return check()

@@ -7,7 +7,7 @@ is known to its own forward alone, so that the logits of both are compared, and 
 # ruff: noqa: SLF001 (the model of transformers that ours computes with)
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import product
 from typing import Any, cast
 
@@ -18,8 +18,7 @@ from transformers import PretrainedConfig
 from titanlite.models.base import build_on_meta, unique_parameters
 from titanlite.models.registry import ModelSpec
 from titanlite.models.transformers import Transformers, decoder_class
-from titanlite.models.trial import fill
-from titanlite.ops.attention import Documents
+from titanlite.models.trial import ALLOWED, SMALL, apart, documents_of, fill
 from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, Problem
 
@@ -29,15 +28,11 @@ SCALES = (16, 32, 8, 4, 2, 1)
 LEAST_WIDTH = 32
 MOST_BLOCKS = 8
 MOST_EXPERTS = 16
-SMALL = 1 << 25
-"""Parameters of a model that is tried."""
 VOCABULARY = 128
 WINDOW = 6
 """Tokens of a window or a chunk."""
 LENGTHS = (5, 40)
 """Tokens of the sequences: within every window, and beyond."""
-ALLOWED = 1e-3
-"""Difference between logits, relative to the largest. Different kernels differ by 1e-6."""
 # Names of numbers in configs: what each family calls its dims, windows and layers.
 IS_DIM = re.compile(r"(size|dim|rank|width|inner)s?$|(^|_)(d_[a-z]+|n_embd)$")
 IS_OF_HEAD = re.compile("head|rope")
@@ -82,7 +77,7 @@ def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
             raise ConfigError([Problem("model.path", text)])
     if with_documents:
         together, alone = torch.cat(tokens, 1), torch.cat(expected, 1)
-        if problem := _difference(ours, together, alone, documents=_documents_of(LENGTHS, len(together))):
+        if problem := _difference(ours, together, alone, documents=documents_of(LENGTHS, len(together))):
             text = f"{name} does not keep documents apart: at a small size, {problem}. Set it to false"
             raise ConfigError([Problem("data.document_mask", text)])
 
@@ -91,20 +86,12 @@ def _difference(ours: Transformers, tokens: Tensor, expected: Tensor, **options:
     """Return what is wrong with the logits of some tokens; nothing if they are right."""
     try:
         with torch.no_grad():
-            apart, largest = float((ours(tokens, **options) - expected).abs().max()), float(expected.abs().max())
+            difference = apart(ours(tokens, **options), expected)
     except Exception as error:  # whatever layers raise
         return _line(error)
-    if apart < ALLOWED * largest:
+    if difference < ALLOWED:
         return ""
-    return f"logits of {tokens.shape[1]} tokens, of at most {largest:.1e}, differ by {apart:.1e}"
-
-
-def _documents_of(lengths: Sequence[int], batch: int) -> Documents:
-    """Return a batch of sequences of documents of these lengths."""
-    positions_BL = torch.cat([torch.arange(it) for it in lengths]).expand(batch, -1)
-    ids_BL = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().expand(batch, -1)
-    starts = torch.tensor([0, *lengths] * batch).cumsum(0).unique().int()
-    return Documents(positions_BL, ids_BL, starts)
+    return f"logits of {tokens.shape[1]} tokens differ by {difference:.1e} of the largest"
 
 
 def _line(error: Exception) -> str:
@@ -128,10 +115,7 @@ def small_decoder(spec: ModelSpec, scale: int, *, is_deep: bool = False) -> Tran
         raise _OtherSize(f"{size:,} parameters")
     set_dtype(model, torch.float32)
     allocate(model, CPU, CPU)
-    generator = torch.Generator().manual_seed(0)
-    for _, parameter in unique_parameters(model):
-        fill(parameter, generator)
-    return cast(Transformers, model.eval())
+    return cast(Transformers, fill(model))
 
 
 def _own(ours: Transformers) -> Any:

@@ -49,10 +49,10 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         hooks = [partial(technique.conflicts, config)]
         hooks += [partial(technique.layout_conflicts, config, world_size)] if world_size is not None else []
         checks += [(reads_of(hook.func), hook) for hook in hooks]
-    return [conflict for keys, check in checks if are_right(keys, bad_keys) for conflict in check()]
+    return [conflict for keys, check in checks if no_known_problem(keys, bad_keys) for conflict in check()]
 
 
-def are_right(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
+def no_known_problem(keys: Iterable[str], bad_keys: Collection[str]) -> bool:
     """Return True if no problem of these options and sections is known, so that a check may read them.
 
     Args:

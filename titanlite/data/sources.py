@@ -113,7 +113,7 @@ def open_tokens(
     """
     paths = _as_list(path)
     if places := prepared_tokens(paths):
-        parts = [open_prepared(it, data=data, tokenizer=tokenizer, cache_folder=cache_folder) for it in places]
+        parts = [open_prepared(place, data=data, tokenizer=tokenizer, cache_folder=cache_folder) for place in places]
         return parts[0] if len(parts) == 1 else JoinedTokens(parts)
     if prepare_text is None:
         raise UserError(

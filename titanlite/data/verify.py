@@ -179,7 +179,7 @@ def _is_verified(note: Path, state: dict[str, Any]) -> bool:
 
 
 def _lock(note: Path) -> IO[str] | None:
-    """Lock a note; return None where locks do not work.
+    """Lock the record of a check. Return None if the file system has no locks.
 
     Raises:
         FileLocked: another process has the lock, and reads the files.

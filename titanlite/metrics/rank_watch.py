@@ -1,4 +1,4 @@
-"""Watch over ranks: which one lags, has far more memory than the others, or gradients that are not finite."""
+"""Watch over ranks: which one lags, or has gradients that are not finite."""
 
 import logging
 import math
@@ -20,10 +20,6 @@ LEAST_LAG = 0.02
 """Seconds a step below which no rank lags."""
 LAG_WINDOWS = 3
 """Log steps in a row at which a rank must lag before it is named."""
-MEMORY_EXCESS = 1.2
-"""Memory over the median of all ranks, from which on a rank is named."""
-LEAST_MEMORY_EXCESS = 1.0
-"""GiB above the median below which no rank is named."""
 
 
 T = TypeVar("T")
@@ -93,7 +89,7 @@ class RankWatch:
             ranks: metrics of all ranks.
             is_steady: whether times of this window are typical. Those of a start and of compiling are not.
         """
-        lines = [*(self._lags(ranks, step) if is_steady else ()), *self._memory(ranks), *self._gradients(ranks, step)]
+        lines = [*(self._lags(ranks, step) if is_steady else ()), *self._gradients(ranks, step)]
         for line in lines:
             logger.warning(line)
 
@@ -118,21 +114,13 @@ class RankWatch:
             )
         return lines
 
-    def _memory(self, ranks: RankMetrics[Tensor]) -> list[str]:
-        median = float(ranks.memory_gib.median())
-        least = max(MEMORY_EXCESS * median, median + LEAST_MEMORY_EXCESS)
-        return [
-            f"{self._name(rank)} takes {ranks.memory_gib[rank]:.2f} GiB of memory, the median of all ranks is "
-            f"{median:.2f} GiB"
-            for rank in self._new("memory", ranks.memory_gib > least)
-        ]
-
     def _gradients(self, ranks: RankMetrics[Tensor], step: int) -> list[str]:
         is_finite = ranks.grad_norm.isfinite()
         if not is_finite.any():
-            return []  # that is no matter of one rank
+            return []  # all ranks have the problem: the guard reports it
         return [
-            f"{self._name(rank)}: its part of the gradients of step {step} is not finite, but that of other ranks is"
+            f"rank {rank} of host {self._hosts[rank]}: its part of the gradients of step {step} is not finite, but "
+            "that of other ranks is"
             for rank in self._new("gradients", ~is_finite)
         ]
 
@@ -141,6 +129,3 @@ class RankWatch:
         found = [rank for rank in applies.nonzero().flatten().tolist() if (what, rank) not in self._named]
         self._named.update((what, rank) for rank in found)
         return found
-
-    def _name(self, rank: int) -> str:
-        return f"rank {rank} of host {self._hosts[rank]}"

@@ -21,11 +21,11 @@ from titanlite.guard import SkippedStep
 from titanlite.metrics.clock import StepClock, format_seconds, phase_seconds
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
-from titanlite.metrics.records import RecordFile
 from titanlite.observer import CurrentPhase, Phase
+from titanlite.run.records import RecordFile
 from titanlite.run.run_folder import RunFolder
 from titanlite.runtime.hardware import peak_flops
-from titanlite.runtime.private_torch.compiler import compile_seconds, compiled_graphs, last_recompile_reason
+from titanlite.runtime.private_torch.compiler import compile_seconds, compiled_graphs
 from titanlite.runtime.ranks import host_names
 from titanlite.schedule import is_due
 from titanlite.schema import Metrics
@@ -46,11 +46,8 @@ class CompileWatch:
 
     def __init__(self) -> None:
         self._steps = 0
-        self._expected = self._graphs = compiled_graphs()
-        self._expects_more = True
+        self._expected, self._expects_more = compiled_graphs(), True
         self._seconds = compile_seconds()
-        self._reason = ""
-        self._warned = 0
 
     @contextmanager
     def outside_steps(self) -> Iterator[None]:
@@ -59,18 +56,12 @@ class CompileWatch:
         yield
         self._seconds += compile_seconds() - seconds
         if (more := compiled_graphs() - graphs) and self._expects_more:
-            self._expects_more = False
-            self._expected += more
-            self._graphs += more
+            self._expected, self._expects_more = self._expected + more, False
 
     def end_step(self) -> None:
         self._steps += 1
-        graphs = compiled_graphs()
         if self._steps <= COMPILED_AFTER:
-            self._expected = graphs
-        elif graphs > self._graphs:
-            self._reason = last_recompile_reason() or "no reason is known"
-        self._graphs = graphs
+            self._expected = compiled_graphs()
 
     def take_seconds(self) -> float:
         """Return the seconds that steps have spent compiling since the last call."""
@@ -79,19 +70,8 @@ class CompileWatch:
 
     @property
     def recompiles(self) -> int:
-        """Number of graphs compiled after step COMPILED_AFTER."""
-        return max(self._graphs - self._expected, 0)
-
-    def warn(self, recompiles: int) -> None:
-        """Log a warning if there are more recompiles than at the last call.
-
-        Args:
-            recompiles: the largest number of any rank.
-        """
-        if recompiles > self._warned:
-            reason = self._reason or "on another rank (TORCH_LOGS=recompiles gives the reason)"
-            logger.warning(f"compile: {recompiles} recompiles since step {COMPILED_AFTER} of this start: {reason}")
-        self._warned = max(self._warned, recompiles)
+        """Number of graphs compiled after step COMPILED_AFTER of this start."""
+        return max(compiled_graphs() - self._expected, 0)
 
 
 # Memory: its peak, and how often a GPU's allocator ran out of it and tried again.
@@ -141,6 +121,7 @@ def step_line(record: dict[str, Any], *, steps: int) -> str:
     """
     mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "n/a"
     compiling = f"  compile {record['compile_seconds']:.1f} s" if "compile_seconds" in record else ""
+    compiling += f"  recompiles {record['recompiles']}" if "recompiles" in record else ""
     left = steps - record["step"]
     remaining = f"  {format_seconds(left * record['step_seconds'])} left" if left else ""
     distilled = f"distill {record['distill_loss']:.4f}  " if "distill_loss" in record else ""
@@ -180,9 +161,9 @@ class MetricsRecorder:
         step: step at which the run resumes.
         steps: steps of the whole run.
         samples: sequences of `seq_len` tokens that the run has seen before.
-        flops_per_token: returns the mean of `Model.flops_per_token` over samples, from the first one and that after
-            the last one, full or causal.
-        phase: has the time of each phase so far.
+        flops_per_token: (first sample, end, causal) -> mean of `Model.flops_per_token` over these samples. Their
+            lengths may differ.
+        phase: knows the seconds of each phase so far.
     """
 
     def __init__(
@@ -240,7 +221,7 @@ class MetricsRecorder:
             yield
 
     @contextmanager
-    def profiling(self) -> Iterator[None]:
+    def paused(self) -> Iterator[None]:
         """Exclude a block within a step from its time: a trace is written."""
         with self.not_training(waits_for_device=True):
             before = self._phase.position.name
@@ -329,10 +310,9 @@ class MetricsRecorder:
         compile_seconds = float(ranks.compile_seconds.max())
         if compile_seconds:  # of the rank that waited least for others to compile
             elapsed = -float(ranks.compile_minus_elapsed.max())
-        retries = int(ranks.num_alloc_retries.max())
+        retries, recompiles = int(ranks.num_alloc_retries.max()), int(ranks.recompiles.max())
         self._records += 1
         if self._writes:
-            self._compiling.warn(int(ranks.recompiles.max()))
             self.memory.warn(retries, step=step)
             self._ranks.warn(ranks, step=step, is_steady=self._records > 1 and not compile_seconds)
         return {
@@ -341,6 +321,7 @@ class MetricsRecorder:
             "data_wait_seconds": float(ranks.data_wait_seconds.max()),
             **slowest_rank(ranks, self._hosts),
             **({"compile_seconds": compile_seconds} if compile_seconds else {}),
+            **({"recompiles": recompiles} if recompiles else {}),
             "memory_gib": float(ranks.memory_gib.max()),
             **({"num_alloc_retries": retries} if self.device.type == "cuda" else {}),
         }

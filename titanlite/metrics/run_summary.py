@@ -3,7 +3,7 @@
 import logging
 import os
 import shlex
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -13,8 +13,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manager import Progress
-from titanlite.config.keys import toml_text
 from titanlite.config.shipped import shipped_names
+from titanlite.config.warnings import find_warnings
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
@@ -23,8 +23,6 @@ from titanlite.metrics.clock import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.layers import LayerOfHeads
-from titanlite.ops import pick_kernels
-from titanlite.ops.kernels import Kernels
 from titanlite.optim.groups import format_groups, parameter_groups
 from titanlite.optim.state_size import state_dtypes
 from titanlite.run.run_folder import RunFolder
@@ -41,12 +39,6 @@ from titanlite.storage.storage import Storage
 from titanlite.techniques import keeps_gradients, used
 
 logger = logging.getLogger(__name__)
-
-PIPELINE_ALONE = (
-    "pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage", "module_fqns_per_model_part",
-    "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers",
-)  # fmt: skip
-OF_INITIAL_LOAD = "initial_load", "allow_missing", "allow_unexpected"
 
 
 def report_start(
@@ -71,10 +63,10 @@ def report_start(
     logger.info("types    " + ", ".join(f"{what} {name}" for what, name in types_of(model, optimizer).items()))
     if isinstance(model, Decoder):
         device = torch.device(mesh.device_type)
-        name = attention_backend(model, model.kernels, config, device)
+        name = model.attention_backend(model.kernels, config, device)
         chosen = " (PyTorch's choice)" if training.attention_backend == "auto" and name != "tiles" else ""
         compute = torch_dtype(training.mixed_precision_param)
-        others = {it.kernel_name(device, compute) for it in model.modules() if isinstance(it, LayerOfHeads)}
+        others = {module.kernel_name(device, compute) for module in model.modules() if isinstance(module, LayerOfHeads)}
         logger.info("; ".join([f"kernels  attention by {name}{chosen}", *sorted(filter(None, others))]))
     logger.info(f"applied  {', '.join(applied(config, blocks=len(whole.layers)))}")
     logger.info(
@@ -103,49 +95,6 @@ def report_start(
         logger.info(f"this run is complete at step {progress.step}; to continue it, raise training.{training.length}")
     elif progress.step:
         logger.info(f"resuming after step {progress.step}, {progress.samples_seen:,} sequences into the data")
-
-
-def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
-    """Find settings that are allowed and probably not meant, such as those that a base config brought along.
-
-    Args:
-        steps: of the whole run. None: not known yet, as with `training.epochs` before the data is open.
-    """
-    warmup = config.lr_scheduler.warmup_steps
-    if steps is not None and warmup > steps and not config.lr_scheduler.counts_tokens:
-        yield (
-            f"lr_scheduler.warmup_steps: a warm-up of {warmup} steps never reaches the peak learning rate in a run of "
-            f"{steps} steps; set --lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"
-        )
-    yield from _idle(config)
-    if any(_is_stdlib(source.path) for source in config.data.all_sources()):
-        return
-    for number, source in enumerate(config.validation.all_sources()):
-        if _is_stdlib(source.path):
-            key = f"validation.sources.{number}.path" if config.validation.sources else "validation.path"
-            yield (
-                f"{key}: validates on the source of Python's standard library, and the training data is not that; name "
-                f"text of your own (--{key}=...), or turn validation off (--validation.enable=false)"
-            )
-
-
-def _idle(config: Config) -> Iterator[str]:
-    """Find options that are set and have no effect, because of another one."""
-    length, degree = config.training.length, config.parallelism.pipeline_parallel_degree
-    reasons = {
-        "parallelism": ("pipeline_parallel_degree is 1", PIPELINE_ALONE if degree == 1 else ()),
-        "training": (f"{length} is set, too", ("steps",) if length != "steps" else ()),
-        "checkpoint": ("initial_load_path is not set", () if config.checkpoint.initial_load_path else OF_INITIAL_LOAD),
-    }
-    for section, (reason, names) in reasons.items():
-        values = getattr(config, section)
-        for name in names:
-            if (value := getattr(values, name)) != type(values).model_fields[name].default:
-                yield f"{section}.{name} = {toml_text(value)} has no effect: {section}.{reason}"
-
-
-def _is_stdlib(path: str | list[str]) -> bool:
-    return any(part.startswith("stdlib://") for part in ([path] if isinstance(path, str) else path))
 
 
 def applied(config: Config, *, blocks: int) -> list[str]:
@@ -198,38 +147,6 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
         "moments": [*state_dtypes(optimizer)],
     }
     return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}
-
-
-def check_attention(model: Model, config: Config, device: torch.device) -> None:
-    """Ask PyTorch for the backend of attention. It depends on dtype, head dim, mask and GPU.
-
-    Raises:
-        UserError: the backend that the config names is not available.
-    """
-    if device.type == "cuda" and isinstance(model, Decoder):
-        kernels = pick_kernels(device, attention_backend=config.training.attention_backend)
-        attention_backend(model, kernels, config, device)
-
-
-def attention_backend(model: Decoder, kernels: Kernels, config: Config, device: torch.device) -> str:
-    """Return the backend of a model's attention.
-
-    Raises:
-        UserError: the backend that the config names is not available.
-    """
-    args, options = model.args, model.attention_options()
-    windows = {it.window or config.training.seq_len for it in model.attentions}
-    return kernels.attention_name(
-        n_heads=args.n_heads,
-        n_kv_heads=args.n_kv_heads,
-        head_dim=args.head_size,
-        seq_len=config.training.seq_len,
-        dtype=torch_dtype(config.training.mixed_precision_param),
-        device=device,
-        masked=config.data.document_mask or min(windows) < config.training.seq_len,
-        has_sinks=options.get("has_sinks", False),
-        in_parts=config.sequence_parts > 1,
-    )
 
 
 def _report_source(source: Source, *, share: float) -> None:

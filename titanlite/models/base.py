@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from titanlite.models.formats import Formats
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
-from titanlite.ops.attention import Documents, KeySource
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.ops.attention import Documents
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels, KeySource
 from titanlite.runtime.errors import UserError
 
 # Roles of modules in tensor parallelism, and the table of the decoders here. `techniques/tensor/` applies them.
@@ -140,7 +140,9 @@ def expert_layers(model: nn.Module) -> list[ExpertLayer]:
 def vector_names(model: nn.Module) -> set[str]:
     """Return the names of parameters with fewer than two dimensions, or with fewer for each expert, and of those that
     a module names in `vectors`: they are a vector for each channel."""
-    declared = {f"{prefix}.{it}" for prefix, module in model.named_modules() for it in getattr(module, "vectors", ())}
+    declared = {
+        f"{prefix}.{vector}" for prefix, module in model.named_modules() for vector in getattr(module, "vectors", ())
+    }
     stacks = {
         f"{prefix}.{name}"
         for prefix, layer in model.named_modules()

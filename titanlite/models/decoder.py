@@ -34,6 +34,9 @@ from titanlite.models.layers import (
     rope_cos_sin,
 )
 from titanlite.ops.attention import of_whole_sequences, seen_causally
+from titanlite.ops.kernels import Kernels
+from titanlite.runtime.dtypes import torch_dtype
+from titanlite.schema import Config
 
 MAX_LAYERS = 10_000
 
@@ -183,6 +186,26 @@ class Decoder(Model):
             **self.attention_options(),
         )
 
+    def attention_backend(self, kernels: Kernels, config: Config, device: torch.device) -> str:
+        """Return the backend of attention; see `Kernels.attention_name`.
+
+        Raises:
+            UserError: the backend that the config names is not available.
+        """
+        args, options, training = self.args, self.attention_options(), config.training
+        shortest = min(attention.window or training.seq_len for attention in self.attentions)
+        return kernels.attention_name(
+            n_heads=args.n_heads,
+            n_kv_heads=args.n_kv_heads,
+            head_dim=args.head_size,
+            seq_len=training.seq_len,
+            dtype=torch_dtype(training.mixed_precision_param),
+            device=device,
+            masked=config.data.document_mask or shortest < training.seq_len,
+            has_sinks=options.get("has_sinks", False),
+            in_parts=config.sequence_parts > 1,
+        )
+
     def attention_options(self) -> dict[str, Any]:
         """Arguments of `Attention` that all layers of the family share."""
         return {}
@@ -225,9 +248,9 @@ class Decoder(Model):
         x_BLD = self.tok_embeddings(tokens)
         next_BLD = None
         if further:  # compiled blocks get one layout of memory
-            x_BLD, next_BLD = (it.contiguous() for it in x_BLD.unbind(2))
+            x_BLD, next_BLD = (part.contiguous() for part in x_BLD.unbind(2))
         masks = self._masks(x_BLD, documents)
-        inputs = [(*ropes[it.rope or 0], mask) for it, mask in zip(self.attentions, masks, strict=True)]
+        inputs = [(*ropes[attention.rope or 0], mask) for attention, mask in zip(self.attentions, masks, strict=True)]
         for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
             if (layer := int(name)) < len(inputs):
                 x_BLD = block(x_BLD, *inputs[layer])
@@ -244,7 +267,10 @@ class Decoder(Model):
         """Return the mask of each layer, which those with the same window share, or documents for its state. None:
         causal without a mask."""
         whole = x_BLD.shape[1] if documents is None else documents.ids_BS.shape[1]
-        limits = [it.window if it.window is not None and it.window < whole else None for it in self.attentions]
+        limits = [
+            attention.window if attention.window is not None and attention.window < whole else None
+            for attention in self.attentions
+        ]
         masks: dict[int | None, AttentionMask | None] = dict.fromkeys(limits)
         for limit in masks:
             if documents is not None or limit is not None:
@@ -252,11 +278,11 @@ class Decoder(Model):
                     documents, x_BLD, self.args.head_size, self.key_source, window=limit
                 )
         whole_documents = None
-        if documents is not None and any(it.has_state for it in self.attentions):
+        if documents is not None and any(attention.has_state for attention in self.attentions):
             part = None if self.key_source is None else self.key_source.part
             whole_documents = of_whole_sequences(documents, part)
         each = zip(self.attentions, limits, strict=True)
-        return [whole_documents if it.has_state else masks[limit] for it, limit in each]
+        return [whole_documents if attention.has_state else masks[limit] for attention, limit in each]
 
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         std = 0.02
@@ -296,7 +322,7 @@ class Decoder(Model):
         if self.further_weight:
             weights += args.dim * (args.vocab_size + 2 * args.dim)
         weights += sum(parameter.numel() for parameter in added_parameters(self).values())
-        windows = [min(it.window or seq_len, seq_len) for it in self.attentions]
+        windows = [min(attention.window or seq_len, seq_len) for attention in self.attentions]
         seen = [seen_causally(n, seq_len) if causal else n for n in windows]
         scores = [self.attention_dims(layer) * seen[layer] for layer in layers]
         vectors, parameters = vector_names(self), unique_parameters(self)

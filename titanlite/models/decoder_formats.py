@@ -166,7 +166,7 @@ KINDS = {True: "full_attention", False: "sliding_attention"}
 def write_layer_types(args: Any) -> list[str]:
     """Return the kind of each layer."""
     layers = [args.attention_of(layer) for layer in range(args.n_layers)]
-    return ["linear_attention" if it.has_state else KINDS[it.window is None] for it in layers]
+    return ["linear_attention" if layer.has_state else KINDS[layer.window is None] for layer in layers]
 
 
 def read_full_every(config: ConfigJson, *, other: str = KINDS[False]) -> int:

@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.models.layers import Documents, LayerOfHeads, Linear, RMSNorm, linear_of_each
-from titanlite.ops.attention import SequenceSource, repeat_heads
+from titanlite.ops.attention import repeat_heads
 from titanlite.ops.delta_rule import gated_delta_rule
+from titanlite.ops.kernels import SequenceSource
 
 NORM_EPS = 1e-6
 """Added to the squared length of a query or key."""
@@ -87,11 +88,11 @@ class GatedDeltaNet(LayerOfHeads):
         qkvz, ba = linear_of_each(x_BLD, self.qkvz, self.ba)
         values = self.group * self.value_dim
         qkv, gate = qkvz.view(B, L, -1, 2 * self.key_dim + 2 * values).split([2 * self.key_dim + values, values], -1)
-        inputs = [it.transpose(1, 2) for it in (qkv, ba.view(B, L, -1, 2 * self.group))]
-        sizes = (self.n_key_heads * it for it in (self.key_dim, self.key_dim, values))
+        inputs = [x.transpose(1, 2) for x in (qkv, ba.view(B, L, -1, 2 * self.group))]
+        sizes = (self.n_key_heads * dims for dims in (self.key_dim, self.key_dim, values))
         channels = self.conv.squeeze(1).split([*sizes])
-        conv_NCW = torch.cat([it.unflatten(0, (self.n_key_heads, -1)) for it in channels], dim=1)
-        parameters = [it.view(-1, self.group) for it in (self.a_log, self.dt_bias)]
+        conv_NCW = torch.cat([channel.unflatten(0, (self.n_key_heads, -1)) for channel in channels], dim=1)
+        parameters = [parameter.view(-1, self.group) for parameter in (self.a_log, self.dt_bias)]
         parameters.append(conv_NCW if self.own_heads is None else self.own_heads(conv_NCW))
         if self.key_source is None:
             out_BXLV = self._mix(inputs, parameters, documents)
@@ -111,8 +112,8 @@ class GatedDeltaNet(LayerOfHeads):
         positions_BL = None if documents is None else documents.positions_BL
         mixed_BNLC = F.silu(self._convolve(qkv_BNLC, conv_NCW, positions_BL))
         q, k, v = mixed_BNLC.split([self.key_dim, self.key_dim, self.group * self.value_dim], dim=-1)
-        q, k = (it.float() for it in (q, k))
-        q, k = (it * torch.rsqrt(it.square().sum(-1, keepdim=True) + NORM_EPS) for it in (q, k))
+        q, k = (x.float() for x in (q, k))
+        q, k = (x * torch.rsqrt(x.square().sum(-1, keepdim=True) + NORM_EPS) for x in (q, k))
         v_BXLV = v.unflatten(-1, (self.group, -1)).transpose(2, 3).flatten(1, 2).float()
         b_BNGL, a_BNGL = ba.float().transpose(2, 3).chunk(2, dim=2)
         decay_BNGL = -a_log_NG.float().exp().unsqueeze(-1) * F.softplus(a_BNGL + dt_bias_NG.float().unsqueeze(-1))
@@ -120,7 +121,7 @@ class GatedDeltaNet(LayerOfHeads):
         if self.past is None:
             out_BXLV = self.kernels.gated_delta_rule(q, k, *rest, dtype=qkv_BNLC.dtype, documents=documents)
         else:
-            q, k = (repeat_heads(it, v_BXLV.shape[1]) for it in (q, k))
+            q, k = (repeat_heads(x, v_BXLV.shape[1]) for x in (q, k))
             past = {"positions_BL": positions_BL, "state_BNKV": self.past.get("state")}
             out_BXLV, self.past["state"] = gated_delta_rule(q, k, *rest, **past)
         return out_BXLV.type_as(qkv_BNLC)

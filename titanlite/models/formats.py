@@ -79,8 +79,8 @@ class Table:
                 ours = entry.ours.replace("{layer}.", "{layer}.block.", 1)
                 entries.append(replace(entry, ours=ours, theirs=of_block + entry.theirs.partition(".{layer}.")[2]))
         numbered = [
-            replace(it, ours=it.ours.replace("{layer}", layer), theirs=it.theirs.replace("{layer}", layer))
-            for it in entries
+            replace(entry, ours=entry.ours.replace("{layer}", layer), theirs=entry.theirs.replace("{layer}", layer))
+            for entry in entries
         ]
         return Table([*numbered, *self.entries], self.further)
 
@@ -180,14 +180,18 @@ class HuggingFace:
 def complete(config: ConfigJson, model_type: str) -> tuple[ConfigJson, bool]:
     """Return a config.json in the form of transformers 5, and whether it has the defaults of the family's own class.
 
-    Without transformers, a key that is missing stays so, as it does in models that transformers does not know.
+    Without transformers 5, a key that is missing stays so, as it does in models that transformers does not know.
 
     Raises:
         ValueError: transformers refuses it, or it has two descriptions of RoPE that differ.
     """
     try:
-        from transformers import CONFIG_MAPPING
+        from transformers import CONFIG_MAPPING, __version__
+
+        is_known = int(__version__.partition(".")[0]) >= 5  # the classes of version 4 have other keys
     except ImportError:
+        CONFIG_MAPPING, is_known = {}, False
+    if not is_known:
         return {**config, "rope_parameters": _ropes(config)}, False
     if model_type not in CONFIG_MAPPING:
         return config, True

@@ -13,7 +13,7 @@ from statistics import NormalDist
 import torch
 from torch import Tensor
 
-from titanlite.runtime.hash_random import BITS
+from titanlite.ops.hash_random import BITS
 
 CELLS = 2**8
 """Pieces of each power of two in which `standard_normal` is linear. Its error is below 1e-6 standard deviations."""

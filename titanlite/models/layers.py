@@ -13,9 +13,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from titanlite.ops.attention import AttentionMask, Documents, KeySource, Scores, attend
+from titanlite.ops.attention import AttentionMask, Documents, Scores, attend
 from titanlite.ops.functions import geglu, rotate, swiglu
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels, KeySource
 from titanlite.runtime.private_torch.tensors import has_hooks
 
 __all__ = [
@@ -231,10 +231,10 @@ class Attention(LayerOfHeads):
         gate_BLNH = None
         if self.has_gate:
             q, gate_BLNH = q.view(B, L, -1, 2 * self.head_dim).chunk(2, dim=-1)
-        q, k, v = (it.view(B, L, -1, self.head_dim) for it in (q, k, v))
+        q, k, v = (x.view(B, L, -1, self.head_dim) for x in (q, k, v))
         if self.norms_heads:
             q, k = self.q_norm(q), self.k_norm(k)
-        q_BNLH, k_BKLH, v_BKLH = (it.transpose(1, 2) for it in (q, k, v))
+        q_BNLH, k_BKLH, v_BKLH = (x.transpose(1, 2) for x in (q, k, v))
         if self.rotates:
             q_BNLH, k_BKLH = rotate(q_BNLH, cos_LH, sin_LH), rotate(k_BKLH, cos_LH, sin_LH)
         scores = Scores(self.scale, self.sinks)

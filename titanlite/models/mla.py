@@ -70,7 +70,7 @@ class LatentAttention(LayerOfHeads):
         kv_BNLH = self.wkv_b(self.kv_norm(latent_BLC)).view(B, L, -1, self.nope_dim + self.v_dim).transpose(1, 2)
         k_BNLH, v_BNLH = kv_BNLH.split([self.nope_dim, self.v_dim], dim=-1)
         q_BNLH, q_BNLR = q_BNLH.split([self.nope_dim, self.rope_dim], dim=-1)
-        q_BNLR, k_B1LR = (rotate(in_halves(it), cos_LR, sin_LR) for it in (q_BNLR, k_BLR.unsqueeze(1)))
+        q_BNLR, k_B1LR = (rotate(in_halves(x), cos_LR, sin_LR) for x in (q_BNLR, k_BLR.unsqueeze(1)))
         q_BNLH = torch.cat([q_BNLH, q_BNLR], dim=-1)
         k_BNLH = torch.cat([k_BNLH, k_B1LR.expand(-1, k_BNLH.shape[1], -1, -1)], dim=-1)
         # Kernels, and ranks that exchange keys, need values of the size of keys. Zeros change no other dim.

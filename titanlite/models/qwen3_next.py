@@ -173,7 +173,7 @@ class Qwen3Next(DecoderOfExperts):
 
     @property
     def tensor_plan(self) -> TensorPlan:  # pyright: ignore[reportIncompatibleVariableOverride]
-        if not any(it.has_state for it in self.attentions):
+        if not any(attention.has_state for attention in self.attentions):
             return super().tensor_plan
         return {
             **super().tensor_plan,

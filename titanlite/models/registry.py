@@ -174,7 +174,7 @@ def _models_of(file: str) -> dict[str, type[Model]]:
         module = load_module(file)
     except UserError as error:
         raise ConfigError([Problem("model.file", str(error))]) from error
-    own = [it for it in vars(module).values() if isinstance(it, type) and it.__module__ == module.__name__]
+    own = [value for value in vars(module).values() if isinstance(value, type) and value.__module__ == module.__name__]
     found = {model_cls.__name__: model_cls for model_cls in own if issubclass(model_cls, Model)}
     if not found:
         raise ConfigError([Problem("model.file", f"{file} defines no subclass of titanlite.models.base.Model")])

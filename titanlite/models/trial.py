@@ -1,5 +1,6 @@
 """Trials of a model of the user's own at a small size on the CPU: what it sees, and what it leaves without a value."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -15,6 +16,8 @@ from titanlite.runtime.errors import UserError
 
 SMALL = 1 << 25
 """Parameters of a model of the user's own that is tried on the CPU with values."""
+ALLOWED = 1e-3
+"""Difference between logits that are equal, see `apart`. Different kernels differ by 1e-6."""
 SMALL_VOCABULARY = 256
 SMALL_LENGTH = 64
 """Tokens of a sequence that such a model is tried on."""
@@ -42,10 +45,8 @@ def check_documents_apart(spec: ModelSpec) -> None:
         UserError: other tokens in the first document change the logits of the second.
     """
     length, first = _lengths(spec)
-    places = torch.arange(length)
-    ids = (places >= first).int()
-    documents = Documents((places - first * ids)[None], ids[None], torch.tensor([0, first, length], dtype=torch.int32))
-    if _depend(spec, slice(first, None), on=places < first, documents=documents):
+    documents = documents_of([first, length - first])
+    if _depend(spec, slice(first, None), on=torch.arange(length) < first, documents=documents):
         raise UserError(
             f"{spec.model_cls.__name__} does not keep documents apart: other tokens in the first document of a "
             "sequence change the logits of the second. Mask attention by `documents` (docs/add_a_model.md), or set "
@@ -126,20 +127,21 @@ def _depend(spec: ModelSpec, logits: slice, *, on: Tensor, **arguments: Any) -> 
     tokens, vocabulary = _tokens(spec), min(SMALL_VOCABULARY, spec.args.vocab_size)
     other = torch.where(on, (tokens + vocabulary // 2) % vocabulary, tokens)
     try:
-        with torch.no_grad():
-            found, changed = (model(it, **arguments)[0, logits].float() for it in (tokens, other))
+        passes = []
+        for inputs in (tokens, other):
+            with torch.no_grad(), torch.random.fork_rng(devices=[]):
+                torch.manual_seed(0)  # a model may draw numbers
+                passes.append(model(inputs, **arguments)[0, logits].float())
+        found, changed = passes
     except (Exception, SystemExit):  # code of the user's own may raise anything; training itself shows what
         return False
     if not found.numel():  # of a sequence of two or three tokens
         return False
-    return not torch.allclose(found, changed, rtol=1e-3, atol=1e-3 * float(found.abs().max()), equal_nan=True)
+    return apart(changed, found) > ALLOWED
 
 
 def small_model(spec: ModelSpec) -> Model | None:
-    """Return a model with random values on the CPU, of few blocks and tokens; None if it cannot be made small.
-
-    No value is special, as the zeros are that some layers begin with, which hide what the layer depends on.
-    """
+    """Return a model with random values on the CPU, of few blocks and tokens; None if it cannot be made small."""
     for args in _smaller(spec):
         try:
             small = spec._replace(args=args).build()
@@ -149,11 +151,7 @@ def small_model(spec: ModelSpec) -> Model | None:
             small.init_buffers()
         except (Exception, SystemExit):  # code of the user's own may raise anything
             continue
-        generator = torch.Generator().manual_seed(0)
-        with torch.no_grad():
-            for _, parameter in unique_parameters(small):
-                fill(parameter, generator)
-        return small.eval()
+        return fill(small)
     return None
 
 
@@ -171,12 +169,29 @@ def _smaller(spec: ModelSpec) -> list[Any]:
     return found
 
 
-def fill(parameter: Tensor, generator: torch.Generator) -> None:
-    """Fill matrices so that they keep the size of activations, and other parameters around 1."""
-    if parameter.dim() > 1:
-        parameter.normal_(0, parameter.shape[-1] ** -0.5, generator=generator)
-    else:
-        parameter.normal_(1, 0.1, generator=generator)
+@torch.no_grad()
+def fill(model: Model) -> Model:
+    """Give a model random values: matrices that keep the size of activations, and other parameters around 1.
+
+    No value is special, as the zeros are that some layers begin with, which hide what the layer depends on.
+    """
+    generator = torch.Generator().manual_seed(0)
+    for _, parameter in unique_parameters(model):
+        mean, std = (0, parameter.shape[-1] ** -0.5) if parameter.dim() > 1 else (1, 0.1)
+        parameter.normal_(mean, std, generator=generator)
+    return model.eval()
+
+
+def apart(found: Tensor, expected: Tensor) -> float:
+    """Return the largest difference between logits, relative to the largest of them."""
+    return float((found - expected).abs().max() / expected.abs().max())
+
+
+def documents_of(lengths: Sequence[int], batch: int = 1) -> Documents:
+    """Return a batch of sequences of documents of these lengths."""
+    positions_BL = torch.cat([torch.arange(it) for it in lengths]).expand(batch, -1)
+    ids_BL = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().expand(batch, -1)
+    return Documents(positions_BL, ids_BL, torch.tensor([0, *lengths] * batch).cumsum(0).unique().int())
 
 
 def takes_documents(model: Model) -> bool:

@@ -4,17 +4,13 @@ Shape suffixes: see `layers`.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.batch import Batch
-
-if TYPE_CHECKING:
-    from titanlite.ops.kernels import Kernels
 
 
 class SequencePart(NamedTuple):
@@ -38,54 +34,6 @@ class SequencePart(NamedTuple):
     def indices(self, seq_len: int, device: torch.device) -> Tensor:
         """Return the places of these tokens in a sequence: int64 [computed * S / R]."""
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(seq_len)])
-
-
-class KeySource(Protocol):
-    """Source of keys and values of tokens that this forward pass does not compute: other processes, or a cache."""
-
-    @property
-    def part(self) -> SequencePart | None:
-        """Tokens of the sequences that this process computes. None: it computes whole sequences, or their end."""
-        ...
-
-    def attend(
-        self,
-        kernels: "Kernels",
-        q_BNLH: Tensor,
-        k_BKLH: Tensor,
-        v_BKLH: Tensor,
-        mask: "AttentionMask | None",
-        scores: "Scores",
-    ) -> Tensor:
-        """Return the attention of L tokens to themselves and to those of the source, computed by `kernels.attend`."""
-        ...
-
-
-class SequenceSource(KeySource, Protocol):
-    """The same for layers that compute whole sequences, in heads."""
-
-    def by_heads(
-        self,
-        compute: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
-        inputs: Sequence[Tensor],
-        parameters: Sequence[Tensor],
-    ) -> Tensor:
-        """Return what `compute` returns for all N heads and these L tokens: [B, heads, L, dims].
-
-        Args:
-            compute: (inputs, parameters) -> [B, heads, S, dims], called with whole sequences of some of the heads. The
-                heads of its result can be a multiple.
-            inputs: [B, N, L, ...] each.
-            parameters: [N, ...] each.
-        """
-        ...
-
-
-def set_key_source(model: nn.Module, source: KeySource | None) -> None:
-    """Give a source to every module of a model that attends or makes masks: those with an attribute `key_source`."""
-    for module in model.modules():
-        if hasattr(module, "key_source"):
-            module.key_source = source  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
 class Documents(NamedTuple):
@@ -181,7 +129,7 @@ def attend(
     if isinstance(mask, Boundaries):
         return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets, mask.window, scores)
     if isinstance(mask, tuple):
-        chunks = tuple(it for it in mask if isinstance(it, ChunkBoundaries))
+        chunks = tuple(chunk for chunk in mask if isinstance(chunk, ChunkBoundaries))
         assert len(chunks) == len(mask), "a key source attends to chunks with other masks"
         return _chunked_attention(q_BNLH, k_BKLH, v_BKLH, chunks, scores)
     assert scores.sinks_N is None, "PyTorch's attention knows no sinks"
@@ -256,7 +204,9 @@ def chunk_boundaries(
 
 def offsets_of(mask: Boundaries | tuple[ChunkBoundaries, ...]) -> list[Tensor]:
     """Return all offsets of a mask of packed documents."""
-    return [mask.offsets] if isinstance(mask, Boundaries) else [it for c in mask for it in (c.queries, c.keys)]
+    return (
+        [mask.offsets] if isinstance(mask, Boundaries) else [indices for c in mask for indices in (c.queries, c.keys)]
+    )
 
 
 def _chunked_attention(

@@ -79,7 +79,7 @@ def _places_of_copies(is_copied_TN: Tensor, total: int) -> tuple[Tensor, Tensor,
 @_places_of_copies.register_fake
 def _(is_copied_TN: Tensor, total: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     rows, columns = is_copied_TN.shape
-    a, b, c, d, e = (is_copied_TN.new_empty(it, dtype=torch.int32) for it in (total, total, total, rows, columns))
+    a, b, c, d, e = (is_copied_TN.new_empty(size, dtype=torch.int32) for size in (total, total, total, rows, columns))
     return a, b, c, d, e
 
 

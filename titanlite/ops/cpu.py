@@ -1,5 +1,5 @@
-"""Kernels of CPUs: the library of float32 matmuls, bfloat16 matmuls without hardware support, RMSNorm in few passes,
-and collectives over gloo."""
+"""Kernels of CPUs: the library of float32 matmuls, bfloat16 matmuls without hardware support, and RMSNorm in
+few passes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -7,17 +7,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch import Tensor
 
 from titanlite.ops.attention import AttentionMask, Scores
-from titanlite.ops.cpu_collectives import AllToAllReduceScatter, InFlight
 from titanlite.ops.cross_entropy import LabelSoftmax
 from titanlite.ops.functions import rms_norm, source_of
-from titanlite.ops.kernels import Kernels, in_every_pass
+from titanlite.ops.kernels import Kernels
 from titanlite.ops.tiled_attention import attend_in_tiles, has_tiles
-from titanlite.runtime.gradient_memory import ReduceScatter
-from titanlite.runtime.private_torch.fsdp import gather_asynchronously
 from titanlite.runtime.private_torch.tensors import has_hardware_bfloat16
 
 CPU_INFO = Path("/proc/cpuinfo")
@@ -86,31 +82,6 @@ class CpuKernels(Kernels):
         if has_own and not isinstance(mask, tuple):
             return attend_in_tiles(q, k, v, mask, scores.scale)
         return super().attend_plainly(q, k, v, mask, scores)
-
-    def adapt_fsdp(
-        self,
-        units: Sequence[FSDPModule],
-        *,
-        shard_degree: int,
-        keeps_gradients: bool,
-        reduces_in_backward: bool,
-        is_alone: bool,
-        awaited: nn.Module | None,
-        reduce_scatter: type[ReduceScatter] | None = None,
-    ) -> None:
-        # Two collectives of one process group at a time have made gloo hang, where sequences were split.
-        overlaps, in_flight = is_alone and not reduces_in_backward, InFlight()
-        for index, unit in enumerate(units):
-            if shard_degree == 1:  # without streams, the input can always be the output
-                unit.set_custom_reduce_scatter(ReduceScatter(ranks=1, shares=True))  # pyright: ignore[reportArgumentType]
-                continue
-            late = in_flight if keeps_gradients and overlaps else None
-            comm = reduce_scatter(ranks=shard_degree, shares=False) if reduce_scatter else AllToAllReduceScatter(late)
-            unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
-            if overlaps:  # with replicas, an early all-gather takes 3 % more memory than planned
-                gather_asynchronously(unit)
-                following = [it for it in units[index + 1 :] if in_every_pass(it)]
-                unit.set_modules_to_forward_prefetch(following[:1])  # as FSDP does itself on a GPU
 
 
 class _Linears(torch.autograd.Function):

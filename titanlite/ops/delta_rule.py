@@ -65,12 +65,12 @@ def gated_delta_rule(
     batch = q.shape[:2]
     state = (q.new_zeros(*batch, K, V) if state_BNKV is None else state_BNKV).flatten(0, 1)
     states, values = [], []
-    parts = (it.flatten(0, 1).unbind(1) for it in (new, of_state, k_at_end, kept))
+    parts = (x.flatten(0, 1).unbind(1) for x in (new, of_state, k_at_end, kept))
     for new_XCV, of_state_XCK, k_XKC, kept_X11 in zip(*parts, strict=True):  # of X = B * N heads
         states.append(state)
         values.append(torch.baddbmm(new_XCV, of_state_XCK, state, alpha=-1))
         state = torch.baddbmm(state * kept_X11, k_XKC, values[-1])
-    states_BNGKV, values_BNGCV = (torch.stack(it, dim=1).unflatten(0, batch) for it in (states, values))
+    states_BNGKV, values_BNGCV = (torch.stack(chunks, dim=1).unflatten(0, batch) for chunks in (states, values))
     out = (q * since_start.unsqueeze(-1)) @ states_BNGKV + (q @ k.mT * between) @ values_BNGCV
     return out.flatten(2, 3)[:, :, :L], state.unflatten(0, batch)
 
@@ -104,9 +104,9 @@ def fused_gated_delta_rule(
     """
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
 
-    q, k, v = (it.to(dtype) for it in (q_BNLK, k_BNLK, v_BXLV))
-    inputs = [it.transpose(1, 2) for it in (q, k, v, decay_BXL, beta_BXL)]
+    q, k, v = (x.to(dtype) for x in (q_BNLK, k_BNLK, v_BXLV))
+    inputs = [x.transpose(1, 2) for x in (q, k, v, decay_BXL, beta_BXL)]
     if boundaries is not None:
-        inputs = [it.flatten(0, 1).unsqueeze(0) for it in inputs]
+        inputs = [x.flatten(0, 1).unsqueeze(0) for x in inputs]
     out, _ = chunk_gated_delta_rule(*inputs, cu_seqlens=boundaries)
     return out.reshape(len(q), -1, *out.shape[2:]).transpose(1, 2)

@@ -214,9 +214,9 @@ class _Weighted(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        *leaves, weights = (it.detach() for it in ctx.saved_tensors)
+        *leaves, weights = (saved.detach() for saved in ctx.saved_tensors)
         with torch.enable_grad():
-            hidden = ctx.activation(*(it.requires_grad_() for it in leaves))
+            hidden = ctx.activation(*(leaf.requires_grad_() for leaf in leaves))
         d_weights = (gradients[0] * hidden.detach()).sum(dim=1) if ctx.needs_input_grad[3] else None
         return None, *torch.autograd.grad(hidden, leaves, gradients[0] * weights.unsqueeze(1)), d_weights
 

@@ -9,12 +9,11 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from titanlite.ops.attention import (
@@ -22,8 +21,8 @@ from titanlite.ops.attention import (
     AttentionMask,
     Boundaries,
     Documents,
-    KeySource,
     Scores,
+    SequencePart,
     additive_mask,
     attend,
     chunk_boundaries,
@@ -34,7 +33,6 @@ from titanlite.ops.attention import (
 from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax, label_softmax_in_place
 from titanlite.ops.functions import Activation, linears, loop_over_groups, rms_norm, weighted
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.compiler import mark_dynamic
 from titanlite.runtime.private_torch.tensors import chosen_attention
 from titanlite.schema import AttentionBackend
@@ -145,7 +143,7 @@ class Kernels:
         k_BKLH: Tensor,
         v_BKLH: Tensor,
         mask: AttentionMask | None,
-        key_source: KeySource | None = None,
+        key_source: "KeySource | None" = None,
         scores: Scores = PLAIN_SCORES,
     ) -> Tensor:
         """Causal attention; see `ops/attention.py`.
@@ -203,7 +201,7 @@ class Kernels:
         inputs = q_BNLK, k_BNLK, v_BXLV, decay_BXL, beta_BXL
         if self.has_fused_delta_rule(v_BXLV.device, dtype, k_BNLK.shape[-1]):
             return fused_gated_delta_rule(*inputs, dtype=dtype, boundaries=documents and documents.boundaries)
-        q, k = (repeat_heads(it, v_BXLV.shape[1]) for it in inputs[:2])
+        q, k = (repeat_heads(x, v_BXLV.shape[1]) for x in inputs[:2])
         return gated_delta_rule(q, k, *inputs[2:], positions_BL=documents and documents.positions_BL)[0]
 
     def has_fused_delta_rule(self, device: torch.device, dtype: torch.dtype, key_dim: int) -> bool:
@@ -285,7 +283,7 @@ class Kernels:
         documents: Documents | None,
         x_BLD: Tensor,
         head_dim: int,
-        key_source: KeySource | None = None,
+        key_source: "KeySource | None" = None,
         *,
         window: int | None = None,
     ) -> AttentionMask:
@@ -406,31 +404,53 @@ class Kernels:
         """Return True if a matmul of bfloat16 operands can return the float32 in which its sums are computed."""
         return self.is_gpu(device) and not torch.version.hip
 
-    def adapt_fsdp(
+
+class KeySource(Protocol):
+    """Source of keys and values of tokens that this forward pass does not compute: other processes, or a cache."""
+
+    @property
+    def part(self) -> SequencePart | None:
+        """Chunk of each sequence that this rank computes. None: it computes whole sequences, or their end."""
+        ...
+
+    def attend(
         self,
-        units: Sequence[FSDPModule],
-        *,
-        shard_degree: int,
-        keeps_gradients: bool,
-        reduces_in_backward: bool,
-        is_alone: bool,
-        awaited: nn.Module | None,
-        reduce_scatter: type[ReduceScatter] | None = None,
-    ) -> None:
-        """Change how FSDP communicates, before prefetch depths are set.
+        kernels: Kernels,
+        q_BNLH: Tensor,
+        k_BKLH: Tensor,
+        v_BKLH: Tensor,
+        mask: AttentionMask | None,
+        scores: Scores,
+    ) -> Tensor:
+        """Return the attention of L tokens to themselves and to those of the source, computed by `kernels.attend`."""
+        ...
+
+
+class SequenceSource(KeySource, Protocol):
+    """The same for layers that compute whole sequences, in heads."""
+
+    def by_heads(
+        self,
+        compute: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
+        inputs: Sequence[Tensor],
+        parameters: Sequence[Tensor],
+    ) -> Tensor:
+        """Return what `compute` returns for all N heads and these L tokens: [B, heads, L, dims].
 
         Args:
-            units: FSDP units in the order of the forward pass.
-            keeps_gradients: see `keeps_reduced_gradients` of parallelize/fsdp.py.
-            reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
-                convert it.
-            is_alone: blocks communicate nothing themselves.
-            awaited: unit whose reduce-scatter backward waits for, if any.
-            reduce_scatter: adds gradients over shards. Default: they are averaged.
+            compute: (inputs, parameters) -> [B, heads, S, dims], called with whole sequences of some of the heads. The
+                heads of its result can be a multiple.
+            inputs: [B, N, L, ...] each.
+            parameters: [N, ...] each.
         """
-        for unit in units:
-            comm = (reduce_scatter or ReduceScatter)(ranks=shard_degree, shares=keeps_gradients, waits=unit is awaited)
-            unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
+        ...
+
+
+def set_key_source(model: nn.Module, source: KeySource | None) -> None:
+    """Give a source to every module of a model that attends or makes masks: those with an attribute `key_source`."""
+    for module in model.modules():
+        if hasattr(module, "key_source"):
+            module.key_source = source  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
 
 
 def _whole_sequences(batch: int, seq_len: int, device: torch.device, window: int | None = None) -> Boundaries:

@@ -54,7 +54,7 @@ def _attend_backward(
     gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     k_XLH, v_XLV, d_q = k.flatten(0, 1).float(), v.flatten(0, 1).float(), _like_tokens(q, q.shape[-1])
-    d_k_XLH, d_v_XLV = (it.new_zeros(it.shape) for it in (k_XLH, v_XLV))
+    d_k_XLH, d_v_XLV = (x.new_zeros(x.shape) for x in (k_XLH, v_XLV))
     for tile in range(_count(q)):
         keys, q_XRH, d_out_XRV = slice((tile + 1) * _size(q)), _tile(q, tile, k).mul_(scale), _tile(gradient, tile, k)
         weights_XRS = _weights(q_XRH, k_XLH[:, keys], mask, tile)

@@ -10,9 +10,9 @@ from titanlite.optim.combined import CombinedOptimizer, update, zero_moments
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
+from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import LocalAdamW, local_tensor
-from titanlite.runtime.state_memory import StateMemory
 from titanlite.schema import Optimizer
 
 if TYPE_CHECKING:

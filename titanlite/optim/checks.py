@@ -71,9 +71,13 @@ def _check_arg_names(section: _Section) -> Iterator[Problem]:
     optimizer_cls = section.optimizer_cls
     signature = inspect.signature(optimizer_cls).parameters.values()
     ours = constructor_options(optimizer_cls, section.config, {}).keys() & SET_BY.keys()
-    known = [it.name for it in signature if it.kind not in (it.VAR_KEYWORD, it.VAR_POSITIONAL)][1:]
+    known = [
+        parameter.name
+        for parameter in signature
+        if parameter.kind not in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL)
+    ][1:]
     known = [name for name in known if name not in ours]
-    accepts_any = any(it.kind == it.VAR_KEYWORD for it in signature)
+    accepts_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature)
     for name in section.own.args:
         if name in ours:
             yield Problem(f"{section.key}.args.{name}", f"is set by {SET_BY[name]} of [optimizer]")
@@ -130,7 +134,8 @@ def _check_unused(config: Optimizer, used: list[type[torch.optim.Optimizer]]) ->
         "beta1": two_betas,
         "beta2": two_betas,
         "eps": two_betas,
-        "weight_decay": not config.weight_decay or any(accepts(it, "weight_decay") for it in used),
+        "weight_decay": not config.weight_decay
+        or any(accepts(optimizer_cls, "weight_decay") for optimizer_cls in used),
         "state_dtype": torch.optim.AdamW in used,
     }
     return [

@@ -145,7 +145,8 @@ def _split_by_factors(group: ParameterGroup, scaling: Mapping[str, Scaling], *, 
         parts.setdefault(factors._replace(std=1.0), []).append(name)
     for factors, names in parts.items():
         titles = dict.fromkeys(
-            "in layers" if it.role == "vector" and it.in_layers else it.role for it in map(scaling.__getitem__, names)
+            "in layers" if scale.role == "vector" and scale.in_layers else scale.role
+            for scale in map(scaling.__getitem__, names)
         )
         yield replace(
             group,

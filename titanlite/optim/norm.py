@@ -54,7 +54,9 @@ def joined(gradients: Sequence[Tensor]) -> list[Tensor]:
             runs[-1].append(gradient)
         else:
             runs.append([gradient])
-    return [run[0].as_strided((sum(it.numel() for it in run),), (1,)) if len(run) > 1 else run[0] for run in runs]
+    return [
+        run[0].as_strided((sum(tensor.numel() for tensor in run),), (1,)) if len(run) > 1 else run[0] for run in runs
+    ]
 
 
 def _follows(tensor: Tensor, other: Tensor) -> bool:

@@ -44,7 +44,11 @@ def find_optimizer_cls(name: str) -> type[torch.optim.Optimizer]:
 
 def _find_in_torch(name: str) -> type[torch.optim.Optimizer]:
     classes = [value for value in vars(torch.optim).values() if isinstance(value, type)]
-    known = {it.__name__: it for it in classes if issubclass(it, torch.optim.Optimizer)}
+    known = {
+        optimizer_cls.__name__: optimizer_cls
+        for optimizer_cls in classes
+        if issubclass(optimizer_cls, torch.optim.Optimizer)
+    }
     del known["Optimizer"]
     if name in known:
         return known[name]

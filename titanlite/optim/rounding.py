@@ -11,11 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.ops.hash_random import random_bits, salt
 from titanlite.optim.combined import state_before_steps, zero_moments
+from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.dtensor import GlobalIndices
-from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import add_in_place, fused_adamw_, local_tensor
-from titanlite.runtime.state_memory import StateMemory
 
 logger = logging.getLogger(__name__)
 
@@ -127,7 +127,7 @@ class SlicedAdamW(torch.optim.Optimizer):
             on_device = [part.to(gradient.device).float() for part in kept]
             rounds = any(part.dtype != torch.float32 for part in (weight, mean, square))
             if rounds and (rest := -len(gradient) % VECTOR):
-                on_device = [nn.functional.pad(it, (0, rest)) for it in on_device]
+                on_device = [nn.functional.pad(tensor, (0, rest)) for tensor in on_device]
             fused_adamw_(
                 *on_device, step=state["step"], lr=group["lr"], betas=group["betas"], eps=group["eps"],
                 weight_decay=group["weight_decay"], found_inf=skip,

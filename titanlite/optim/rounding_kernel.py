@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from titanlite.runtime.hash_random import BITS, MULTIPLIER, ROUNDS
+from titanlite.ops.hash_random import BITS, MULTIPLIER, ROUNDS
 
 ELEMENTS = 1024
 """Elements that one program updates."""

@@ -10,9 +10,7 @@ Each technique of `titanlite.techniques` is imported where the config asks for i
 it is.
 """
 
-from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -27,40 +25,14 @@ from titanlite.parallelize.activation_checkpoint import (
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
 from titanlite.parallelize.fsdp import DTYPES, reduces_once, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
-from titanlite.schema import ActivationCheckpoint, Compile, Config, Float8, Parallelism, Training
+from titanlite.schema import Config
 from titanlite.techniques import choose_trained, keeps_gradients, places
 
-NO_FLOAT8 = Float8()
-
-__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize", "parallelize_student", "reduces_gradients_once"]
-
-
-def parallelize_student(model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels, **options: Any) -> None:
-    """Apply every technique of the config to the model that is trained, in place.
-
-    Args:
-        options: further ones of `parallelize`.
-    """
-    parallelize(
-        model,
-        mesh=mesh,
-        kernels=kernels,
-        parallelism=config.parallelism,
-        training=config.training,
-        activation_checkpoint=config.activation_checkpoint,
-        compile=config.compile,
-        float8=config.quantize.linear.float8,
-        choose_trained=partial(choose_trained, config=config),
-        lasting_gradients=keeps_gradients(config),
-        on_host="parameters" in places(config),
-        reproducible_layouts=config.debug.reproducible_layouts,
-        reproducible_parts=config.debug.reproducible_context_degree,
-        **options,
-    )
+__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize", "reduces_gradients_once"]
 
 
 def reduces_gradients_once(config: Config, mesh: DeviceMesh) -> bool:
-    """Return the `reduce_once` of a step with the model of `parallelize_student`."""
+    """Return the `reduce_once` of a step with the model of `parallelize`."""
     return reduces_once(
         mesh,
         config.parallelism,
@@ -71,43 +43,23 @@ def reduces_gradients_once(config: Config, mesh: DeviceMesh) -> bool:
 
 
 def parallelize(
-    model: Model,
-    *,
-    mesh: DeviceMesh,
-    kernels: Kernels,
-    parallelism: Parallelism,
-    training: Training,
-    activation_checkpoint: ActivationCheckpoint,
-    compile: Compile,
-    float8: Float8 = NO_FLOAT8,
-    choose_trained: Callable[[Model], None] = lambda model: None,
-    compile_backend: str = "inductor",
-    has_other_sizes: bool = False,
-    lasting_gradients: bool = True,
-    reproducible_layouts: bool = False,
-    reproducible_parts: int = 1,
-    on_host: bool | None = None,
-    pin_memory: bool = True,
+    model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels, compile_backend: str = "inductor"
 ) -> None:
     """Apply every technique that the config asks for, in place. `materialize` then gives the model its memory.
 
     Args:
         kernels: how the device computes; see `titanlite.ops.kernels`.
-        choose_trained: freezes parameters, and adds those of adapters; see `titanlite.techniques`. Default: all are
-            trained.
         compile_backend: of torch.compile; the planner has its own.
-        has_other_sizes: whether a frozen model runs beside it, or this is one; see `compile_blocks`.
-        lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
-        reproducible_layouts: whether gradients have the same bits on every layout.
-        reproducible_parts: `debug.reproducible_context_degree`.
-        on_host: whether parameters are in host memory. Default: `training.enable_cpu_offload`.
-        pin_memory: whether they are pinned there, with a GPU.
     """
-    on_host = training.enable_cpu_offload if on_host is None else on_host
+    training, parallelism, debug = config.training, config.parallelism, config.debug
+    float8, recomputed = config.quantize.linear.float8, config.activation_checkpoint
+    is_compiled, place = config.compile.enable, places(config).get("parameters", "device")
+    # Blocks meet other shapes if a frozen model runs beside this one, or sequences get longer.
+    has_other_sizes = config.teacher.path is not None or (bool(training.seq_len_ramp) and not config.data.document_mask)
     set_dtype(model, DTYPES[training.dtype])
-    choose_trained(model)
+    choose_trained(model, config)
     set_kernels(model, kernels)
-    if context_group(mesh) and reproducible_parts == 1:
+    if context_group(mesh) and debug.reproducible_context_degree == 1:
         from titanlite.techniques.context.sequences import split_attention
 
         split_attention(model, mesh)
@@ -115,8 +67,9 @@ def parallelize(
         from titanlite.techniques.float8.layers import convert_to_float8
 
         convert_to_float8(
-            model, float8=float8, shard_degree=shard_degree_of(mesh), tensor=tensor_mesh(mesh), on_host=on_host
-        )
+            model, float8=float8, shard_degree=shard_degree_of(mesh), tensor=tensor_mesh(mesh),
+            on_host=place != "device",
+        )  # fmt: skip
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import split_layers
 
@@ -126,35 +79,36 @@ def parallelize(
         from titanlite.techniques.expert.exchange import distribute_experts
 
         exchange = None
-        if reproducible_layouts:
+        if debug.reproducible_layouts:
             from titanlite.techniques.reproducible.experts import ExchangeOfMicroBatches
 
             exchange = partial(ExchangeOfMicroBatches, dtype=DTYPES[training.mixed_precision_reduce])
-        sharding, parts = expert_meshes(mesh, degree, with_replicas=not reproducible_layouts)
+        sharding, parts = expert_meshes(mesh, degree, with_replicas=not debug.reproducible_layouts)
         separate = distribute_experts(
-            model, mesh=sharding, parts=parts, kernels=kernels, is_compiled=compile.enable, exchange=exchange
+            model, mesh=sharding, parts=parts, kernels=kernels, is_compiled=is_compiled, exchange=exchange
         )
-    if reproducible_parts > 1:
+    if (parts := debug.reproducible_context_degree) > 1:
         from titanlite.techniques.reproducible.parts import compute_by_parts
 
-        compute_by_parts(model, mesh, parts=reproducible_parts, dtype=DTYPES[training.mixed_precision_reduce])
-    policies = recompute_policies(activation_checkpoint, len(model.layers))
+        compute_by_parts(model, mesh, parts=parts, dtype=DTYPES[training.mixed_precision_reduce])
+    policies = recompute_policies(recomputed, len(model.layers))
     if pipeline_mesh(mesh):
         from titanlite.techniques.pipeline.stages import cut_to_stages
 
         cut_to_stages(model, mesh, parallelism)
     kept: list[RecomputePolicy] = [policies[int(layer)] for layer, _ in model.layers.named_children()]
-    if compile.enable:
+    if is_compiled:
         compile_around_exchange(model, backend=compile_backend, has_other_sizes=has_other_sizes)
-    apply_activation_checkpoint(model, kept, is_compiled=compile.enable)
-    if compile.enable:
+    apply_activation_checkpoint(model, kept, is_compiled=is_compiled)
+    if is_compiled:
         compile_blocks(model, backend=compile_backend, has_other_sizes=has_other_sizes)
-    reduce_scatter = None
-    if reproducible_layouts:
-        from titanlite.techniques.reproducible.sums import TreeReduceScatter as reduce_scatter
+    reduce = None
+    if debug.reproducible_layouts:
+        from titanlite.techniques.reproducible.sums import tree_reduce_scatter as reduce
     shard(
         model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, separate=separate,
-        lasting_gradients=lasting_gradients, reduce_scatter=reduce_scatter, on_host=on_host, pin_memory=pin_memory,
+        lasting_gradients=keeps_gradients(config), reduce=reduce, on_host=place != "device",
+        pin_memory=place == "host",
     )  # fmt: skip
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import use_local_parts

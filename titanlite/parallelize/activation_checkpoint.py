@@ -42,8 +42,12 @@ def apply_activation_checkpoint(
         contexts, exchanges = None, exchanges_tokens(block)
         if policy == "op":
             adapters, vectors = added_parameters(block), vector_names(block)
-            own = [local_tensor(it) for name, it in block.named_parameters() if name not in {*adapters, *vectors}]
-            wide = sum(not _is_narrow(it.mT if it.ndim == 2 else it) for it in own)
+            own = [
+                local_tensor(parameter)
+                for name, parameter in block.named_parameters()
+                if name not in {*adapters, *vectors}
+            ]
+            wide = sum(not _is_narrow(weight.mT if weight.ndim == 2 else weight) for weight in own)
             contexts = partial(
                 _save_expensive_ops,
                 saves_first=is_compiled or wide % 2 == 0,

@@ -1,7 +1,6 @@
 """Build a frozen model beside the one that is trained: on the same mesh, with the same techniques, with its weights."""
 
 import logging
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -13,34 +12,30 @@ from titanlite.models.frozen import FrozenModel
 from titanlite.ops.kernels import Kernels
 from titanlite.parallelize import parallelize
 from titanlite.parallelize.materialize import allocate
-from titanlite.schema import ActivationCheckpoint, Config
+from titanlite.schema import Config
 
 logger = logging.getLogger(__name__)
 
 
 def parallelize_frozen(
-    frozen: FrozenModel, config: Config, *, mesh: DeviceMesh, kernels: Kernels, **options: Any
+    frozen: FrozenModel, config: Config, *, mesh: DeviceMesh, kernels: Kernels, compile_backend: str = "inductor"
 ) -> Model:
-    """Return the model on the meta device, with what the config asks for and a frozen model needs: compile and FSDP.
-
-    Args:
-        options: further ones of `parallelize`.
-    """
+    """Return the model on the meta device, with what the config asks for and a frozen model needs: compile and FSDP."""
     model = frozen.build(config.training.seq_len)
     degrees = {"fsdp_reshard_after_forward": "always", "expert_parallel_degree": 1}
-    dtypes = {"dtype": frozen.dtype, "mixed_precision_param": frozen.dtype}
-    parallelize(
-        model,
-        mesh=mesh,
-        kernels=kernels,
-        parallelism=config.parallelism.model_copy(update=degrees),
-        training=config.training.model_copy(update=dtypes),
-        activation_checkpoint=ActivationCheckpoint(),
-        compile=config.compile,
-        has_other_sizes=True,
-        on_host=frozen.is_on_host,
-        **options,
+    training = {
+        "dtype": frozen.dtype, "mixed_precision_param": frozen.dtype, "enable_cpu_offload": frozen.is_on_host,
+        "multi_token_weight": 0.0,
+    }  # fmt: skip
+    own = Config().model_copy(
+        update={
+            "compile": config.compile,
+            "parallelism": config.parallelism.model_copy(update=degrees),
+            "teacher": config.teacher,
+            "training": config.training.model_copy(update=training),
+        }
     )
+    parallelize(model, own, mesh=mesh, kernels=kernels, compile_backend=compile_backend)
     return model.eval()
 
 

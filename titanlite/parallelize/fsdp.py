@@ -6,6 +6,7 @@ Small blocks may be gathered together: `parallelism.fsdp_min_unit_params`.
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import (
@@ -19,9 +20,9 @@ from torch.distributed.tensor import Shard
 from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh
 from titanlite.models.base import Model, head_of
 from titanlite.ops.kernels import Kernels, in_every_pass
+from titanlite.parallelize.reductions import Reduce, set_reductions
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.dtypes import torch_dtype
-from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.schema import Parallelism, Training
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def shard(
     training: Training,
     separate: "SeparateUnits | None" = None,
     lasting_gradients: bool = True,
-    reduce_scatter: type[ReduceScatter] | None = None,
+    reduce: Reduce | None = None,
     on_host: bool = False,
     pin_memory: bool = True,
 ) -> None:
@@ -107,7 +108,7 @@ def shard(
     Args:
         separate: units that are sharded over other ranks.
         lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
-        reduce_scatter: adds gradients over shards, and the step must add them over micro-batches and replicas. Default:
+        reduce: adds gradients over shards, and the step must add them over micro-batches and replicas. Default:
             FSDP averages them over all.
         on_host: whether parameters and gradients are in host memory.
         pin_memory: whether parameters in host memory are copied to pinned memory, with a GPU.
@@ -119,7 +120,7 @@ def shard(
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
-    adds_gradients = reduce_scatter is None
+    adds_gradients = reduce is None
     options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=adds_gradients), "mp_policy": policy}
     if on_host:
         options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
@@ -137,9 +138,12 @@ def shard(
     roots = [*model.stages] or [model]
     for root in roots:
         fully_shard(root, reshard_after_forward=reshard, **options)
-    sharded: list[FSDPModule] = [it for it in (*(unit[0] for unit in units), *roots) if isinstance(it, FSDPModule)]
-    adapt = partial(
-        kernels.adapt_fsdp,
+    sharded: list[FSDPModule] = [
+        each_unit for each_unit in (*(unit[0] for unit in units), *roots) if isinstance(each_unit, FSDPModule)
+    ]
+    choose = partial(
+        set_reductions,
+        on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),
         keeps_gradients=keeps_reduced_gradients(
             mesh,
             parallelism,
@@ -154,13 +158,13 @@ def shard(
         == parallelism.expert_parallel_degree
         == 1,
         awaited=head if [head] in units and can_wait(mesh, training) else None,
-        reduce_scatter=reduce_scatter,
+        reduce=reduce,
     )
-    adapt(sharded[: len(units)], shard_degree=shard_degree)
-    adapt(sharded[len(units) :], shard_degree=shard_degree)  # roots, which no unit gathers ahead
+    choose(sharded[: len(units)], shard_degree=shard_degree)
+    choose(sharded[len(units) :], shard_degree=shard_degree)  # roots, which no unit gathers ahead
     if separate:
         others = separate.shard(reshard_after_forward=not parallelism.keeps_gathered, **options)
-        adapt(others, shard_degree=separate.mesh.size(-1))
+        choose(others, shard_degree=separate.mesh.size(-1))
     _prefetch(sharded[: len(units)], parallelism)
     for unit in sharded:
         if isinstance(unit, nn.Embedding) and [unit] in units:
@@ -221,7 +225,7 @@ def _prefetch(units: list[FSDPModule], parallelism: Parallelism) -> None:
     forward, backward = parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch
     for index, unit in enumerate(units):
         if forward:
-            following = [it for it in units[index + 1 :] if in_every_pass(it)]
+            following = [unit for unit in units[index + 1 :] if in_every_pass(unit)]
             unit.set_modules_to_forward_prefetch(following[:forward])
         if backward:
             unit.set_modules_to_backward_prefetch(units[max(0, index - backward) : index][::-1])

@@ -6,12 +6,12 @@ from torch import nn
 
 from titanlite.models.base import Model, initial_values, unique_parameters
 from titanlite.models.initial import Constant, free_tables
+from titanlite.ops.hash_random import random_bits, salt
+from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.dtensor import GlobalIndices
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.fsdp import gather_in_place
 from titanlite.runtime.private_torch.tensors import local_tensor, replace_tensors
-from titanlite.runtime.state_memory import StateMemory
 
 SLICE = 2**16
 """Values that a CPU thread draws at a time. They stay in its cache."""

@@ -35,8 +35,8 @@ def report_errors(command: Callable[[], None]) -> int:
     """Run a command and return its exit code.
 
     The user's mistakes become lines on standard error, errors of a disk one line with rank and path. Other exceptions
-    become a few lines and a traceback in the log of this rank; a traceback where there is no log yet. The end of
-    whoever reads the output (`| head`) is neither.
+    become a few lines and a traceback in the log of this rank; without a log, the console gets the traceback.
+    If the reader of the output has ended (`| head`), nothing is printed.
     """
     try:
         command()

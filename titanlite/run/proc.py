@@ -129,7 +129,7 @@ def _frames(thread: threading.Thread) -> list[tuple[str, int, str]]:
     """Return the file, line and function of each frame of a thread, from the innermost to the outermost."""
     frame = sys._current_frames().get(thread.ident or 0)  # noqa: SLF001, documented
     walk = traceback.walk_stack(frame) if frame else ()
-    return [(it.f_code.co_filename, line, it.f_code.co_name) for it, line in walk]
+    return [(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in walk]
 
 
 def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]], is_alone: bool) -> Waiting:
@@ -142,7 +142,7 @@ def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]], is_
     if "/torch/utils/data/" in file or "/torchdata/" in file:
         return Waiting(DATA, f"waits for a data worker{_worker()}")
     is_collective = "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file
-    if not is_alone and (is_collective or file.endswith("/titanlite/ops/cpu_collectives.py")):
+    if not is_alone and (is_collective or file.endswith("/titanlite/parallelize/reductions.py")):
         return Waiting(COLLECTIVE, "is in a collective")
     for folder in (str(Path.cwd()), str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]):
         file = file.removeprefix(f"{folder}/")
@@ -184,7 +184,7 @@ class Starvation:
 
         Python's own threads other than the main one do not count: they serve, as the watchdog does.
         """
-        servants = {it.native_id for it in threading.enumerate() if it is not threading.main_thread()}
+        servants = {thread.native_id for thread in threading.enumerate() if thread is not threading.main_thread()}
         waited: dict[int, float] = {}
         with suppress(OSError):
             for thread in map(int, os.listdir("/proc/self/task")):
@@ -217,7 +217,7 @@ class Activity:
             return self._was_busy
         done = [work_done(pid) for pid in (os.getpid(), *descendants(os.getpid()))]
         last, self._at = self._done, now
-        self._done = sum(it[0] for it in done) - time.thread_time(), sum(it[1] for it in done)
+        self._done = sum(work[0] for work in done) - time.thread_time(), sum(work[1] for work in done)
         if before is None or now - before > 10:
             self._was_busy = False
             return False

@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-import titanlite
 from titanlite.data.tokenizer import COPY, Tokenizer, copy_tokenizer, files_of, find_tokenizer, is_copy, is_shipped
 from titanlite.run.restarts import CrashLoop, are_starts, begin_start, check_progress, end_last, is_own
 from titanlite.runtime.console import copy_output, hide_secrets, log_to_file
@@ -35,6 +34,7 @@ from titanlite.runtime.files import (
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Data
 from titanlite.schema import Job as JobConfig
+from titanlite.version import PACKAGE, __version__
 
 logger = logging.getLogger(__name__)
 
@@ -201,7 +201,7 @@ def record_start(
         "processes": ranks.world_size,
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
         "versions": {
-            "titanlite": titanlite.__version__,
+            "titanlite": __version__,
             "torch": torch.__version__,
             "python": platform.python_version(),
         },
@@ -273,7 +273,7 @@ def _git_commit() -> str | None:
     command = [
         "git",
         "-C",
-        str(Path(titanlite.__file__).parent),
+        str(PACKAGE),
         "describe",
         "--always",
         "--dirty=+",

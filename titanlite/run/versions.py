@@ -9,8 +9,6 @@ import json
 import platform
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
-from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,11 +16,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-import titanlite
 from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import read_small
 from titanlite.runtime.ranks import gather, named_ranks
+from titanlite.version import PACKAGE, __version__
 
 PACKAGES = ("torchao", "triton")
 """Optional packages that compute, beside PyTorch."""
@@ -35,16 +33,6 @@ OWN_PATHS = re.compile(
 
 The content behind them is compared instead: of code here, of tokens and tokenizer when the data is open.
 """
-
-
-@dataclass(frozen=True)
-class Facts:
-    """Versions and config that one rank starts with."""
-
-    host: str
-    versions: dict[str, str]
-    config: dict[str, str]
-    """Value of each option, by its dotted key."""
 
 
 def check_equal_start(config: Mapping[str, Any], device: torch.device) -> None:
@@ -64,24 +52,25 @@ def check_equal_start(config: Mapping[str, Any], device: torch.device) -> None:
         raise UserError("\n".join(found))
 
 
-def facts_of(config: Mapping[str, Any], device: torch.device) -> Facts:
-    """Collect what this rank starts with."""
+def facts_of(config: Mapping[str, Any], device: torch.device) -> dict[str, str]:
+    """Return the versions that this rank starts with, each option by its dotted key, and hashes of code that options
+    name."""
     options = flat(config)
     has_place = options.get("checkpoint.folder", "null") != "null" or options.get("checkpoint.enable") == "false"
     if has_place:  # else the run's folder holds the checkpoints, which are one for all hosts
         options.pop("job.dump_folder", None)
     code = {key: _code_in(options.get(key, "")) for key in ("model.file", "training.loss")}
-    return Facts(
-        host=platform.node(),
-        versions=versions_of(device) | {f"{key} with content": digest for key, digest in code.items() if digest},
-        config={key: value for key, value in options.items() if not OWN_PATHS.fullmatch(key)},
-    )
+    return {
+        **versions_of(device),
+        **{f"content of {key}": digest for key, digest in code.items() if digest},
+        **{key: value for key, value in options.items() if not OWN_PATHS.fullmatch(key)},
+    }
 
 
 def versions_of(device: torch.device) -> dict[str, str]:
     """Return the version of everything that computes or communicates."""
     found = {
-        "titanlite": f"{titanlite.__version__} (source {source_digest(Path(titanlite.__file__).parent)})",
+        "titanlite": f"{__version__} (source {source_digest(PACKAGE)})",
         "torch": torch.__version__,
         "python": platform.python_version(),
         "device": device.type,
@@ -120,43 +109,31 @@ def flat(tree: Any, prefix: str = "") -> dict[str, str]:
     }
 
 
-def compare(facts: Facts) -> list[str]:
+def compare(facts: Mapping[str, str]) -> list[str]:
     """Return a line for each difference between the facts of all ranks, which call this together."""
-    mine = asdict(facts)
-    del mine["host"]
-    digest = hashlib.sha256(json.dumps(mine, sort_keys=True).encode()).hexdigest()
-    digests = gather(digest)
-    if len(set(digests)) == 1:
-        return []
-    return differences([Facts(**one) for one in gather(asdict(facts))])
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+    return differences(gather((platform.node(), facts))) if len(set(gather(digest))) > 1 else []
 
 
-def differences(ranks: Sequence[Facts]) -> list[str]:
+def differences(ranks: Sequence[tuple[str, Mapping[str, str]]]) -> list[str]:
     """Return a line for each value that rank 0 does not have.
 
     Args:
-        ranks: facts of every rank, in order.
+        ranks: host and facts of every rank, in order.
     """
-    hosts = [facts.host for facts in ranks]
-    find = partial(_lines, hosts=hosts)
-    return [
-        *find([facts.versions for facts in ranks], "install and check out the same on all hosts"),
-        *find([facts.config for facts in ranks], "start all hosts with the same config and options", sign=" = "),
-    ]
-
-
-def _lines(values: Sequence[Mapping[str, str]], remedy: str, *, hosts: Sequence[str], sign: str = " ") -> list[str]:
+    hosts, expected = [host for host, _ in ranks], ranks[0][1]
     lines = []
-    for name in sorted({name for of_rank in values for name in of_rank}):
+    for name in sorted({name for _, facts in ranks for name in facts}):
         holders: dict[str | None, list[int]] = {}
-        for rank, of_rank in enumerate(values):
-            holders.setdefault(of_rank.get(name), []).append(rank)
-        expected = values[0].get(name)
-        for value, ranks in holders.items():
-            if value != expected:
-                verb = "has" if len(ranks) == 1 else "have"
-                mine, other = (f"no {name}" if v is None else f"{name}{sign}{v}" for v in (value, expected))
-                lines.append(f"{named_ranks(ranks, hosts)} {verb} {mine}, rank 0 on {hosts[0]} has {other}: {remedy}")
+        sign = " = " if "." in name else " "
+        for rank, (_, facts) in enumerate(ranks):
+            holders.setdefault(facts.get(name), []).append(rank)
+        for value in [value for value in holders if value != expected.get(name)]:
+            has = f"{named_ranks(holders[value], hosts)} {'has' if len(holders[value]) == 1 else 'have'}"
+            mine, first = (
+                f"no {name}" if fact is None else f"{name}{sign}{fact}" for fact in (value, expected.get(name))
+            )
+            lines.append(f"{has} {mine}, rank 0 on {hosts[0]} has {first}: let all hosts start with the same")
     return lines
 
 

@@ -256,7 +256,7 @@ class Watchdog:
         self._last_look = now
         position, counts = self._phase.position, self._count()
         is_saving = position.name.timeout == "save"
-        started = sum(it for name, it in counts.items() if is_saving or CHECKPOINT_GROUP not in name)
+        started = sum(count for name, count in counts.items() if is_saving or CHECKPOINT_GROUP not in name)
         if (position, started) != self._mark[:2]:
             self._notice_progress(now)
             self._mark = position, started, self._phase.is_starting
@@ -361,7 +361,7 @@ class Watchdog:
         keys = [f"rank-{rank}" for rank in range(world)]
         keys = keys if store.check(keys) else [key for key in keys if store.check([key])]
         found = [Beat(**json.loads(text)) for text in store.multi_get(keys)]
-        beats = {it.rank: it for it in found} | {beat.rank: beat}
+        beats = {other.rank: other for other in found} | {beat.rank: beat}
         now, seen = self._clock(), self._seen
         for rank in range(world):
             number = beats[rank].number if rank in beats else -1

@@ -145,7 +145,7 @@ def copy_output(log: Path) -> None:
     """
     if (tee := shutil.which("tee")) is None:
         return
-    handlers = [it for it in logging.getLogger(LOGGER).handlers if isinstance(it, ConsoleHandler)]
+    handlers = [handler for handler in logging.getLogger(LOGGER).handlers if isinstance(handler, ConsoleHandler)]
     sys.stdout, console = _copied(sys.stdout, 1, log, tee)
     sys.stderr, _ = _copied(sys.stderr, 2, log, tee)
     for handler in handlers:

@@ -131,8 +131,11 @@ def _indices_along(tensor: Tensor, dim: int) -> Tensor:
     indices = torch.arange(tensor.shape[dim])
     if not isinstance(tensor, DTensor):
         return indices
-    mesh, placements = tensor.device_mesh, [it if sharded_dim(it) == dim else Replicate() for it in tensor.placements]
-    if all(type(it) in (Shard, Replicate) for it in placements):  # no need of the mesh's device
+    mesh, placements = (
+        tensor.device_mesh,
+        [placement if sharded_dim(placement) == dim else Replicate() for placement in tensor.placements],
+    )
+    if all(type(placement) in (Shard, Replicate) for placement in placements):  # no need of the mesh's device
         for axis, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 sizes = chunk_sizes(len(indices), mesh.size(axis))

@@ -74,7 +74,7 @@ def file_inside(folder: Path, name: object) -> Path:
         raise UserError(f"{folder}: {name!r} is no name of a file: refused")
     real = Path(os.path.realpath(folder))
     path = Path(os.path.realpath(folder / name))
-    blobs = [it.parent / "blobs" for it in (real.parent, real.parent.parent) if it.name == "snapshots"]
+    blobs = [folder.parent / "blobs" for folder in (real.parent, real.parent.parent) if folder.name == "snapshots"]
     if name != os.path.basename(name) or name in (".", "..") or path.parent not in (real, *blobs):
         raise UserError(f"{folder}: {name!r} leads out of the folder: refused")
     return folder / name

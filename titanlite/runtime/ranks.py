@@ -72,7 +72,10 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 def host_names(group: dist.ProcessGroup) -> list[str]:
     """Return the name of each rank's host, in the order of ranks. Hosts of one name get their number, too."""
     found = gather((socket.gethostname(), os.environ.get("GROUP_RANK", "0")), group)
-    return [f"{name} (node {node})" if len({it for it in found if it[0] == name}) > 1 else name for name, node in found]
+    return [
+        f"{name} (node {node})" if len({other for other in found if other[0] == name}) > 1 else name
+        for name, node in found
+    ]
 
 
 def reduce_over_ranks(
@@ -94,7 +97,9 @@ def reduce_over_ranks(
     Returns:
         the sums of of_tokens, as a vector, and of of_parameters.
     """
-    values = torch.cat([*(it[None] for it in of_tokens), *(it.flatten() for it in counters), of_parameters[None]])
+    values = torch.cat(
+        [*(values[None] for values in of_tokens), *(counter.flatten() for counter in counters), of_parameters[None]]
+    )
     dist.all_reduce(values, group=world)
     if duplicates > 1:  # not before the sum: a third of a count is rounded
         values[:-1] /= duplicates
@@ -166,7 +171,7 @@ class AgreedStop:
         self._copied: torch.cuda.Event | None = None
 
     def flag(self) -> Tensor:
-        """Return this rank's flag [1] for `train_step`: 1 if this process knows a reason to stop."""
+        """Return this rank's flag [1] for `Step`: 1 if this process knows a reason to stop."""
         if self._requests.requested():
             self._flag.fill_(1)
         return self._flag

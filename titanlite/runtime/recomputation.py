@@ -1,5 +1,6 @@
-"""Results of a forward pass that backward does not recompute: they have no gradient, and are small beside what it costs
-to make them, or the host waits for the device."""
+"""Small results of forward that need no gradient, kept so that activation checkpointing does not recompute them.
+
+Recomputing them would cost much for their size, or let the host wait for the device."""
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Technique
+from titanlite.techniques.technique import Conflict, Technique, Trained
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from titanlite.loss import LossFunction
     from titanlite.models.base import Model
     from titanlite.ops.cross_entropy import SplitVocabulary
-    from titanlite.runtime.state_memory import StateMemory, WeightAverage
-    from titanlite.step import AddUp, Gradients
+    from titanlite.optim.state_memory import StateMemory, WeightAverage
+    from titanlite.step import Gradients, Passes
 
 Found = TypeVar("Found")
 
@@ -70,8 +70,8 @@ def used(config: Config) -> list[Technique]:
 def exclusions(config: Config) -> Iterator[Conflict]:
     """Yield the pairs of used techniques that claim the same, as a problem of the second one."""
     for first, second in combinations([technique.claims(config) for technique in used(config)], 2):
-        if claim := next((it for it in first if it in second), None):
-            value, other = (json.dumps(_value(config, it[claim])) for it in (second, first))
+        if claim := next((common for common in first if common in second), None):
+            value, other = (json.dumps(_value(config, claims[claim])) for claims in (second, first))
             yield (
                 second[claim],
                 f"{value} cannot be combined with {first[claim]} = {other}, which {claim} too: choose one of the two",
@@ -103,19 +103,19 @@ def keeps_gradients(config: Config) -> bool:
 
 def places(config: Config) -> dict[str, str]:
     """Return host or disk for each category of memory that is not on the device."""
-    return {category: place for it in used(config) for category, place in it.places(config).items()}
+    return {category: place for technique in used(config) for category, place in technique.places(config).items()}
 
 
 def state_memory(config: Config, run: Path) -> "StateMemory":
     """Return the memory of parameters and moments; see `Technique.state_memory`."""
-    from titanlite.runtime.state_memory import StateMemory
+    from titanlite.optim.state_memory import StateMemory
 
     return _first(technique.state_memory(config, run) for technique in used(config)) or StateMemory()
 
 
 def weight_average(config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage":
     """Return the average of the weights of a model that has memory; see `Technique.weight_average`."""
-    from titanlite.runtime.state_memory import WeightAverage
+    from titanlite.optim.state_memory import WeightAverage
 
     return _first(technique.weight_average(config, model, memory) for technique in used(config)) or WeightAverage()
 
@@ -136,23 +136,16 @@ def split_vocabulary(config: Config, mesh: "DeviceMesh") -> "SplitVocabulary | N
     return _first(technique.split_vocabulary(mesh) for technique in used(config))
 
 
-def build_gradients(config: Config, **parts: Any) -> "Gradients":
-    """Return what handles the gradients of steps; see `Technique.gradients`.
-
-    Args:
-        parts: model: as it is trained. optimizer. mesh. state: of the checkpoint that the run resumes from, by the
-            guard and by gradients. should_skip: as `StepGuard.should_skip`; may be left out.
-    """
+def build_gradients(config: Config, trained: Trained) -> "Gradients":
+    """Return what handles the gradients of steps; see `Technique.gradients`."""
     from titanlite.step import Gradients
 
-    return _first(technique.gradients(config, **parts) for technique in used(config)) or Gradients()
+    return _first(technique.gradients(config, trained) for technique in used(config)) or Gradients()
 
 
-def passes_of_step(config: Config, model: "Model", mesh: "DeviceMesh") -> "AddUp":
+def passes_of_step(config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes | None":
     """Return what makes the forward and backward passes of steps; see `Technique.passes_of_step`."""
-    from titanlite.step import accumulate
-
-    return _first(technique.passes_of_step(config, model, mesh) for technique in used(config)) or accumulate
+    return _first(technique.passes_of_step(config, model, mesh) for technique in used(config))
 
 
 def after_updates(config: Config, model: "Model") -> Callable[[], None]:

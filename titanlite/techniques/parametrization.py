@@ -5,7 +5,7 @@ declares, how much larger the model is than the base, and the initial values tha
 """
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -55,7 +55,11 @@ class Parametrization(Technique):
 
     def resume_settings(self, config: Config) -> dict[str, Any]:
         options = "parametrization", "base_width", "base_depth"
-        return {f"optimizer.{it}": value for it in options if (value := getattr(config.optimizer, it)) is not None}
+        return {
+            f"optimizer.{option}": value
+            for option in options
+            if (value := getattr(config.optimizer, option)) is not None
+        }
 
     facts: ClassVar[dict[str, Any]] = {"role": None, "initial_std": None, "eps": None}
     """Role of the parameter, standard deviation of its initial values (None if they give none), and AdamW's eps."""
@@ -72,10 +76,6 @@ class Parametrization(Technique):
             for group in (parameter_groups(config.optimizer, model) if model.scaling else ())
             for name, parameter in group.parameters.items()
         }
-
-    def parameter_note(self, facts: Mapping[str, Any]) -> str:
-        numbers = {"std": facts["initial_std"], "eps": facts["eps"]}
-        return ", ".join([facts["role"] or "", *(f"{it} {value:.3g}" for it, value in numbers.items() if value)])
 
 
 def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]":
@@ -113,7 +113,8 @@ def find_scaling(model: "Model", optimizer: "Optimizer") -> "dict[str, Scaling]"
     of_base = dict(unique_parameters(base))
     alike = {_LAYER.sub("", name): name for name in of_base}  # where a block of the base is of another kind
     names_in_base = {
-        name: it if it in of_base else alike.get(_LAYER.sub("", it), it) for name, it in names_in_base.items()
+        name: base_name if base_name in of_base else alike.get(_LAYER.sub("", base_name), base_name)
+        for name, base_name in names_in_base.items()
     }
     missing = [name for name in names_in_base.values() if name not in of_base]
     inputs = [name for name, role in roles.items() if role == "input"]

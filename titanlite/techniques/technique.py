@@ -6,6 +6,8 @@ these hooks. What changes the layers of a model is no hook: its order matters, a
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -18,15 +20,18 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.batch import Batch
+    from titanlite.data.tokenizer import Tokenizer
     from titanlite.loss import LossFunction, Targets
     from titanlite.models.base import Model
+    from titanlite.models.frozen import OpenModel
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.ops.cross_entropy import SplitVocabulary
+    from titanlite.optim.state_memory import StateMemory, WeightAverage
+    from titanlite.run.records import RecordFile
     from titanlite.runtime.hardware import Hardware
-    from titanlite.runtime.state_memory import StateMemory, WeightAverage
-    from titanlite.step import AddUp, Gradients
-    from titanlite.train import Run
+    from titanlite.runtime.process_group import Ranks
+    from titanlite.step import Gradients, Passes
 
 Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
@@ -46,6 +51,41 @@ class Claim(StrEnum):
     PARAMETERS = "keeps parameters in memory of its own"
     GRADIENTS = "handles gradients in its own way"
     UPDATE = "changes the update of the optimizer"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """What an observer of training may read of a run."""
+
+    model: "Model"
+    replicas: "Mapping[nn.Parameter, int]"
+    """For each parameter, the number of ranks that hold the same shard."""
+    mesh: "DeviceMesh"
+    ranks: "Ranks"
+    device: "torch.device"
+    steps: int
+    """Steps of the whole run."""
+    folder: Path
+    open_records: "Callable[[str], RecordFile | None]"
+    """Opens a file of records in the run's folder, by name; None on ranks that do not write."""
+    paused: Callable[[], AbstractContextManager[None]]
+    """Excludes a block within a step from the time of the step."""
+    state: "Callable[[], dict[str, torch.Tensor]]"
+    """Returns the tensors of a checkpoint, by name."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trained:
+    """What the gradients of a step belong to."""
+
+    model: "Model"
+    """As it is trained, with memory."""
+    optimizer: "torch.optim.Optimizer"
+    mesh: "DeviceMesh"
+    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """State of the guard and of `Gradients`, in the checkpoint that the run resumes from."""
+    should_skip: "Callable[[torch.Tensor], torch.Tensor] | None" = None
+    """See `StepGuard.should_skip`. Default: a loss that is not finite."""
 
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
@@ -129,12 +169,20 @@ class Technique:
     loss_arguments: ClassVar[tuple[str, ...]] = ()
     """Names of the further arguments that its `Targets` give to the loss function."""
 
-    def open_targets(self, config: Config, **parts: Any) -> "Targets | None":
+    def open_targets(
+        self,
+        config: Config,
+        *,
+        student: "ModelSpec",
+        tokenizer: "Tokenizer | None",
+        open_model: "OpenModel | None",
+        attempt: Attempt,
+    ) -> "Targets | None":
         """Open and check what the loss reads beside labels; None if that is nothing, or has problems.
 
         Args:
-            parts: student (`ModelSpec`), tokenizer (of the data; None if it is not known), open_model (an `OpenModel`;
-                None: this command reads no weights) and attempt (an `Attempt`).
+            tokenizer: of the data. None if it is not known.
+            open_model: None if the command reads no weights.
         """
         return None
 
@@ -153,8 +201,8 @@ class Technique:
         """Return what must be called at the start, and whenever weights have changed."""
         return None
 
-    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
-        """Return the observers of training that the technique adds. The run has none yet."""
+    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
+        """Return the observers of training that the technique adds."""
         return ()
 
     def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch] | None":
@@ -171,16 +219,12 @@ class Technique:
         if it is used."""
         return None
 
-    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
         """Return what handles the gradients of steps; None if the technique leaves that as it is. One that returns it
-        has the claim `Claim.GRADIENTS`.
-
-        Args:
-            parts: model, optimizer, mesh, state and should_skip; see `techniques.build_gradients`.
-        """
+        has the claim `Claim.GRADIENTS`."""
         return None
 
-    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "AddUp | None":
+    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes | None":
         """Return what makes the forward and backward passes of a step; None if the technique leaves that as it is. Only
         asked if it is used.
 
@@ -245,11 +289,13 @@ class Technique:
         """
         return 0.0, 0.0
 
-    def planned_targets(self, config: Config, **parts: Any) -> "Targets | None":
+    def planned_targets(
+        self, config: Config, *, read_spec: "Callable[[str, str | None, str], ModelSpec]"
+    ) -> "Targets | None":
         """Return the targets for a plan, which need not be there yet. Only asked if it is used.
 
         Args:
-            parts: read_spec, (path, config, section) -> the model of weights.
+            read_spec: (path, config, section) -> the model of weights.
         """
         return None
 
@@ -259,7 +305,3 @@ class Technique:
     def parameter_facts(self, model: "Model", config: Config) -> "dict[nn.Parameter, dict[str, Any]]":
         """Return the facts of the parameters of a parallelized model that the technique changed."""
         return {}
-
-    def parameter_note(self, facts: Mapping[str, Any]) -> str:
-        """Return the words for the facts of a parameter, in the table of `titanlite inspect`."""
-        return ""

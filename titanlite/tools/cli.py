@@ -50,8 +50,8 @@ COMMANDS = {
     "coordcheck": "coordcheck.coordcheck",
     "calibrate": "plan.calibrate.calibrate",
     "report": "report.page.report",
-    "parity": "report.where_command.parity",
-    "inspect": "report.parameter_table.inspect",
+    "parity": "report.parity.parity",
+    "inspect": "report.parameters.inspect",
     "data prepare": "ingest.prepare.prepare_folder",
     "data inspect": "ingest.inspect.inspect",
     "data tokenizer": "ingest.bpe.train_tokenizer",
@@ -236,7 +236,7 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
         my.toml --machines
     """
     loaded, resolved, ranks, device = _checked(config, overrides, judge_memory=here or machines)
-    from titanlite.metrics.run_summary import find_warnings
+    from titanlite.config.warnings import find_warnings
     from titanlite.schedule import known_steps
 
     for warning in find_warnings(loaded, steps=known_steps(loaded.training)):

@@ -7,7 +7,6 @@ arXiv:2203.03466, appendix D.1).
 import math
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from itertools import islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -27,8 +26,9 @@ from titanlite.schema import Config
 from titanlite.tools.api import build_run
 from titanlite.tools.arguments import Count
 from titanlite.tools.plan.estimate import resized_options, with_options
+from titanlite.tools.report.compare import forward_values
 from titanlite.tools.report.page import check_page, page, write_page
-from titanlite.tools.report.parameter_table import show
+from titanlite.tools.report.parameters import show
 from titanlite.train import Run
 
 FLAT = 0.25
@@ -131,7 +131,7 @@ def measure(config: Config, *, steps: int) -> dict[str, list[float]]:
         probe, first = batches[0], _outputs(run, batches[0])
         found = {name: [_rms(value)] for name, value in first.items()} | {f"{name}, change": [] for name in first}
         for _ in range(steps):
-            run.make_step(batches)
+            run.step(batches)
             for name, value in _outputs(run, probe).items():
                 found[name].append(_rms(value))
                 found[f"{name}, change"].append(_rms(value - first[name]))
@@ -139,20 +139,13 @@ def measure(config: Config, *, steps: int) -> dict[str, list[float]]:
         return found
 
 
-@torch.no_grad()
 def _outputs(run: Run, batch: Batch) -> dict[str, Tensor]:
     """Return what embedding, middle and last block, and head make of a batch."""
-    blocks, found = [*filter(in_every_pass, run.model.layers)], dict[str, Tensor]()
-    hooks = [blocks[0].register_forward_pre_hook(lambda _, inputs: found.update(embedding=inputs[0].clone()))]
-    for name, block in {"middle block": blocks[(len(blocks) - 1) // 2], "last block": blocks[-1]}.items():
-        keep = partial(lambda name, _module, _inputs, output: found.update({name: output.clone()}), name)
-        hooks.append(block.register_forward_hook(keep))
-    try:
-        logits = run.model(batch["tokens"], **document_arguments(batch))
-    finally:
-        for hook in hooks:
-            hook.remove()
-    return found | {"logits": logits}
+    blocks = [*filter(in_every_pass, run.model.layers)]
+    modules = {"first block": blocks[0], "middle block": blocks[(len(blocks) - 1) // 2], "last block": blocks[-1]}
+    found = forward_values(modules.items(), lambda: run.model(batch["tokens"], **document_arguments(batch)))
+    keys = {"embedding": "forward input first block"} | {it: f"forward output {it}" for it in (*modules, "logits")}
+    return {name: found[key] for name, key in keys.items() if name != "first block"}
 
 
 def _rms(values: Tensor) -> float:

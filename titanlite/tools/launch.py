@@ -98,7 +98,7 @@ def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: lis
     rendezvous_handler_registry.register(BACKEND, partial(connect, folder=folder, max_restarts=restarts))
     logging.disable(logging.ERROR)  # torchrun reports what is reported here
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup asks for
-    signals = [it.name for it in (*STOP_SIGNALS, signal.SIGQUIT) if not (ignored and it == signal.SIGHUP)]
+    signals = [one.name for one in (*STOP_SIGNALS, signal.SIGQUIT) if not (ignored and one == signal.SIGHUP)]
     failure = ""
     try:
         torchrun(

@@ -30,7 +30,7 @@ from titanlite.checks.memory import weight_bytes
 from titanlite.checks.preflight import ResolvedConfig
 from titanlite.models.base import Model
 from titanlite.optim.state_size import state_bytes
-from titanlite.run.versions import Facts, compare, facts_of
+from titanlite.run.versions import compare, facts_of, versions_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_all
 from titanlite.runtime.process_group import Ranks, process_group
@@ -131,7 +131,7 @@ def machine_tests(
 ) -> dict[str, Callable[[], Result]]:
     """Return the tests by name, in their order. All ranks run each together."""
     facts = facts_of(config.model_dump(mode="json"), device)
-    tests: dict[str, Callable[[], Result]] = {"versions, config": partial(check_software, facts)}
+    tests: dict[str, Callable[[], Result]] = {"versions, config": partial(check_software, facts, device)}
     if job.ranks.world_size > 1:
         tests["collectives"] = partial(check_values, device, job)
         tests["bandwidths"] = partial(check_bandwidths, device)
@@ -182,7 +182,9 @@ def on_each(act: Callable[[], Result], job: Job) -> Result:
                 holders.setdefault(line, []).append(rank)
         return [f"{named_ranks(ranks, job.hosts)}: {line}" for line, ranks in holders.items()]
 
-    return Result(every[0].value, by_line([it.problems for it in every]), by_line([it.warnings for it in every]))
+    return Result(
+        every[0].value, by_line([result.problems for result in every]), by_line([result.warnings for result in every])
+    )
 
 
 def describe(error: Exception) -> str:
@@ -196,10 +198,10 @@ def describe(error: Exception) -> str:
 # Versions, collectives, clocks
 
 
-def check_software(facts: Facts) -> Result:
+def check_software(facts: Mapping[str, str], device: torch.device) -> Result:
     """Compare versions and config of all ranks."""
-    versions = ", ".join(f"{name} {version}" for name, version in facts.versions.items())
-    digest = hashlib.sha256(json.dumps(facts.config, sort_keys=True).encode()).hexdigest()[:12]
+    versions = ", ".join(f"{name} {version}" for name, version in versions_of(device).items())
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:12]
     return Result(f"{versions}; config {digest}", compare(facts))
 
 
@@ -372,7 +374,7 @@ def check_disk(url: str, size: int, config: Config, job: Job) -> Result:
         listing = open_storage(url).list().items()
         there = sum(sum(files.values()) for name, files in listing if manifests.step_of(name) is not None)
         path = Path(url).expanduser().absolute()
-        free = shutil.disk_usage(next(it for it in (path, *path.parents) if it.exists())).free
+        free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
         needed = max(0, count * size - there)
         text = f"{needed / GIB:,.1f} GiB to write ({count:,} checkpoints), {free / GIB:,.1f} GiB free at {url}"
         remedy = "free the disk, or lower checkpoint.keep_latest_k"

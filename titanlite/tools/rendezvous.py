@@ -177,7 +177,7 @@ def connect(settings: RendezvousParameters, *, folder: Path, max_restarts: int) 
         backend = C10dRendezvousBackend(store, settings.run_id)
     else:
         backend, store = _connect_to_first(settings)
-    timeouts = (settings.get_as_int(f"{it}_timeout") for it in ("join", "last_call", "close", "heartbeat"))
+    timeouts = (settings.get_as_int(f"{name}_timeout") for name in ("join", "last_call", "close", "heartbeat"))
     made = Rendezvous.from_backend(
         settings.run_id,
         store,
@@ -185,7 +185,7 @@ def connect(settings: RendezvousParameters, *, folder: Path, max_restarts: int) 
         settings.min_nodes,
         settings.max_nodes,
         LOOPBACK if is_alone else settings.local_addr,
-        RendezvousTimeout(*(timedelta(seconds=it) if it else None for it in timeouts)),
+        RendezvousTimeout(*(timedelta(seconds=seconds) if seconds else None for seconds in timeouts)),
         settings.get_as_int("keep_alive_interval", 5) or 5,
         settings.get_as_int("keep_alive_max_attempt", 3) or 3,
     )
@@ -196,7 +196,7 @@ def connect(settings: RendezvousParameters, *, folder: Path, max_restarts: int) 
 
 def newest_end(folder: Path) -> Path:
     """Return the file of the newest generation with the code of the first of its workers that failed."""
-    generations = sorted(folder.glob("*/attempt_*"), key=lambda it: it.stat().st_mtime)
+    generations = sorted(folder.glob("*/attempt_*"), key=lambda path: path.stat().st_mtime)
     return [folder, *generations][-1] / "code"
 
 

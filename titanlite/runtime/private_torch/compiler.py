@@ -34,14 +34,6 @@ def compile_seconds() -> float:
     return dynamo.calculate_time_spent()["total_wall_time"] if dynamo else 0.0
 
 
-def last_recompile_reason() -> str:
-    """Return the failed guard of the newest recompile, as the compiler reports it; "" if there is none."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
-    metrics = dynamo.get_compilation_metrics() if dynamo else []
-    reasons = [one.recompile_reason for one in metrics if one.recompile_reason]
-    return " ".join(reasons[-1].split()) if reasons else ""
-
-
 def mark_dynamic(tensor: Tensor, *, dim: int) -> None:
     """Let the compiler expect a dim with another size in each batch, so that it need not recompile for it."""
     torch._dynamo.maybe_mark_dynamic(tensor, dim)

@@ -185,11 +185,13 @@ class _ObservedUnit(FSDPParamGroup):
     def post_backward(self, *unused: Any) -> None:
         if not self.is_inside:
             self.observer.unit(f"reduce {self.name}")
-        unreduced = (_unsharded_gradient(it) for it in self.fsdp_params)  # not a list: it would keep them in memory
+        unreduced = (
+            _unsharded_gradient(parameter) for parameter in self.fsdp_params
+        )  # not a list: it would keep them in memory
         self.observer.label((gradient for gradient in unreduced if gradient is not None), "reduce-scatter")
         with self.observer.collective("reduce-scatter", self.name):
             super().post_backward(*unused)
-        sharded = (it.sharded_param.grad for it in self.fsdp_params)
+        sharded = (parameter.sharded_param.grad for parameter in self.fsdp_params)
         self.observer.label((gradient for gradient in sharded if gradient is not None), "gradients")
 
 

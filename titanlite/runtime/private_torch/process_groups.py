@@ -124,7 +124,9 @@ def count_collectives() -> dict[str, int]:
     for group in [*distributed_c10d._world.pg_map]:
         with suppress(RuntimeError):  # a backend that does not count, or a group that is being destroyed
             if group.size() > 1:
-                backends = {id(it): it for it in (group._get_backend(device) for device in group._device_types)}
+                backends = {
+                    id(backend): backend for backend in (group._get_backend(device) for device in group._device_types)
+                }
                 counts[f"{group.group_name} ({group.group_desc})"] = sum(
                     backend._get_sequence_number_for_group()  # pyright: ignore[reportAttributeAccessIssue]
                     for backend in backends.values()

@@ -8,7 +8,7 @@ from titanlite.techniques.technique import Conflict, Options, Technique, reads
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
-    from titanlite.runtime.state_memory import StateMemory, WeightAverage
+    from titanlite.optim.state_memory import StateMemory, WeightAverage
 
 
 class AverageOfWeights(Technique):

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from titanlite.models.base import trainable_parameters
 from titanlite.ops.mean import rounded_once, weighted_mean
+from titanlite.optim.state_memory import StateMemory, WeightAverage
 from titanlite.runtime.dtensor import unwrapped
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.state_memory import StateMemory, WeightAverage
 from titanlite.schema import Average
 
 
@@ -42,8 +42,10 @@ class _Average(WeightAverage):
         weights = {name: unwrapped(parameter) for name, parameter in self._parameters.items()}
         elsewhere = self._memory.zeros("average", weights.values(), dtype)
         made = {
-            name: elsewhere[it][0] if it in elsewhere else torch.zeros_like(it, dtype=dtype, device=self._device)
-            for name, it in weights.items()
+            name: elsewhere[weight][0]
+            if weight in elsewhere
+            else torch.zeros_like(weight, dtype=dtype, device=self._device)
+            for name, weight in weights.items()
         }
         self.tensors = {**self.tensors, **{f"{prefix}.{name}": tensor for name, tensor in made.items()}}
         return {name: local_tensor(tensor) for name, tensor in made.items()}

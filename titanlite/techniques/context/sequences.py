@@ -28,9 +28,8 @@ from titanlite.ops.attention import (
     ChunkMask,
     Scores,
     SequencePart,
-    set_key_source,
 )
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import Kernels, set_key_source
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, exchange_rows, reduce_scatter
 from titanlite.techniques.expert.exchange import exchange
@@ -74,8 +73,8 @@ class ContextSplit:
         """Compute whole sequences of this rank's part of the heads, between two all-to-alls (arXiv:2309.14509)."""
         ranks = self.part.ranks, self.group.group_name
         whole = _Swap.apply(torch.cat([*inputs], dim=-1), True, *ranks)
-        own = [it.chunk(self.part.ranks)[self.part.rank] for it in parameters]
-        out = compute(whole.split([it.shape[-1] for it in inputs], dim=-1), own)
+        own = [parameter.chunk(self.part.ranks)[self.part.rank] for parameter in parameters]
+        out = compute(whole.split([tensor.shape[-1] for tensor in inputs], dim=-1), own)
         return _Swap.apply(out, False, *ranks)
 
     def _with_neighbours(self, both_BJLH: Tensor, mask: ChunkMask | ChunkBoundaries) -> list[Tensor]:
@@ -91,7 +90,7 @@ class ContextSplit:
         ends = {rank - 1: second[:, :, size - seen :], rank + 1: first[:, :, size - seen :]}  # by the rank they go to
         others = [other for other in ends if 0 <= other < ranks]
         rows = [int(other in others) for other in range(ranks)]
-        received = exchange(torch.stack([ends[it] for it in others]), rows, rows, self.group.group_name).unbind()
+        received = exchange(torch.stack([ends[other] for other in others]), rows, rows, self.group.group_name).unbind()
         before = dict(zip(others, received, strict=True))
         return [
             torch.cat([before[rank - 1], first], dim=2) if rank else first,
@@ -112,10 +111,14 @@ def attend_to(
         k, v = keys.chunk(2, dim=1)
         return kernels.attend(q_BNLH, k, v, mask, scores=scores)
     outs = []
-    for number, (q_BNCH, it) in enumerate(zip(q_BNLH.chunk(len(mask), dim=2), mask, strict=True)):
-        seen_BJZH = keys[:, :, it.begin : it.end] if isinstance(keys, Tensor) else keys[number]
+    for number, (q_BNCH, chunk_mask) in enumerate(zip(q_BNLH.chunk(len(mask), dim=2), mask, strict=True)):
+        seen_BJZH = keys[:, :, chunk_mask.begin : chunk_mask.end] if isinstance(keys, Tensor) else keys[number]
         k, v = seen_BJZH.chunk(2, dim=1)
-        own = it.mask if isinstance(it, ChunkMask) else (it._replace(begin=0, end=it.end - it.begin),)
+        own = (
+            chunk_mask.mask
+            if isinstance(chunk_mask, ChunkMask)
+            else (chunk_mask._replace(begin=0, end=chunk_mask.end - chunk_mask.begin),)
+        )
         outs.append(kernels.attend(q_BNCH, k, v, own, scores=scores))
     return torch.cat(outs, dim=2)
 
@@ -199,9 +202,9 @@ def split_batch(batch: Batch, part: SequencePart) -> Batch:
             "documents": torch.zeros(size, seq_len, dtype=torch.int32, device=device),
             "boundaries": torch.arange(0, (size + 1) * seq_len, seq_len, dtype=torch.int32, device=device),
         }
-    own = {name: it.index_select(1, places) for name, it in batch.items() if name not in WHOLE}
+    own = {name: tensor.index_select(1, places) for name, tensor in batch.items() if name not in WHOLE}
     if part.computed > 1:
-        own = {name: torch.cat(it.chunk(part.computed, dim=1)) for name, it in own.items()}
+        own = {name: torch.cat(tensor.chunk(part.computed, dim=1)) for name, tensor in own.items()}
     return batch | own
 
 

@@ -1,13 +1,16 @@
 """Distillation from a teacher that runs in training."""
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import TYPE_CHECKING
 
 from titanlite.schema import Config, Distill, Teacher
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Attempt, Conflict, Technique, reads
 
 if TYPE_CHECKING:
+    from titanlite.data.tokenizer import Tokenizer
     from titanlite.loss import Targets
+    from titanlite.models.frozen import OpenModel
+    from titanlite.models.registry import ModelSpec
 
 
 class Distillation(Technique):
@@ -33,10 +36,18 @@ class Distillation(Technique):
         elif not loss and not distill.ratio:
             yield "distill.ratio", "is 0, so the teacher has no effect: set it above 0, or leave [teacher] out"
 
-    def open_targets(self, config: Config, **parts: Any) -> "Targets | None":
+    def open_targets(
+        self,
+        config: Config,
+        *,
+        student: "ModelSpec",
+        tokenizer: "Tokenizer | None",
+        open_model: "OpenModel | None",
+        attempt: Attempt,
+    ) -> "Targets | None":
         from titanlite.techniques.distill.source import open_targets
 
-        return open_targets(config, **parts)
+        return open_targets(config, student=student, tokenizer=tokenizer, open_model=open_model, attempt=attempt)
 
     def places(self, config: Config) -> dict[str, str]:
         return {"teacher": "host"} if config.teacher.enable_cpu_offload else {}
@@ -44,10 +55,12 @@ class Distillation(Technique):
     def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
         return accumulation * sizes["teacher"] if self.places(config) else 0.0, 0.0
 
-    def planned_targets(self, config: Config, **parts: Any) -> "Targets":
+    def planned_targets(
+        self, config: Config, *, read_spec: "Callable[[str, str | None, str], ModelSpec]"
+    ) -> "Targets | None":
         from titanlite.techniques.distill.source import planned_targets
 
-        return planned_targets(config, **parts)
+        return planned_targets(config, read_spec=read_spec)
 
     def summary(self, config: Config) -> str:
         return f"a teacher ({config.teacher.path})"

@@ -46,7 +46,10 @@ class SeparateUnits:
             options: of `fully_shard`, but for the mesh.
         """
         options |= {"mesh": self.mesh, "shard_placement_fn": self.placement}
-        return [fully_shard(it, ignored_params={*it.parameters()} - self.parameters, **options) for it in self.modules]
+        return [
+            fully_shard(module, ignored_params={*module.parameters()} - self.parameters, **options)
+            for module in self.modules
+        ]
 
 
 def distribute_experts(

@@ -1,6 +1,6 @@
 """Float8 training of linear layers; `layers.py` swaps them."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -83,10 +83,6 @@ class Float8Training(Technique):
             parameter: {"float8": recipe, "float8_all_gather": is_gathered}
             for parameter, is_gathered in float8_parameters(model).items()
         }
-
-    def parameter_note(self, facts: Mapping[str, Any]) -> str:
-        gathered = " (all-gather too)" if facts["float8_all_gather"] else ""
-        return f"float8 {facts['float8']}{gathered}" if facts["float8"] else ""
 
 
 TECHNIQUE = Float8Training()

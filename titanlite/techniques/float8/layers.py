@@ -127,7 +127,7 @@ def _gathers_in_float8(float8: Float8, chosen: dict[str, nn.Linear], shard_degre
     """
     if not float8.gathers_float8 or shard_degree == 1:
         return False
-    uneven = [name for name, it in chosen.items() if it.out_features % (shard_degree * parts.get(name, 1))]
+    uneven = [name for name, layer in chosen.items() if layer.out_features % (shard_degree * parts.get(name, 1))]
     if uneven:
         what = f"the rows of {len(uneven)} of them do not divide by the shard degree {shard_degree}"
         logger.info("float8: weights are not gathered in float8 (%s): %s", what, _brief(uneven))

@@ -1,11 +1,11 @@
 """Updates within backward; `updates.py` makes them."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Technique, Trained, reads
 
 if TYPE_CHECKING:
     import torch
@@ -67,10 +67,10 @@ class UpdatesInBackward(Technique):
     def keeps_gradients(self, config: Config) -> bool:
         return False
 
-    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
         from titanlite.techniques.in_backward.updates import InBackward, is_not_finite
 
-        return InBackward(parts["model"], parts["optimizer"], should_skip=parts.get("should_skip", is_not_finite))
+        return InBackward(trained.model, trained.optimizer, should_skip=trained.should_skip or is_not_finite)
 
     def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if not config.optimizer.in_backward:

@@ -119,7 +119,9 @@ class InBackward(Gradients):
 def _units(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[_Unit]:
     """Return the trained parameters by FSDP unit; a parameter that FSDP does not shard is a unit of its own."""
     sharded = [module for module in model.modules() if isinstance(module, FSDPModule)]
-    found: list[tuple[list[nn.Parameter], FSDPModule | None]] = [(sharded_parameters(it), it) for it in sharded]
+    found: list[tuple[list[nn.Parameter], FSDPModule | None]] = [
+        (sharded_parameters(module), module) for module in sharded
+    ]
     in_fsdp = {parameter for parameters, _ in found for parameter in parameters}
     found += [([parameter], None) for parameter in model.parameters() if parameter not in in_fsdp]
     units = []

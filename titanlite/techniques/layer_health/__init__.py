@@ -4,11 +4,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Technique
+from titanlite.techniques.technique import Observed, Technique
 
 if TYPE_CHECKING:
     from titanlite.observer import StepObserver
-    from titanlite.train import Run
 
 
 class HealthOfLayers(Technique):
@@ -17,7 +16,7 @@ class HealthOfLayers(Technique):
     def is_used(self, config: Config) -> bool:
         return config.metrics.layers.freq > 0
 
-    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
+    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
         from titanlite.mesh import world_group
         from titanlite.techniques.layer_health.measurement import LayerHealth
         from titanlite.techniques.tensor.layers import count_output_replicas
@@ -29,7 +28,7 @@ class HealthOfLayers(Technique):
             replicas=run.replicas,
             world=world_group(run.mesh),
             outputs=count_output_replicas(run.model, run.mesh),
-            device=run.metrics.device,
+            device=run.device,
         )
         return [observer]
 

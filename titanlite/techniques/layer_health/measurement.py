@@ -5,26 +5,31 @@ tokens, and two all-reduces join them.
 """
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from titanlite.capture import Kind, StepCapture
 from titanlite.models.base import Model
-from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 if TYPE_CHECKING:
-    from titanlite.metrics.records import RecordFile
+    from titanlite.run.records import RecordFile
 
-KINDS = ("parameters", "gradients", "updates", "activations")
-"""Tensors that are measured of each layer. Activations are its output."""
+NAMES: dict[Kind, str] = {
+    "after parameter": "parameters",
+    "gradient parameter": "gradients",
+    "update parameter": "updates",
+    "forward output": "activations",
+}
+"""What is measured of each layer, and its name in records."""
+KINDS = (*NAMES.values(),)
 
 
-class LayerHealth(StepObserver):
+class LayerHealth(StepCapture):
     """Measurement of some steps, as an observer of training. Other steps cost nothing.
 
     A measured step keeps a copy of this rank's trainable parameters until its end, reads parameters, gradients and the
@@ -49,74 +54,35 @@ class LayerHealth(StepObserver):
         device: torch.device,
         outputs: Mapping[nn.Module, int],
     ) -> None:
-        self._model, self._freq, self._file = model, freq, file
+        self._freq, self._file = freq, file
         self._replicas, self._outputs, self._world, self._device = replicas, outputs, world, device
         self._layers = layers_of(model)
-        self._step = 0
-        """Step that is measured; 0: none is."""
-        self._is_forward = False
-        self._before: dict[nn.Parameter, Tensor] = {}
         self._sums: dict[tuple[str, str], list[Tensor]] = {}
         """What `_measure` returns of each tensor, by layer and kind."""
-        self._hooks: list[Any] = []
+        parameters = ((name, it) for name, layer in self._layers.items() for it in layer.parameters())
+        super().__init__(self._layers.items(), parameters, read=local_tensor)
 
-    @torch.no_grad()
-    def begin_step(self, step: int) -> None:
-        if step % self._freq:
-            return
-        self._step, self._sums = step, {}
-        self._before = {p: local_tensor(p).clone() for p in self._model.parameters() if p.requires_grad}
-        for name, layer in self._layers.items():
-            self._hooks.append(layer.register_forward_hook(partial(self._measure_output, name)))
+    def is_captured(self, step: int) -> bool:
+        return step % self._freq == 0
 
-    @torch.no_grad()
-    def phase(self, name: Phase) -> None:
-        if not self._step:
+    def see(self, kind: Kind, name: str, source: nn.Module | nn.Parameter, value: Any) -> None:
+        if kind not in NAMES or not isinstance(value, Tensor) or not value.numel():
             return
-        self._is_forward = name is Phase.FORWARD
-        if name is Phase.UPDATE:
-            while self._hooks:
-                self._hooks.pop().remove()
-            self._measure_parameters("gradients", lambda p: None if p.grad is None else local_tensor(p.grad))
-        elif name is Phase.METRICS:
-            self._measure_parameters("parameters", local_tensor)
-            self._measure_parameters("updates", self._update_of)
-            step, self._step = self._step, 0
-            self._before = {}
-            self._write(step)
+        with torch.no_grad():
+            found = _measure(value.detach()).to(self._device)
+            found[:-1] /= self._replicas[source] if isinstance(source, nn.Parameter) else self._outputs.get(source, 1)
+        self._sums.setdefault((name, NAMES[kind]), []).append(found)
 
     def close(self) -> None:
-        while self._hooks:
-            self._hooks.pop().remove()
+        super().close()
         if self._file:
             self._file.close()
 
-    def _update_of(self, parameter: nn.Parameter) -> Tensor | None:
-        before = self._before.get(parameter)
-        return None if before is None else local_tensor(parameter).float() - before.float()
-
-    def _measure_output(self, layer: str, module: nn.Module, inputs: object, output: object) -> None:
-        if self._is_forward and isinstance(output, Tensor):  # not of a recomputation in backward
-            with torch.no_grad():
-                self._add(layer, "activations", output.detach(), share=self._outputs.get(module, 1))
-
-    def _measure_parameters(self, kind: str, tensor_of: Callable[[nn.Parameter], Tensor | None]) -> None:
-        for name, layer in self._layers.items():
-            for parameter in layer.parameters():
-                if (tensor := tensor_of(parameter)) is not None:
-                    self._add(name, kind, tensor.detach(), share=self._replicas[parameter])
-
-    def _add(self, layer: str, kind: str, tensor: Tensor, *, share: int) -> None:
-        if tensor.numel():
-            found = _measure(tensor).to(self._device)
-            found[:-1] /= share
-            self._sums.setdefault((layer, kind), []).append(found)
-
-    def _write(self, step: int) -> None:
+    def end_capture(self, step: int) -> None:
         """Join the sums of all ranks, and write them. Every rank calls it."""
-        nothing = torch.zeros(5, dtype=torch.float64, device=self._device)
+        nothing = torch.zeros(1, 5, dtype=torch.float64, device=self._device)
         keys = [(layer, kind) for layer in self._layers for kind in KINDS]
-        found = [torch.stack(self._sums.get(key, [nothing])) for key in keys]
+        found = [torch.stack(self._sums[key]) if key in self._sums else nothing for key in keys]
         sums = torch.stack([parts[:, :-1].sum(dim=0) for parts in found])
         largest = torch.stack([parts[:, -1].max() for parts in found])
         self._sums = {}
@@ -125,27 +91,20 @@ class LayerHealth(StepObserver):
         if self._file is None:
             return
         layers: dict[str, dict[str, Any]] = {layer: {} for layer in self._layers}
-        for (layer, kind), (squares, zeros, nonfinite, count), high in zip(
-            keys, sums.tolist(), largest.tolist(), strict=True
-        ):
+        for (layer, kind), of_all, high in zip(keys, sums.tolist(), largest.tolist(), strict=True):
+            squares, zeros, nonfinite, count = of_all
             if count:
-                layers[layer][kind] = {
-                    "norm": math.sqrt(squares),
-                    "rms": math.sqrt(squares / count),
-                    "max": high,
-                    "zeros": zeros / count,
-                    "nonfinite": nonfinite / count,
-                }
+                values = math.sqrt(squares), math.sqrt(squares / count), high, zeros / count, nonfinite / count
+                layers[layer][kind] = dict(zip(("norm", "rms", "max", "zeros", "nonfinite"), values, strict=True))
         self._file.write({"step": step, "layers": layers})
 
 
 def layers_of(model: Model) -> dict[str, nn.Module]:
     """Return the layers that are measured, by name: the blocks, and the other children of the model."""
-    blocks = {block: index for index, block in enumerate(model.layers)}
-    found: dict[str, nn.Module] = {}
+    blocks, found = {*model.layers}, dict[str, nn.Module]()
     for name, child in model.named_children():
-        inner = [(f"{name}.{part}", module) for part, module in child.named_children() if module in blocks]
-        found.update(inner or [(name, child)])
+        inner = {f"{name}.{part}": module for part, module in child.named_children() if module in blocks}
+        found |= inner or {name: child}
     return found
 
 

@@ -1,6 +1,6 @@
 """Low-rank adaptation; `adapters.py` has the adapters."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlite.schema import Config, Lora
@@ -54,9 +54,6 @@ class LowRankAdapters(Technique):
         from titanlite.models.base import added_parameters
 
         return {parameter: {"lora": True} for parameter in added_parameters(model).values()}
-
-    def parameter_note(self, facts: Mapping[str, Any]) -> str:
-        return "LoRA" if facts["lora"] else ""
 
 
 TECHNIQUE = LowRankAdapters()

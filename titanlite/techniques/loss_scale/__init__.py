@@ -1,10 +1,10 @@
 """Compute in float16; `scale.py` has the dynamic loss scale that it needs."""
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Technique, Trained, reads
 
 if TYPE_CHECKING:
     from titanlite.step import Gradients
@@ -24,10 +24,10 @@ class Float16Compute(Technique):
         if self.is_used(config) and config.training.dtype != "float32":
             yield self.option, 'float16 cannot be combined with training.dtype = "bfloat16": choose one of the two'
 
-    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
         from titanlite.techniques.loss_scale.scale import LossScale
 
-        return LossScale(device=parts["mesh"].device_type, state=parts["state"])
+        return LossScale(device=trained.mesh.device_type, state=trained.state)
 
 
 TECHNIQUE = Float16Compute()

@@ -7,7 +7,7 @@ the device, from values that are the same on all ranks: the host never waits for
 At a scale of 1, an overflow is no fault of the scale. Then `[guard]` decides, as for any gradient that is not finite.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class LossScale(Gradients):
     """
 
     def __init__(
-        self, *, device: torch.device | str, state: dict[str, Any], growth_interval: int = GROWTH_INTERVAL
+        self, *, device: torch.device | str, state: Mapping[str, Any], growth_interval: int = GROWTH_INTERVAL
     ) -> None:
         state = state.get("loss_scale", {})
         self.value = torch.tensor(state.get("value", INITIAL_SCALE), dtype=torch.float32, device=device)

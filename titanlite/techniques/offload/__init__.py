@@ -11,7 +11,7 @@ from titanlite.schema import Config
 from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
 
 if TYPE_CHECKING:
-    from titanlite.runtime.state_memory import StateMemory
+    from titanlite.optim.state_memory import StateMemory
 
 
 class CPUOffload(Technique):

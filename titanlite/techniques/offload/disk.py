@@ -23,10 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.runtime.state_memory import StateMemory
 
 logger = logging.getLogger(__name__)
 
@@ -82,7 +82,6 @@ class DiskMemory(StateMemory):
     def __init__(self, folder: Path, categories: Collection[str] = ("parameters", "optimizer")) -> None:
         self.folder = folder
         self.slices_updates = "parameters" in categories or "optimizer" in categories
-        self.pins = "parameters" not in categories
         self._categories = categories
         self._files: list[_File] = []
         self._thread = ThreadPoolExecutor(1, "offload")
@@ -115,9 +114,9 @@ class DiskMemory(StateMemory):
         """Return tensors on disk. Where rows of a parameter do not divide evenly, FSDP copies the last rank's part to
         pad it, and that copy is in memory."""
         tensors = [*like] if category in self._categories else []
-        shapes = [(local_tensor(it).shape, dtype or it.dtype) for it in tensors for _ in range(copies)]
+        shapes = [(local_tensor(tensor).shape, dtype or tensor.dtype) for tensor in tensors for _ in range(copies)]
         parts = iter(self.allocate(shapes))
-        return {it: [from_local_like(part, it) for part in islice(parts, copies)] for it in tensors}
+        return {tensor: [from_local_like(part, tensor) for part in islice(parts, copies)] for tensor in tensors}
 
     def drop_after_use(self, model: nn.Module) -> None:
         """Drop parameters from memory after their FSDP unit's forward (compiled units excepted) and after their

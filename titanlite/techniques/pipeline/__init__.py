@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
-    from titanlite.step import AddUp
+    from titanlite.step import Passes
 
 
 SPLIT_BACKWARD = "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -61,7 +61,7 @@ class PipelineParallel(Technique):
             return
         counts = {batch // (size * ranks) for batch in config.training.batch_sizes}
         step = 1 if config.parallelism.pipeline_parallel_schedule in ("1F1B", "GPipe") else degree
-        if self.is_used(config) and (wrong := [it for it in counts if it < degree or it % step]):
+        if self.is_used(config) and (wrong := [count for count in counts if count < degree or count % step]):
             largest = config.training.global_batch_size // (ranks * degree)
             hint = f"set training.local_batch_size = {largest} or a divisor of it" if largest else "raise the batch"
             needed = f"a multiple of {degree}" if step > 1 else f"at least {degree}"
@@ -82,7 +82,7 @@ class PipelineParallel(Technique):
         parallelism = config.parallelism
         return f"pipeline of {parallelism.pipeline_parallel_degree} ranks, {parallelism.pipeline_parallel_schedule}"
 
-    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "AddUp":
+    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes":
         from titanlite.techniques.pipeline.passes import PipelinePasses
 
         return PipelinePasses(model, config, mesh).add_up

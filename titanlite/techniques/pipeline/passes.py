@@ -20,13 +20,13 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from titanlite.batch import Batch
-from titanlite.loss import LossFunction, Targets, TokenLoss
+from titanlite.loss import TokenLoss
 from titanlite.mesh import pipeline_mesh
 from titanlite.models.base import Model
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.schema import Config
-from titanlite.step import Gradients, checked_loss, count_valid_tokens, model_arguments
+from titanlite.step import Step, checked_loss, count_valid_tokens, model_arguments
 from titanlite.techniques.pipeline.stages import Stage, rank_of_stage
 from titanlite.techniques.tensor.layers import split_blocks, tensor_ranks
 
@@ -63,7 +63,7 @@ class PipelinePasses:
     def __init__(self, model: Model, config: Config, mesh: DeviceMesh) -> None:
         axis = pipeline_mesh(mesh)
         assert axis is not None, "the mesh has no pipeline axis"
-        self.stages = [it for it in model.stages if isinstance(it, Stage)]
+        self.stages = [stage for stage in model.stages if isinstance(stage, Stage)]
         self.dim, self.device, self.sizes = model.args.dim, torch.device(mesh.device_type), self.stages[0].sizes
         self.group, self.rank = axis.get_group(), axis.get_local_rank()
         self.dtype = torch_dtype(config.training.mixed_precision_param)
@@ -82,22 +82,13 @@ class PipelinePasses:
         model.forward = self.evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
     def add_up(
-        self,
-        model: Model,
-        batches: Sequence[Batch],
-        *,
-        group: dist.ProcessGroup,
-        loss_function: LossFunction,
-        targets: Targets,
-        gradients: Gradients,
-        reduce_once: bool,
-        observer: StepObserver,
+        self, step: Step, batches: Sequence[Batch], observer: StepObserver
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         """See `titanlite.step.accumulate`. Ranks without the last stage return zeros."""
-        valid_tokens = count_valid_tokens(batches, group)
+        valid_tokens = count_valid_tokens(batches, step.group)
         self.observer = observer
-        self.inputs = [model_arguments(it, loss_function, targets(it, observer)) for it in batches]
-        self.factor = gradients.scale(valid_tokens, ranks=group.size(), micro_batches=len(batches))
+        self.inputs = [model_arguments(batch, step.loss_function, step.targets(batch, observer)) for batch in batches]
+        self.factor = step.gradients.scale(valid_tokens, ranks=step.group.size(), micro_batches=len(batches))
         self.losses: list[TokenLoss] = []
         self.begun = {stage.number: 0 for stage in self.stages}
         places = torch.empty(len(batches))  # of what is split: each stage knows which micro-batch is next
@@ -109,7 +100,7 @@ class PipelinePasses:
             raise error.__cause__ or error from None
         zero = torch.zeros((), device=self.device)
         losses = self.losses or [TokenLoss(zero, zero, dict.fromkeys(self._names_of_metrics(), zero))] * len(batches)
-        sums = [torch.stack([it.cross_entropy, it.total, *it.metrics.values()]) for it in losses]
+        sums = [torch.stack([loss.cross_entropy, loss.total, *loss.metrics.values()]) for loss in losses]
         micro_losses, totals, *metrics = torch.stack(sums, dim=1) / valid_tokens
         return micro_losses, totals, dict(zip(self._names_of_metrics(), metrics, strict=True))
 
@@ -193,14 +184,14 @@ class PipelinePasses:
             elif (target := self.rank_of(stage.number + 1)) != self.rank:
                 dist.send(out.contiguous(), group=self.group, group_dst=target)
         dist.broadcast_object_list(result, group=self.group, group_src=self.last_rank, device=self.device)
-        return _each(result[0], lambda it: it.to(self.device))
+        return _each(result[0], lambda tensor: tensor.to(self.device))
 
 
 def _each(result: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Return the result of a head, a tensor or a `TokenLoss`, with each tensor changed."""
     if isinstance(result, Tensor):
         return change(result)
-    metrics = {name: change(it) for name, it in result.metrics.items()}
+    metrics = {name: change(metric) for name, metric in result.metrics.items()}
     return TokenLoss(change(result.total), change(result.cross_entropy), metrics)
 
 

@@ -141,7 +141,7 @@ class Stage(nn.Module):
         self.sizes = [*map(len, stages)]
         """Blocks of each stage of the pipeline."""
         self.add_module(embedding, children[embedding] if number == 0 else Received())
-        self.layers = Blocks((str(it), layers.get_submodule(str(it))) for it in stages[number])
+        self.layers = Blocks((str(layer), layers.get_submodule(str(layer))) for layer in stages[number])
         self.add_module(head, children[head] if self.is_last else Passed())
         self._model = (model,)  # no child
 
@@ -170,24 +170,24 @@ def cut_to_stages(model: Model, mesh: DeviceMesh, parallelism: Parallelism) -> N
     axis = pipeline_mesh(mesh)
     assert axis is not None, "the mesh has no pipeline axis"
     blocks = stages_of(model, parallelism)
-    own = [it for it in range(len(blocks)) if rank_of_stage(it, parallelism) == axis.get_local_rank()]
+    own = [number for number in range(len(blocks)) if rank_of_stage(number, parallelism) == axis.get_local_rank()]
     model.stages = stages = [Stage(model, blocks, number) for number in own]
     if ranks := tensor_ranks(mesh) if split_blocks(model) else None:
         for number in {*own} - {0}:  # the first block has the hook, since the embedding gives all tokens, too
             take_own_tokens(model.layers[blocks[number][0]], ranks)
-        for it in (child for stage in stages for child in stage.children() if isinstance(child, Passed)):
-            it.own = ranks.own
+        for passed in (child for stage in stages for child in stage.children() if isinstance(child, Passed)):
+            passed.own = ranks.own
     counters, metrics = model.counters(), [*model.end_step(torch.ones((), device="meta"))]
     for name, _ in [*model.named_children()]:
         parts = [stage.get_submodule(name) for stage in model.stages]
         kept = next((part for part in parts if not isinstance(part, Received | Passed)), parts[0])
         if name == "layers":
-            kept = Blocks(it for part in parts for it in part.named_children())
+            kept = Blocks(child for part in parts for child in part.named_children())
         setattr(model, name, kept)
-    own_counters = {id(it) for it in model.counters()}
+    own_counters = {id(counter) for counter in model.counters()}
     for stage in stages:
         stage.metrics = metrics
-        stage.counters = [(it.shape, id(it) in own_counters) for it in counters]
+        stage.counters = [(counter.shape, id(counter) in own_counters) for counter in counters]
 
 
 def check_stages(model: Model, parallelism: Parallelism) -> None:
@@ -212,13 +212,13 @@ def check_stages(model: Model, parallelism: Parallelism) -> None:
             "module of what is before the layers, or set 1"
         )
     known = *dict(model.named_modules()), "norm", "output"  # the last two are torchtitan's names
-    others = [it for part in parallelism.module_fqns_per_model_part for it in part if not BLOCK.fullmatch(it)]
-    if unknown := [it for it in others if it not in known]:
+    others = [name for part in parallelism.module_fqns_per_model_part for name in part if not BLOCK.fullmatch(name)]
+    if unknown := [name for name in others if name not in known]:
         raise UserError(f"module_fqns_per_model_part: {name} has no {unknown[0]}{did_you_mean(unknown[0], known)}")
-    if shared := {id(it) for it in model.get_submodule(children[0]).parameters()} & {
-        id(it) for it in head_of(model).parameters()
+    if shared := {id(parameter) for parameter in model.get_submodule(children[0]).parameters()} & {
+        id(parameter) for parameter in head_of(model).parameters()
     }:
-        weight = next(key for key, it in unique_parameters(model) if id(it) in shared)
+        weight = next(key for key, parameter in unique_parameters(model) if id(parameter) in shared)
         raise UserError(
             f"embedding and head share {weight}, and are on different stages: set model.args.tied_head = false, or the "
             "degree to 1"
@@ -226,7 +226,7 @@ def check_stages(model: Model, parallelism: Parallelism) -> None:
     parts = [Stage(model, stages, number) for number in range(len(stages))]
     for rank in range(parallelism.pipeline_parallel_degree):
         own = [part for part in parts if rank_of_stage(part.number, parallelism) == rank]
-        if not any(it.requires_grad for part in own for it in part.parameters()):
+        if not any(parameter.requires_grad for part in own for parameter in part.parameters()):
             blocks = ", ".join(str(layer) for part in own for layer, _ in part.layers.named_children())
             raise UserError(f"rank {rank} would train nothing, with the blocks {blocks}: freeze less, or set 1")
     tokens = torch.zeros(1, 2, dtype=torch.int64, device="meta")

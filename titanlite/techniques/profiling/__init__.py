@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import known_steps
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Conflict, Observed, Technique, reads
 
 if TYPE_CHECKING:
     import torch
 
     from titanlite.observer import StepObserver
-    from titanlite.train import Run
 
 
 class Profiles(Technique):
@@ -42,16 +41,16 @@ class Profiles(Technique):
         if config.profiling.enable_memory_snapshot and device.type != "cuda":
             raise UserError(f"records the allocator of GPUs, and this run is on the {device.type}: set it to false")
 
-    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
+    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
         from titanlite.techniques.profiling.profiler import Profiler
 
         profiler = Profiler(
             config.profiling,
-            run=run.folder.path,
+            run=run.folder,
             ranks=run.ranks,
             steps=run.steps,
-            device=run.metrics.device,
-            not_training=run.metrics.profiling,
+            device=run.device,
+            not_training=run.paused,
         )
         return [profiler]
 

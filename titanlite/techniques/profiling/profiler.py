@@ -14,11 +14,11 @@ import logging
 import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import ProfilerAction, ProfilerActivity, profile, record_function, schedule
 
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.private_torch.tensors import dump_memory_snapshot, record_memory_history
@@ -56,129 +56,105 @@ class Profiler(StepObserver):
         device: torch.device,
         not_training: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        self.config = config
-        self._run, self._ranks, self._steps = run, ranks, steps
-        self._device, self._not_training = device, not_training
-        self._profile: profile | None = None
-        self._begins = 0
-        """First step of the open window; 0 while none is open."""
+        self._run, self._rank, self._device, self._not_training = run, ranks.rank, device, not_training
+        self._freq, self._has_snapshots = config.profile_freq, config.enable_memory_snapshot
         self._step = 0
-        self._is_complete = False
-        """The last step of the window is done."""
-        self._ranges: list[record_function] = []
-        """Open ranges of the loop: the step, and its phase."""
+        self._is_at_end = False
+        """The last phase of the step has begun."""
+        self._range = ExitStack()
+        """The open range: the phase of the loop."""
+        self._profile: profile | None = None
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its own lines about start and stop
-        if config.profile_freq > steps:  # the check of a config knows it already, unless training.epochs is set
+        if self._freq > steps:  # the check of a config knows it already, unless training.epochs is set
             logger.warning(f"profiling.profile_freq: no window ends within the {steps} steps of the run")
-        if config.enable_memory_snapshot:
+        elif config.enable_profiling:
+            warmup, active = config.profiler_warmup, config.profiler_active
+            wait, windows = self._freq - warmup - active, steps // self._freq
+            self._profile = profile(
+                activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])],
+                schedule=schedule(skip_first=1, wait=wait, warmup=warmup, active=active, repeat=windows),  # from step 1
+                on_trace_ready=self._write,
+                record_shapes=True,
+            )
+        if self._has_snapshots:
             record_memory_history(max_entries=MEMORY_HISTORY)
 
     def begin_step(self, step: int) -> None:
-        """Close the window that is complete, and open one that begins with this step."""
-        if self._is_complete:
-            self._close()
-        self._leave(0)
+        """Move the profiler to this step."""
+        self._end_step()
+        if self._profile and not self._step:
+            self._profile.step_num = step - 1  # of the whole run, which may have been resumed
+            self._profile.start()
         self._step = step
-        last = -(-step // self.config.profile_freq) * self.config.profile_freq
-        first = last - self.config.profiler_active + 1
-        if self.config.enable_profiling and last <= self._steps and step >= first - self.config.profiler_warmup:
-            self._open(records=step >= first)
-        if self._begins:
-            self._enter(f"step {step}")
-            self._enter("data")
+        self._move(step)
+        self._enter("data")
 
     def phase(self, name: Phase) -> None:
-        """Begin a range for the phase, within a window. The phase after a window's last step closes the window."""
-        if self._is_complete:
-            self._close()
-        if self._begins:
-            self._leave(1)
-            self._enter(name)
-        if name is Phase.METRICS:  # the last phase of every step
-            self._is_complete = self._step % self.config.profile_freq == 0
+        """Begin a range for the phase. The phase after a window's last step closes the window."""
+        self._end_step()
+        self._enter(name)
+        self._is_at_end = name is Phase.METRICS
 
     def close(self) -> None:
         """End with the run: write the window that is complete, and drop one that is not."""
-        if self._is_complete:
-            self._close()
-        elif self._begins:
-            logger.info(f"the run ends within a profiling window: no profile of steps {self._begins} to {self._step}")
-            self._stop()
-
-    def _open(self, *, records: bool) -> None:
-        """Set up the profiler, or with `records` begin to record, unless that is done."""
-        if self._profile is not None and (self._begins or not records):
-            return
-        with self._not_training():
-            if self._profile is None:
-                activities = [ProfilerActivity.CPU]
-                if self._device.type == "cuda":
-                    activities.append(ProfilerActivity.CUDA)
-                self._profile = profile(activities=activities, record_shapes=True)
-                self._profile.prepare_trace()
-            if records:
-                self._profile.start_trace()
-                self._begins = self._step
+        self._end_step()
+        self._range.close()
+        if self._profile and self._step:
+            if self._profile.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE):
+                logger.info(f"the run ends within a profiling window: no profile of step {self._step}")
+            self._profile.on_trace_ready = None
+            self._profile.stop()
 
     def _enter(self, name: str) -> None:
-        opened = record_function(name)
-        opened.__enter__()
-        self._ranges.append(opened)
+        """End the range, and begin the next one."""
+        self._range.close()
+        self._range.enter_context(record_function(name))
 
-    def _leave(self, depth: int) -> None:
-        """End ranges until `depth` of them are open."""
-        while len(self._ranges) > depth:
-            self._ranges.pop().__exit__(None, None, None)
+    def _end_step(self) -> None:
+        """Write the files of a window if its last step is done."""
+        if self._is_at_end and self._step % self._freq == 0:
+            self._move(self._step + 1)
+            if self._has_snapshots:
+                with self._not_training(), self._reporting() as folder:
+                    path = save_memory_snapshot(folder, self._rank)
+                    logger.info(f"memory snapshot after step {self._step}: {path}. pytorch.org/memory_viz opens it")
+        self._is_at_end = False
 
-    def _stop(self) -> profile | None:
-        """End the recording, and return the profiler; None if none was open."""
-        self._leave(0)
-        stopped, self._profile = self._profile, None
-        if stopped is not None and self._begins:
-            stopped.stop_trace()
-        self._begins, self._is_complete = 0, False
-        return stopped
+    def _move(self, step: int) -> None:
+        """Tell the profiler that a step begins, unless it knows. Its set-up and its files are no time of steps."""
+        self._range.close()
+        if self._profile is None or self._profile.step_num >= step:
+            return
+        before, after = self._profile.current_action, self._profile.schedule(step)
+        is_quick = before is after is not ProfilerAction.RECORD_AND_SAVE or before is ProfilerAction.RECORD
+        with nullcontext() if is_quick else self._not_training():
+            self._profile.step()
 
-    def _close(self) -> None:
-        """Write the files of a window."""
-        first, last, began = self._begins, self._step, time.perf_counter()
-        folder = self._run / PROFILE / f"step-{last:08d}"
-        with self._not_training():
-            stopped = self._stop()
-            try:
-                folder.mkdir(parents=True, exist_ok=True)
-                if stopped is not None and first:
-                    path = folder / f"rank-{self._ranks.rank}.json.gz"
-                    with _staging(path) as staging:
-                        stopped.export_chrome_trace(str(staging))
-                    path.with_name(f"rank-{self._ranks.rank}.txt").write_text(_operators(stopped, self._device))
-                    logger.info(
-                        f"profile of steps {first} to {last}: {path}, {path.stat().st_size / 2**20:.1f} MiB in "
-                        f"{time.perf_counter() - began:.1f} s. ui.perfetto.dev opens it; the .txt beside it "
-                        "has the operators with the longest time"
-                    )
-                if self.config.enable_memory_snapshot:
-                    path = save_memory_snapshot(folder, self._ranks.rank)
-                    logger.info(f"memory snapshot after step {last}: {path}. pytorch.org/memory_viz opens it")
-            except (OSError, RuntimeError) as error:  # a profile is worth no run
-                logger.warning(f"{folder}: the profile cannot be written: {error}. Training continues without it")
+    def _write(self, stopped: profile) -> None:
+        """Write the trace of a window, and torch.profiler's table of the operators with the longest own time."""
+        began, by = time.perf_counter(), "cpu" if self._device.type == "cpu" else "device"
+        with self._reporting() as folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            path = folder / f"rank-{self._rank}.json.gz"
+            stopped.export_chrome_trace(str(path))
+            averages = stopped.key_averages()
+            table = averages.table(sort_by=f"self_{by}_time_total", row_limit=OPERATORS, max_name_column_width=60)
+            (folder / f"rank-{self._rank}.txt").write_text(table)
+            logger.info(
+                f"profile until step {self._step}: {path}, {path.stat().st_size / 2**20:.1f} MiB in "
+                f"{time.perf_counter() - began:.1f} s. ui.perfetto.dev opens it; the .txt beside it "
+                "has the operators with the longest time"
+            )
+        stopped.profiler = None  # the events, which take memory
 
-
-def _operators(stopped: profile, device: torch.device) -> str:
-    """Return torch.profiler's table of the operators with the longest own time."""
-    by = "self_cpu_time_total" if device.type == "cpu" else "self_device_time_total"
-    return stopped.key_averages().table(sort_by=by, row_limit=OPERATORS, max_name_column_width=60)
-
-
-@contextmanager
-def _staging(path: Path) -> Iterator[Path]:
-    """Yield a path to write to. It becomes `path` at the end of the block, or goes away after an error."""
-    staging = path.with_name(f".staging-{path.name}")
-    try:
-        yield staging
-        os.replace(staging, path)
-    finally:
-        staging.unlink(missing_ok=True)
+    @contextmanager
+    def _reporting(self) -> Iterator[Path]:
+        """Yield the folder of the window. An error of writing is reported: a profile is worth no run."""
+        folder = self._run / PROFILE / f"step-{self._step:08d}"
+        try:
+            yield folder
+        except (OSError, RuntimeError) as error:
+            logger.warning(f"{folder}: the profile cannot be written: {error}. Training continues without it")
 
 
 def save_memory_snapshot(folder: Path, rank: int, dump: Callable[[Path], object] = dump_memory_snapshot) -> Path:
@@ -192,6 +168,5 @@ def save_memory_snapshot(folder: Path, rank: int, dump: Callable[[Path], object]
     """
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"memory-rank-{rank}.pickle"
-    with _staging(path) as staging:
-        dump(staging)
+    dump(path)
     return path

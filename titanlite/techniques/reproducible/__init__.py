@@ -5,14 +5,13 @@ from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Observed, Technique, Trained, reads
 
 if TYPE_CHECKING:
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.step import Gradients
-    from titanlite.train import Run
 
 
 PARTS = "debug.reproducible_context_degree"
@@ -47,7 +46,10 @@ class ReproducibleLayouts(Technique):
                 f"{self.option} adds the gradients of micro-batches, which must be the same on every layout: set how "
                 "many sequences each has. With 1, up to training.global_batch_size processes can share a step",
             )
-        names, args = config.optimizer.names, (config.optimizer.args, *(it.args for it in config.optimizer.groups))
+        names, args = (
+            config.optimizer.names,
+            (config.optimizer.args, *(group.args for group in config.optimizer.groups)),
+        )
         parts, context = config.debug.reproducible_context_degree, parallelism.context_parallel_degree
         if parts & (parts - 1):
             yield PARTS, f"{self.option} adds parts of sequences in a binary tree: {_not_a_power(parts)}"
@@ -66,7 +68,7 @@ class ReproducibleLayouts(Technique):
             "a training.mixed_precision_reduce that is not training.dtype": (
                 training.mixed_precision_reduce != training.dtype
             ),
-            "optimizer.args.fused": any(it.get("fused") for it in args),
+            "optimizer.args.fused": any(options.get("fused") for options in args),
             "an optimizer of torchao": any(name.startswith("torchao.") for name in names),
         }
         for other, is_set in refused.items():
@@ -112,10 +114,8 @@ class ReproducibleLayouts(Technique):
             for stack, dim in zip(layer.stacks, layer.hidden_dims, strict=True):
                 if dim is not None and (size := layer.get_parameter(stack).shape[dim]) % WHOLE_VECTORS:
                     raise UserError(
-                        f"cannot be combined with experts on several processes whose hidden dims are {size}, no "
-                        f"multiple of {WHOLE_VECTORS}: CPU kernels round the last elements of all tokens in another "
-                        "way, and each process has other last tokens. Set another hidden dim, or "
-                        "expert_parallel_degree = 1"
+                        f"needs expert hidden dims that are multiples of {WHOLE_VECTORS} with expert parallelism "
+                        f"(found {size}): set another hidden_dim or expert_parallel_degree = 1"
                     )
 
     def resume_settings(self, config: Config) -> dict[str, Any]:
@@ -126,7 +126,7 @@ class ReproducibleLayouts(Technique):
     def summary(self, config: Config) -> str:
         return "same bits on any layout" if config.debug.reproducible_layouts else ""
 
-    def gradients(self, config: Config, **parts: Any) -> "Gradients | None":
+    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
         if not config.debug.reproducible_layouts:
             return None
         import torch
@@ -136,13 +136,13 @@ class ReproducibleLayouts(Technique):
         # CPU kernels divide sums among threads, and processes divide a machine's cores: by default the number of
         # threads follows from the layout.
         torch.set_num_threads(1)
-        return ExactSums(parts["mesh"], parts["model"].parameters())
+        return ExactSums(trained.mesh, trained.model.parameters())
 
-    def observers(self, config: Config, run: "Run") -> "Sequence[StepObserver]":
+    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
         from titanlite.techniques.reproducible.hashes import StateHashes
 
         freq = config.debug.hash_freq or config.checkpoint.interval
-        return [StateHashes(run, freq=freq, file=run.open_records("hashes.jsonl"))]
+        return [StateHashes(run, freq=freq)]
 
 
 def _not_a_power(number: int) -> str:

@@ -37,14 +37,14 @@ class ExchangeOfMicroBatches(AllToAllExchange):
             to_others, from_others, _ = self.kernels.read_counts(
                 to_R, from_R, from_R.sum(), tokens=len(x_TD) * active, experts=weights_TE.shape[1], active=1
             )
-            of_ranks = [Copies.of(*it) for it in zip(is_chosen_RTX, from_others, strict=True)]
+            of_ranks = [Copies.of(*chosen) for chosen in zip(is_chosen_RTX, from_others, strict=True)]
             return to_others, from_others, Copies.of(is_chosen_TE, sum(to_others)), of_ranks
 
         to_others, from_others, sent, of_ranks = computed_once(find_places)
         return self.begin(sent.take(x_TD), weights_RTX, to_others, from_others, sent, of_ranks)
 
     def compute(self, sent: OnTheWay, stacks: Sequence[Tensor], compute: ComputeExperts) -> Tensor:
-        own = zip(*(copies(it, len(sent.from_others), self.dtype) for it in stacks), strict=True)
+        own = zip(*(copies(stack, len(sent.from_others), self.dtype) for stack in stacks), strict=True)
         parts = zip(self.end(sent).split(sent.from_others), sent.copies, sent.weights, own, strict=True)
-        out_SD = torch.cat([compute(x, it.values(weights), it.ends_N, stack) for x, it, weights, stack in parts])
+        out_SD = torch.cat([compute(x, own.values(weights), own.ends_N, stack) for x, own, weights, stack in parts])
         return self.back(out_SD, sent)

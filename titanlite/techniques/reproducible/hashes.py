@@ -1,30 +1,20 @@
 """Hashes of weights and optimizer states, in hashes.jsonl of the run."""
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from titanlite.mesh import pipeline_mesh
 from titanlite.observer import Phase, StepObserver
 from titanlite.runtime.ranks import gather
-from titanlite.runtime.state_hash import hash_tensors, join_hashes
 from titanlite.schedule import is_due
-
-if TYPE_CHECKING:
-    from titanlite.metrics.records import RecordFile
-    from titanlite.train import Run
+from titanlite.techniques.reproducible.state_hash import hash_tensors, join_hashes
+from titanlite.techniques.technique import Observed
 
 
 class StateHashes(StepObserver):
-    """Writer of the hash after some steps, and after the last one.
+    """Writes the hash every `freq` steps, and after the last one."""
 
-    Args:
-        freq: steps between hashes.
-        file: on the rank that writes.
-    """
-
-    def __init__(self, run: "Run", *, freq: int, file: "RecordFile | None") -> None:
-        self._run, self._freq, self._file = run, freq, file
+    def __init__(self, run: Observed, *, freq: int) -> None:
+        self._run, self._freq, self._file = run, freq, run.open_records("hashes.jsonl")
         self._step = 0
 
     def begin_step(self, step: int) -> None:
@@ -34,10 +24,10 @@ class StateHashes(StepObserver):
     def phase(self, name: Phase) -> None:
         """Write the hash once the optimizer has made its step."""
         if name is Phase.METRICS and is_due(self._step, self._freq, last=self._step == self._run.steps):
-            with self._run.metrics.profiling():
+            with self._run.paused():
                 hashes = hash_tensors(self._run.state())
                 if stages := pipeline_mesh(self._run.mesh):
-                    hashes = {name: it for own in gather(hashes, stages.get_group()) for name, it in own.items()}
+                    hashes = {name: value for own in gather(hashes, stages.get_group()) for name, value in own.items()}
             if self._file:
                 self._file.write({"step": self._step, "hash": join_hashes(hashes), "tensors": hashes})
 

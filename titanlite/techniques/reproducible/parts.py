@@ -20,8 +20,8 @@ from torch.func import functional_call
 from titanlite.loss import LossFunction, TokenLoss
 from titanlite.mesh import context_group
 from titanlite.models.base import Model, head_of, unique_parameters
-from titanlite.ops.attention import AttentionMask, Boundaries, Scores, SequencePart, set_key_source
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.attention import AttentionMask, Boundaries, Scores, SequencePart
+from titanlite.ops.kernels import Kernels, set_key_source
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import all_gather, exchange_rows
 from titanlite.techniques.context.sequences import attend_to, by_rank, in_order, part_of
@@ -50,7 +50,7 @@ def layers_of_tokens(model: Model) -> Iterator[tuple[str, nn.Module]]:
         is_within = any(name.startswith(f"{other}.") for other in found)
         if is_within or module is head or not any(True for _ in module.parameters()):
             continue
-        if not any(it is head or hasattr(it, "key_source") for it in module.modules()):
+        if not any(child is head or hasattr(child, "key_source") for child in module.modules()):
             found += (name,)
             yield name, module
 
@@ -72,9 +72,9 @@ def _split(layer: nn.Module, parts: int, dtype: torch.dtype) -> None:
     def forward(x: Tensor) -> Tensor:
         if parts == 1:  # gradients of x are added within each layer first, as those of several parts are
             return own(x.view_as(x))
-        each = {f"layer.{name}": copies(it, parts, dtype) for name, it in layer.named_parameters()}
-        of_parts = ({name: it[number] for name, it in each.items()} for number in range(parts))
-        return torch.cat([functional_call(own, *it) for it in zip(of_parts, x.chunk(parts), strict=True)])
+        each = {f"layer.{name}": copies(parameter, parts, dtype) for name, parameter in layer.named_parameters()}
+        of_parts = ({name: copy[number] for name, copy in each.items()} for number in range(parts))
+        return torch.cat([functional_call(own, *pair) for pair in zip(of_parts, x.chunk(parts), strict=True)])
 
     layer.forward = forward
 
@@ -135,8 +135,8 @@ def loss_by_parts(loss: LossFunction, parts: int, dtype: torch.dtype) -> LossFun
     def by_parts(hidden_BLD: Tensor, weight_VD: Tensor, /, *, labels_BL: Tensor) -> TokenLoss:
         each = zip(hidden_BLD.chunk(parts), copies(weight_VD, parts, dtype), labels_BL.chunk(parts), strict=True)
         found = [loss(hidden, weight, labels_BL=labels) for hidden, weight, labels in each]
-        metrics = {name: torch.stack([it.metrics[name] for it in found]) for name in found[0].metrics}
-        total, cross_entropy = [it.total for it in found], [it.cross_entropy for it in found]
+        metrics = {name: torch.stack([loss.metrics[name] for loss in found]) for name in found[0].metrics}
+        total, cross_entropy = [loss.total for loss in found], [loss.cross_entropy for loss in found]
         return TokenLoss(torch.stack(total), torch.stack(cross_entropy), metrics)
 
     return by_parts
@@ -154,8 +154,10 @@ def check_parts(model: Model) -> None:
     refused = "is refused with debug.reproducible_context_degree above 1"
     if shared := next((names for names in owners.values() if len(names) > 1), None):
         raise UserError(f"{' and '.join(shared)}, one parameter of two layers, {refused}: set 1")
-    added = {f"{layer}.{name}" for layer, it in layers_of_tokens(model) for name, _ in it.named_parameters()}
-    added |= {f"{name}.sinks" for name, it in model.named_modules() if hasattr(it, "key_source")}
-    added |= {name for name, it in model.named_parameters() if it is getattr(head_of(model), "weight", None)}
+    added = {f"{layer}.{name}" for layer, module in layers_of_tokens(model) for name, _ in module.named_parameters()}
+    added |= {f"{name}.sinks" for name, module in model.named_modules() if hasattr(module, "key_source")}
+    added |= {
+        name for name, parameter in model.named_parameters() if parameter is getattr(head_of(model), "weight", None)
+    }
     if left := next((name for name, _ in unique_parameters(model) if name not in added), None):
         raise UserError(f"{left}, a parameter outside of layers that compute single tokens, {refused}: set 1")

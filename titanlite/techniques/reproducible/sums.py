@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.mesh import replica_group, world_group
-from titanlite.runtime.gradient_memory import ReduceScatter
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.step import Gradients
 
@@ -70,23 +69,23 @@ class _Copies(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        total = add_in_tree([it.to(ctx.dtype) for it in gradients])
+        total = add_in_tree([gradient.to(ctx.dtype) for gradient in gradients])
         return DTensor.from_local(total, *ctx.place, run_check=False) if ctx.place else total, None, None
 
 
-class TreeReduceScatter(ReduceScatter):
+def tree_reduce_scatter(output: Tensor, parts: Tensor, group: dist.ProcessGroup, op: Any) -> None:
     """Reduce-scatter that adds over ranks in the tree, and does not average."""
-
-    def reduce(self, output: Tensor, parts: Tensor, group: dist.ProcessGroup, op: Any) -> None:
-        received = torch.empty_like(parts)
-        dist.all_to_all_single(received, parts, group=group)
-        output.copy_(tree_sum(received.view(group.size(), -1)))
+    received = torch.empty_like(parts)
+    dist.all_to_all_single(received, parts, group=group)
+    output.copy_(tree_sum(received.view(group.size(), -1)))
 
 
 def _add_in_place(total: dict[nn.Parameter, Tensor], other: dict[nn.Parameter, Tensor]) -> None:
-    both = [it for it in total if it in other]
-    torch._foreach_add_([local_tensor(total[it]) for it in both], [local_tensor(other[it]) for it in both])
-    total |= {it: gradient for it, gradient in other.items() if it not in total}
+    both = [parameter for parameter in total if parameter in other]
+    torch._foreach_add_(
+        [local_tensor(total[parameter]) for parameter in both], [local_tensor(other[parameter]) for parameter in both]
+    )
+    total |= {parameter: gradient for parameter, gradient in other.items() if parameter not in total}
 
 
 def _add_over_replicas(gradients: Sequence[Tensor], group: dist.ProcessGroup) -> None:
@@ -100,8 +99,8 @@ def _add_over_replicas(gradients: Sequence[Tensor], group: dist.ProcessGroup) ->
             size = gradient.numel()
         buckets[-1].append(gradient)
     for bucket in buckets:
-        total = _add_over(torch.cat([it.flatten() for it in bucket]), group)
-        for gradient, part in zip(bucket, total.split([it.numel() for it in bucket]), strict=True):
+        total = _add_over(torch.cat([gradient.flatten() for gradient in bucket]), group)
+        for gradient, part in zip(bucket, total.split([gradient.numel() for gradient in bucket]), strict=True):
             gradient.copy_(part.view_as(gradient))
 
 
@@ -140,7 +139,7 @@ class ExactSums(Gradients):
     """Gradients that are added in the tree, with a loss and a norm that do not depend on the layout.
 
     Args:
-        parameters: those that are trained, on shards that `TreeReduceScatter` adds.
+        parameters: those that are trained, on shards that `tree_reduce_scatter` adds.
     """
 
     def __init__(self, mesh: DeviceMesh, parameters: Iterable[nn.Parameter]) -> None:
@@ -155,14 +154,14 @@ class ExactSums(Gradients):
     def collect(self, micro_batch: int, *, is_last: bool) -> None:
         if micro_batch == 0:
             self._partial.clear()  # a step before may have raised
-        total = {it: it.grad for it in self._parameters if it.grad is not None}
+        total = {parameter: parameter.grad for parameter in self._parameters if parameter.grad is not None}
         while micro_batch & 1:
             _add_in_place(total, self._partial.pop())
             micro_batch >>= 1
         if not is_last:
             self._partial.append(total)
         elif self._replicas is not None:
-            _add_over_replicas([local_tensor(it) for it in total.values()], self._replicas)
+            _add_over_replicas([local_tensor(gradient) for gradient in total.values()], self._replicas)
         for parameter, gradient in total.items():
             parameter.grad = gradient if is_last else None
 
@@ -171,13 +170,13 @@ class ExactSums(Gradients):
 
     def exact_sums(self, of_tokens: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
         *sums, square = exact_sums([*of_tokens, squares(gradients).to(of_tokens[0].device)], self._world)
-        return [it.float() for it in (*sums, square / (self._replicas.size() if self._replicas else 1))]
+        return [value.float() for value in (*sums, square / (self._replicas.size() if self._replicas else 1))]
 
 
 def squares(gradients: Iterable[Tensor]) -> Tensor:
     """Return the squared norm of each row of gradients, and the square of each element of those of one dimension,
     as float64 [N]. A row has the same bits whatever part of the gradient is here."""
-    norms = [_row_norms(it) if it.dim() > 1 else it.abs() for it in gradients]
+    norms = [_row_norms(gradient) if gradient.dim() > 1 else gradient.abs() for gradient in gradients]
     return torch.cat([norm.flatten().double() for norm in norms]).square()
 
 

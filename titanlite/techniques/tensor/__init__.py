@@ -26,7 +26,7 @@ class TensorParallel(Technique):
 
     @reads("parallelism", "training.loss")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        refused = [it.option for it in used(config) if it.loss_arguments]
+        refused = [technique.option for technique in used(config) if technique.loss_arguments]
         for other in [*refused, "training.loss"] if config.training.loss else refused:
             yield self.option, f"cannot be combined with {other} yet: set it to 1, or leave that out"
         keep = config.parallelism.fsdp_reshard_after_forward

@@ -76,7 +76,7 @@ def verify(path: Stored) -> None:
     wrong = []
     for storage, founds in _find(path, counting=True):
         print(storage.url)
-        for found in filter(None, (_look(storage, it.folder, it.sizes, check=_read_all) for it in founds)):
+        for found in filter(None, (_look(storage, found.folder, found.sizes, check=_read_all) for found in founds)):
             about = f", {len(found.manifest.files)} files, {_size(found.manifest.size)}" if found.manifest else ""
             print(f"step {found.step}: {found.state}{about}", flush=True)
             if MANIFEST in found.sizes and not found.manifest:  # without one, it has been deleted meanwhile
@@ -130,7 +130,7 @@ def hash_checkpoint(path: Stored, *, tensors: bool = False) -> None:
     """
     storage, found, manifest = find_newest(path)
     from titanlite.checkpoint.dcp_read import ShardReader
-    from titanlite.runtime.state_hash import describe, indices_of_box, join_hashes, sum_of_part
+    from titanlite.techniques.reproducible.state_hash import describe, indices_of_box, join_hashes, sum_of_part
 
     reader = ShardReader(storage, found.folder, manifest)
     sums = dict.fromkeys(reader.metadata.state_dict_metadata, 0)
@@ -141,7 +141,7 @@ def hash_checkpoint(path: Stored, *, tensors: bool = False) -> None:
             part = reader.read_chunk(index)
             sums[index.fqn] += int(sum_of_part(index.fqn, part, indices_of_box(shape, offsets, sizes)))
             advance(1)
-    hashes = {name: describe(it.properties.dtype, it.size, sums[name]) for name, it in entries.items()}
+    hashes = {name: describe(entry.properties.dtype, entry.size, sums[name]) for name, entry in entries.items()}
     print(join_hashes(hashes))
     if tensors:
         print(*(f"  {name} {text}" for name, text in sorted(hashes.items())), sep="\n")
@@ -255,5 +255,7 @@ def _size(*counts: int) -> str:
 
 def _age(then: float) -> str:
     seconds = max(time.time() - then, 0)
-    unit, length = next((it for it in {"days": 86400, "h": 3600, "min": 60}.items() if seconds >= 2 * it[1]), ("s", 1))
+    unit, length = next(
+        (unit for unit in {"days": 86400, "h": 3600, "min": 60}.items() if seconds >= 2 * unit[1]), ("s", 1)
+    )
     return f"{seconds // length:.0f} {unit}"

@@ -56,8 +56,8 @@ def find_adapters(reader: RankReader, settings: Mapping[str, Any]) -> Adapters |
         UserError: the base is quantized, as releases before 0.2 could train it.
     """
     ending = f".{LORA_A}"
-    entries = {name: it for name, it in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
-    shapes = {name: it.size for name, it in entries.items() if isinstance(it, TensorStorageMetadata)}
+    entries = {name: entry for name, entry in reader.metadata.state_dict_metadata.items() if name.startswith("model.")}
+    shapes = {name: entry.size for name, entry in entries.items() if isinstance(entry, TensorStorageMetadata)}
     layers = [name.removesuffix(ending) for name in shapes if name.endswith(ending)]
     if not layers or LORA_ALPHA not in settings:
         return None

@@ -2,29 +2,27 @@
 
 import json
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
+from torch import Tensor
 
 from titanlite.runtime.errors import RunError
 from titanlite.runtime.files import read_small
 from titanlite.tools.convert.layout import Outgoing, values_of
-from titanlite.tools.convert.module_values import difference, modules_in, watch
 from titanlite.tools.convert.source import Source, load_model
+from titanlite.tools.report.compare import LOGITS, Values, difference, forward_values
 
 LIMIT = 1e-4
 """Largest difference of hidden states and logits in float32, relative to their size (root mean square)."""
 LENGTH = 64
-EMBEDDED, LOGITS = "forward input layers.0", "forward output logits"
-BLOCK_OUTPUT = re.compile(r"forward output layers\.\d+")
-Values = dict[str, Tensor]
-"""Values by key, in the order in which they are computed; see `Difference`."""
+EMBEDDED, BLOCK = "forward input layers.0", re.compile(r"forward output layers\.(\d+)")
 
 
 class CheckFailed(RunError):
@@ -79,9 +77,9 @@ def check_tensors(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> 
                 raise CheckFailed(f"{tensor.name} has shape {shape}, and not {[*tensor.shape]}")
             there, wanted = file.get_tensor(tensor.name), values(tensor)
             if not torch.equal(there, wanted):
-                difference = (there.double() - wanted.double()).abs().max().item()
+                most = difference(tensor.name, there, wanted, 0).most
                 raise CheckFailed(
-                    f"{tensor.name} is not {tensor.ours} of {source.where}: values differ by up to {difference:.3g}"
+                    f"{tensor.name} is not {tensor.ours} of {source.where}: values differ by up to {most:.3g}"
                 )
 
 
@@ -106,9 +104,31 @@ def _of_transformers(folder: Path, tokens: Tensor, names: Mapping[str, str]) -> 
     if wrong:
         lines = [f"  {key.removesuffix('_keys')}: {', '.join(names[:5])}" for key, names in wrong.items()]
         raise CheckFailed("\n".join(["transformers does not find the tensors of the model:", *lines]))
-    there = dict(model.named_modules())
-    modules = {ours: there[theirs] for ours, theirs in modules_in(names).items() if theirs in there}
-    return _values(model.eval(), modules, lambda: model(tokens, use_cache=False).logits)
+    model, there = model.eval(), dict(model.named_modules())
+    modules = [(ours, there[theirs]) for ours, theirs in modules_in(names).items() if theirs in there]
+    return forward_values(modules, lambda: model(tokens, use_cache=False).logits)
+
+
+def modules_in(names: Mapping[str, str]) -> dict[str, str]:
+    """Return transformers' name of each module of ours that has one there.
+
+    Args:
+        names: transformers' name of each parameter. Modules follow from the first parts of both names within a block,
+            and elsewhere from all but the last.
+    """
+    found: dict[str, str] = {}
+    for ours, theirs in names.items():
+        parts = ours.split(".")
+        block, _, there = theirs.partition(f".{parts[1]}.") if parts[0] == "layers" else ("", "", "")
+        if not there:
+            found[ours.rpartition(".")[0]] = theirs.rpartition(".")[0]
+            continue
+        one, other = ".".join(parts[:2]), f"{block}.{parts[1]}"
+        found[one] = other
+        for a, b in zip(parts[2:-1], there.split(".")[:-1], strict=False):
+            one, other = f"{one}.{a}", f"{other}.{b}"
+            found[one] = other
+    return found
 
 
 def _of_model(source: Source, tokens: Tensor, tensors: Sequence[Outgoing]) -> Values:
@@ -116,25 +136,7 @@ def _of_model(source: Source, tokens: Tensor, tensors: Sequence[Outgoing]) -> Va
     model, dtypes = load_model(source), {tensor.ours: tensor.dtype for tensor in tensors}
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype)).float()
-    return _values(model, dict(model.named_modules()), lambda: model(tokens))
-
-
-@torch.no_grad()
-def _values(model: nn.Module, modules: Mapping[str, nn.Module], run: Callable[[], Tensor]) -> Values:
-    """Return the inputs and outputs of modules in a forward pass, in the order in which they are computed."""
-    values: Values = {}
-
-    def see(role: str, name: str, value: object) -> None:
-        if isinstance(value, Tensor) and value.is_floating_point():
-            values[f"forward {role} {name}"] = value.clone()
-
-    handles = watch(modules.items(), see)
-    try:
-        values[LOGITS] = run().float()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return values
+    return forward_values(model.named_modules(), lambda: model(tokens))
 
 
 def compare(here: Values, there: Values, tensors: Mapping[str, str]) -> str:
@@ -147,38 +149,29 @@ def compare(here: Values, there: Values, tensors: Mapping[str, str]) -> str:
     Raises:
         CheckFailed: naming the first block that differs, its first module that does with its tensors, and by how much.
     """
-    worst = (0.0, "")
-    for key in (EMBEDDED, *(it for it in here if BLOCK_OUTPUT.fullmatch(it)), LOGITS):
-        found = difference(key, there[key], here[key], LIMIT)
-        what = f"block {key.rpartition('.')[2]}" if BLOCK_OUTPUT.fullmatch(key) else "the embedding"
-        if not found.is_within:
-            at = "the logits" if key == LOGITS else f"hidden states after {what}"
-            size = f"{found.relative:.2e} of their size (at most {found.most:.3g}; allowed {LIMIT:g})"
+    found = {key: difference(key, there[key], here[key], LIMIT) for key in here if key in there}
+    blocks = {key: f"hidden states after block {it[1]}" for key in here if (it := BLOCK.fullmatch(key))}
+    hidden = {EMBEDDED: "hidden states after the embedding"} | blocks
+    for key, what in (hidden | {LOGITS: "the logits"}).items():
+        if not found[key].is_within:
+            inside = [it for it in found.values() if key in blocks and it.name.startswith(f"{found[key].name}.")]
+            first = next((it.key for it in inside if not it.is_within and it.most < inf), key)
             raise CheckFailed(
-                f"{at} differ from those of transformers by {size}, and everything before agrees\n"
-                f"  {_first_module(key, here, there, tensors)}"
+                f"{what} differ from those of transformers by {found[key].relative:.2e} of their size "
+                f"(at most {found[key].most:.3g}; allowed {LIMIT:g}), and everything before agrees\n"
+                f"  {_reason(first, tensors)}"
             )
-        if key == LOGITS:
-            return f"hidden states within {worst[0]:.1e} (most after {worst[1]}), logits within {found.relative:.1e}"
-        worst = max(worst, (found.relative, what))
-    raise AssertionError("the logits are the last")
+    worst = max(hidden, key=lambda key: found[key].relative)
+    most = f"{found[worst].relative:.1e} (most after {hidden[worst].partition(' after ')[2]})"
+    return f"hidden states within {most}, logits within {found[LOGITS].relative:.1e}"
 
 
-def _first_module(at: str, here: Values, there: Values, tensors: Mapping[str, str]) -> str:
-    """Return the first module that differs, with its tensors."""
-    if at == LOGITS:
-        return f"the tensors after the last block: {_named([it for it in tensors if it.startswith('head.')], tensors)}"
-    if at == EMBEDDED:
-        return f"{_named(['tok_embeddings.weight'], tensors)} is another tensor there"
-    block = at.removeprefix("forward output ")
-    inner = [key for key in here if f" {block}." in key and key in there and there[key].shape == here[key].shape]
-    first = next((it for it in inner if not difference(it, there[it], here[it], LIMIT).is_within), at)
-    _, role, module = first.split(" ")
-    module = module if role == "output" else module.rpartition(".")[0]
+def _reason(key: str, tensors: Mapping[str, str]) -> str:
+    """Return the module that differs first, with its tensors."""
+    _, role, module = key.split(" ")
+    module = {LOGITS: "head", EMBEDDED: "tok_embeddings"}.get(
+        key, module if role == "output" else module.rpartition(".")[0]
+    )
     of_module = [name for name in tensors if name.startswith(f"{module}.")]
     own = [name for name in of_module if name.rpartition(".")[0] == module] or of_module
-    return f"{module}: {_named(own, tensors)}, or an argument in config.json"
-
-
-def _named(names: Sequence[str], tensors: Mapping[str, str]) -> str:
-    return " and ".join(f"{name} ({tensors[name]})" for name in names)
+    return f"{module}: {' and '.join(f'{name} ({tensors[name]})' for name in own)}, or an argument in config.json"

@@ -285,7 +285,7 @@ def split(tensors: Sequence[Outgoing], max_bytes: int) -> dict[str, list[Outgoin
     """Return {file: tensors}, in order. A tensor that is larger than a file may be gets a file of its own."""
     files: list[list[Outgoing]] = [[]]
     for tensor in tensors:
-        if files[-1] and sum(it.bytes for it in files[-1]) + tensor.bytes > max_bytes:
+        if files[-1] and sum(tensor.bytes for tensor in files[-1]) + tensor.bytes > max_bytes:
             files.append([])
         files[-1].append(tensor)
     if len(files) == 1:

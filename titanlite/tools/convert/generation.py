@@ -227,7 +227,7 @@ class KeyValueCache:
         self._layers: list[LayerCache] = []
         self._states: list[dict[str, Tensor]] = []
         blocks = zip(model.layers, model.attentions, strict=False) if isinstance(model, Decoder) else ()
-        windows = {module: it.window for block, it in blocks for module in block.modules()}
+        windows = {module: attention.window for block, attention in blocks for module in block.modules()}
         for module in model.modules():
             if hasattr(module, "past"):
                 self._states.append({})

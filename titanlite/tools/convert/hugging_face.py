@@ -55,7 +55,9 @@ class HuggingFaceFolder(ForeignSource):
             UserError: titanlite has no such family.
         """
         model_type = self._config().get("model_type")
-        forms = {name: it.formats.hugging_face for name, it in MODELS.items() if it.formats.hugging_face}
+        forms = {
+            name: model_cls.formats.hugging_face for name, model_cls in MODELS.items() if model_cls.formats.hugging_face
+        }
         tables = {model_type: name for name, form in forms.items() for model_type in form.model_types}
         if model_type is None:
             return None
@@ -84,7 +86,7 @@ class HuggingFaceFolder(ForeignSource):
         form_of(config, str(file))
         found = config.get("model_type")
         if found not in known.model_types and (family := self.family()):
-            raise UserError(f"{file} describes the model {family}: name that one (model.name, --model)")
+            raise UserError(f"{file} is a config of {family}: set model.name, or --model, to it")
         try:
             args = known.to_args(config)
         except (ValueError, TypeError, AttributeError) as error:  # values of another type
@@ -96,7 +98,7 @@ class HuggingFaceFolder(ForeignSource):
 
     def _has_own_head(self, table: Table) -> bool:
         """Return whether the files have a head that is not the embedding."""
-        found = {it.name: it for it in self.tensors(table, {})}
+        found = {tensor.name: tensor for tensor in self.tensors(table, {})}
         head, embedding = found.get(HEAD), found.get(EMBEDDING)
         if head is None or embedding is None:
             return False
@@ -106,7 +108,7 @@ class HuggingFaceFolder(ForeignSource):
             [slice(row, min(row + ROWS, head.shape[0])), slice(0, head.shape[1])]
             for row in range(0, head.shape[0], ROWS)
         )
-        return not all(head.read(tuple(it)).float().equal(embedding.read(tuple(it)).float()) for it in parts)
+        return not all(head.read(tuple(part)).float().equal(embedding.read(tuple(part)).float()) for part in parts)
 
     def _config(self) -> dict[str, Any]:
         file = self.folder / CONFIG
@@ -118,7 +120,7 @@ class HuggingFaceFolder(ForeignSource):
         """Return all tensors of the folder. Files of base models lack the prefix `model.` of the table."""
         config = self._config() if (self.folder / CONFIG).is_file() else {}
         form = form_of(config, str(self.folder / CONFIG))
-        stored = {it.name: it for file, names in self._files().items() for it in _open(file, names)}
+        stored = {tensor.name: tensor for file, names in self._files().items() for tensor in _open(file, names)}
         found: dict[str, ForeignTensor] = {}
         for name, tensor in (form.widened(stored) if form else stored).items():
             if tensor.dtype not in DTYPES.values():

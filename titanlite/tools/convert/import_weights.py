@@ -19,7 +19,6 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint import CheckpointException
 
-import titanlite
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import ShardWriter, checksums_json
 from titanlite.checkpoint.load import model_settings, of_further_token
@@ -37,6 +36,7 @@ from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import ORIGIN, open_foreign, read_tensor
 from titanlite.tools.convert.weights import find_source
+from titanlite.version import __version__
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
 
@@ -137,8 +137,8 @@ def open_place(out: str) -> tuple[Storage, str]:
         if os.path.lexists(place) and not place.is_dir():
             raise UserError(f"--out: {out} is not a folder")
         place = place.resolve()
-        signs = place / "checkpoints", *(it / "run.json" for it in (place, *place.parents))
-        if run := next((it.parent for it in signs if it.exists()), None):
+        signs = place / "checkpoints", *(folder / "run.json" for folder in (place, *place.parents))
+        if run := next((sign.parent for sign in signs if sign.exists()), None):
             raise UserError(f"--out: {run} is the folder of a run, which has its own checkpoints: name another folder")
     try:
         storage = open_storage(out, owner=OWNER)
@@ -202,7 +202,7 @@ def write_weights(
                 settings=settings,
                 config_hash=hashlib.sha256(config.encode()).hexdigest(),
                 mesh={"replicate": 1, "shard": 1},
-                versions={"titanlite": titanlite.__version__, "torch": torch.__version__},
+                versions={"titanlite": __version__, "torch": torch.__version__},
                 saved_at=time.time(),
                 elapsed_seconds=time.perf_counter() - started,
                 load_step=None,

@@ -42,8 +42,8 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
         drop: globs of tensors to leave out for which the format has no place.
 
     Raises:
-        UserError: the checkpoint is of another model, the format cannot hold a tensor that is not zero, or `drop` has
-            one that the format has a place for: config.json describes a model with it.
+        UserError: the checkpoint belongs to another model, the format cannot hold a tensor that is not zero, or
+            `drop` has one that the format has a place for: config.json describes a model with it.
     """
     built = source.spec.build()
     if any(name.endswith(".next_norm.weight") for name in source.metadata.state_dict_metadata):
@@ -71,8 +71,8 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
             continue
         if "{expert}" not in theirs:
             found[theirs] = Outgoing(theirs, own, kept, name, entry)
-            copies = [it for it in table.entries if it.is_copy and it.ours == name]
-            found |= {it.theirs: Outgoing(it.theirs, own, kept, name, it) for it in copies}
+            copies = [entry for entry in table.entries if entry.is_copy and entry.ours == name]
+            found |= {copy.theirs: Outgoing(copy.theirs, own, kept, name, copy) for copy in copies}
             continue
         for expert in range(shape[0]):
             key = theirs.replace("{expert}", str(expert))

@@ -50,7 +50,9 @@ def merge(
     weights = _checked(weights, len(paths))
     for path in paths:
         if find_source(path) is not None:
-            raise UserError(f"{path} is of another program: titanlite checkpoint import makes a checkpoint of it")
+            raise UserError(
+                f"{path} was written by another program: titanlite checkpoint import makes a checkpoint of it"
+            )
     sources = [open_source(path, config=config, model_file=model_file) for path in paths]
     first, resolved = sources[0], _config_of(sources[0])
     _check_same(sources)
@@ -65,7 +67,7 @@ def merge(
     write_weights(
         storage,
         folder,
-        {name: torch.empty((), dtype=it.properties.dtype).expand(it.size) for name, it in entries.items()},
+        {name: torch.empty((), dtype=entry.properties.dtype).expand(entry.size) for name, entry in entries.items()},
         read=mean,
         settings=model_settings(resolved.model.title, args) | {"training.seq_len": args.max_seq_len},
         config=dump(resolved),
@@ -107,8 +109,8 @@ def _check_same(sources: Sequence[Source]) -> None:
         theirs = {name: f"{[*entry.size]} {entry.properties.dtype}" for name, entry in _tensors(source).items()}
         theirs |= model_settings(_config_of(source).model.title, source.spec.args)
         ours = theirs if ours is None else ours
-        if name := next((it for it in ours | theirs if ours.get(it) != theirs.get(it)), None):
+        if name := next((name for name in ours | theirs if ours.get(name) != theirs.get(name)), None):
             first, other = (found.get(name, "missing") for found in (ours, theirs))
             raise UserError(
-                f"{source.where} is of another model than {sources[0].where}: {name} is {other}, not {first}"
+                f"{source.where} belongs to another model than {sources[0].where}: {name} is {other}, not {first}"
             )

@@ -124,7 +124,7 @@ class ForeignSource(ABC):
 
 
 def _moved(region: Iterable[slice], origin: Iterable[int]) -> Region:
-    return tuple(slice(it.start - start, it.stop - start) for it, start in zip(region, origin, strict=True))
+    return tuple(slice(part.start - start, part.stop - start) for part, start in zip(region, origin, strict=True))
 
 
 class _Stored(NamedTuple):
@@ -165,7 +165,7 @@ class ForeignReader(ForeignWeights):
             places = [*table.places(tensor.name)]
             if not places:
                 self.unknown[tensor.name] = f"{tensor.name} {[*tensor.shape]}"
-            for place in [it for it in places if not it.entry.is_copy]:
+            for place in [place for place in places if not place.entry.is_copy]:
                 found.setdefault(f"model.{place.name}", []).append(_Stored(tensor, place))
         entries = {name: self._entry(name, chunks) for name, chunks in found.items()}
         self.metadata = Metadata({name: entry for name, entry in entries.items() if entry is not None})
@@ -179,7 +179,9 @@ class ForeignReader(ForeignWeights):
             size, stored, pieces = shape, chunks[0].tensor, pieces[:1]
             if len(shape) == 3 and all(part.sizes[1:] == stored.shape[1:] for part in stored.parts):
                 # parts of a stack, of which one is in memory at a time
-                pieces = [(it.offsets[0], (it.sizes[0], *shape[1:]), chunks[0]) for it in stored.parts if it.sizes[0]]
+                pieces = [
+                    (part.offsets[0], (part.sizes[0], *shape[1:]), chunks[0]) for part in stored.parts if part.sizes[0]
+                ]
         elif [chunk.place.expert for chunk in chunks] != [*range(len(chunks))] or any(
             _our_shape(chunk) != shape for chunk in chunks
         ):
@@ -227,7 +229,7 @@ class ForeignReader(ForeignWeights):
             theirs[:1] = [slice(index.offset[0] + region[0].start, index.offset[0] + region[0].stop)]
         if entry.transposed:
             theirs[-2:] = theirs[:-3:-1]
-        if entry.column is not None:  # from the first column of ours to the last, with those between
+        if entry.column is not None:  # the two column sets are interleaved: read the span, then take every second
             theirs[-1] = slice(2 * theirs[-1].start + entry.column, 2 * theirs[-1].stop + entry.column - 1)
         rows = None
         if entry.interleaved:

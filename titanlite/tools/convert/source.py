@@ -109,9 +109,11 @@ def open_source(
     """
     if (foreign := find_source(path)) is not None:
         if average:
-            raise UserError(f"--average: {path} is of another program")
+            raise UserError(f"--average: {path} was written by another program")
         if model_file is not None:
-            raise UserError(f"--model-file: {path} is of another program: name a config with the model, with --config")
+            raise UserError(
+                f"--model-file: {path} was written by another program: name a config with the model, with --config"
+            )
         return open_foreign(foreign, config=config, tokenizer=tokenizer)[0]
     try:
         url, folder, manifest = find_checkpoint(path)
@@ -315,7 +317,7 @@ def _read_config(
 
 
 def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, str]:
-    """Return a tokenizer; None and the reason if it cannot be loaded, which whoever needs it reports."""
+    """Return a tokenizer; if it cannot be loaded, None and the reason, which a command reports when it needs one."""
     try:
         return load_tokenizer(name), ""
     except UserError as error:
@@ -439,5 +441,7 @@ class AverageReader(RankReader):
 
     def read_item(self, item: ReadItem) -> Tensor:
         parts = self._parts.get(item.storage_index.fqn, [item.storage_index.fqn])
-        read = [self.stored.read_item(replace(item, storage_index=replace(item.storage_index, fqn=it))) for it in parts]
+        read = [
+            self.stored.read_item(replace(item, storage_index=replace(item.storage_index, fqn=name))) for name in parts
+        ]
         return read[0] if len(parts) == 1 else rounded_once(weighted_mean(read, [1.0] * len(read)), read[0].dtype)

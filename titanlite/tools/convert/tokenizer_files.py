@@ -26,7 +26,7 @@ class Generation:
     def end_ids(self) -> set[int]:
         """Return the ids that end a text."""
         found = self.config.get("eos_token_id", self.ids.get("eos_token_id"))
-        return {it for it in (found if isinstance(found, list) else [found]) if isinstance(it, int)}
+        return {token for token in (found if isinstance(found, list) else [found]) if isinstance(token, int)}
 
 
 def read_generation(folder: Path) -> Generation:
@@ -77,7 +77,7 @@ def _copied(path: Path, tokenizer: Tokenizer, add_bos: bool | None, max_length: 
         return files
     config = {"bos_token": bos, **config, **switches}
     template = _template(bos, {bos: opening[0]}) if bos and opening else None
-    parts = [it for it in (_byte_level(spec.get("post_processor")), template) if it]
+    parts = [part for part in (_byte_level(spec.get("post_processor")), template) if part]
     spec["post_processor"] = {"type": "Sequence", "processors": parts} if len(parts) > 1 else next(iter(parts), None)
     return {**files, "tokenizer_config.json": json_bytes(config), "tokenizer.json": json_bytes(spec)}
 
@@ -85,7 +85,7 @@ def _copied(path: Path, tokenizer: Tokenizer, add_bos: bool | None, max_length: 
 def _byte_level(processor: dict[str, Any] | None) -> dict[str, Any] | None:
     """Return the part of a post-processor that adds no token, and only counts the letters of a token."""
     parts = [processor, *processor.get("processors", [])] if processor else []
-    return next((it for it in parts if it["type"] == "ByteLevel"), None)
+    return next((part for part in parts if part["type"] == "ByteLevel"), None)
 
 
 def _ranks(path: Path) -> dict[bytes, int]:

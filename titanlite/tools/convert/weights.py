@@ -127,7 +127,7 @@ def check_args(where: str, found: Mapping[str, Any], spec: ModelSpec, allow_chan
     raise UserError(
         "\n".join(
             [
-                f"{where} is of another model:",
+                f"{where} belongs to another model:",
                 *lines,
                 f"Set in [{'model' if flavor else 'model.args'}]:",
                 *paste,

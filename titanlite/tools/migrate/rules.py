@@ -143,11 +143,15 @@ def _keys(text: str) -> Iterator[str]:
         yield from (f"{section.strip()}.{name}" for name in names.split())
 
 
-_SAME = {f"{section}.{name}": (f"{section}.{name}", it) for section, keys in SAME.items() for name, it in keys.items()}
+_SAME = {
+    f"{section}.{name}": (f"{section}.{name}", default)
+    for section, keys in SAME.items()
+    for name, default in keys.items()
+}
 RULES: dict[str, Rule] = {
     **{
-        key: Rule(None, to, it) if isinstance(it, type) else Rule(it, to, type(it))
-        for key, (to, it) in (_SAME | OTHERS).items()
+        key: Rule(None, to, default) if isinstance(default, type) else Rule(default, to, type(default))
+        for key, (to, default) in (_SAME | OTHERS).items()
     },
     **{
         key: Rule(default, "", type(default) if default is not None else None, note, loses=True)

@@ -131,10 +131,10 @@ def extend(small: Profile, large: Profile, *, blocks: int, few: int, front: int,
     """Return the profile of a model with `blocks` blocks, from two models with fewer.
 
     Args:
-        small: of a model with few - period blocks.
-        large: of a model with `few` blocks.
-        front: number of blocks at the beginning that are looked at.
-        edge: number of those at the end. Blocks between are not higher.
+        small: profile of a model with few - period blocks.
+        large: profile of a model with `few` blocks.
+        front: number of first blocks in which the peak is searched.
+        edge: number of last blocks in which it is searched. Blocks between these take no more memory.
     """
     phases: dict[str, Breakdown] = {}
     factor = (blocks - few + period) / period

@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import titanlite
 from titanlite.checks.preflight import ResolvedConfig
 from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
@@ -27,6 +26,7 @@ from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, Validation
 from titanlite.tools.plan.estimate import can_vary, first_blocks, period_of, trained_model
 from titanlite.tools.plan.trace import trace_step
+from titanlite.version import PACKAGE
 
 MOST_CHARACTERS = 300
 """Length of the message of an error of code of the user's own."""
@@ -181,7 +181,7 @@ def _describe(error: BaseException) -> str:
     """Return an error on one line, with the innermost line that is neither PyTorch's nor titanlite's."""
     words = " ".join(f"{type(error).__name__}: {error}".split())
     words = words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS]}..."
-    ours = tuple(f"{Path(str(package.__file__)).parent}/" for package in (torch, titanlite))
+    ours = f"{Path(str(torch.__file__)).parent}/", f"{PACKAGE}/"
     frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((*ours, "<"))]
     frames = [it for it in frames if "/site-packages/" not in it.filename] or frames  # wandb wraps sys.exit
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {words}" if frames else words

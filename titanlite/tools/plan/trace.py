@@ -22,7 +22,8 @@ from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
 from titanlite.optim.norm import count_parameter_replicas
-from titanlite.parallelize import build_mesh, parallelize_student, reduces_gradients_once
+from titanlite.optim.state_memory import StateMemory
+from titanlite.parallelize import build_mesh, parallelize, reduces_gradients_once
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
@@ -36,9 +37,8 @@ from titanlite.runtime.private_torch.tracing import (
     propagate_shardings_without_modes,
     without_fake_tensors,
 )
-from titanlite.runtime.state_memory import StateMemory
 from titanlite.schema import Config
-from titanlite.step import train_step
+from titanlite.step import Step
 from titanlite.techniques import (
     after_updates,
     build_gradients,
@@ -50,6 +50,7 @@ from titanlite.techniques import (
     split_vocabulary,
     weight_average,
 )
+from titanlite.techniques.technique import Trained
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
 
@@ -87,9 +88,7 @@ def trace_step(
     with fake_ranks(world_size, rank=rank), _fresh_compiler(config):
         targets = targets or Targets()
         frozen = targets.frozen
-        model, mesh = parallelized(
-            config, model_cls, args, world_size=world_size, kernels=kernels, has_other_sizes=frozen is not None
-        )
+        model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         models = {"": model}
         if frozen:
             other = parallelize_frozen(frozen, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
@@ -122,7 +121,7 @@ def trace_step(
                 recorder.label(average.tensors.values(), "average")
                 if not keeps_gradients(config):
                     _label_gradients(model, recorder)
-                gradients = build_gradients(config, model=model, optimizer=optimizer, mesh=mesh, state={})
+                gradients = build_gradients(config, Trained(model=model, optimizer=optimizer, mesh=mesh))
                 untraced = gradients.partial_sums(accumulation) - gradients.partial_sums(len(batches))
                 with recorder.category("reduce-scatter"):
                     parts = [local_tensor(it) for it in _trained(optimizer)]
@@ -132,9 +131,8 @@ def trace_step(
                 loss = split_loss(loss, config, mesh)
                 recorder.unit("step")
                 after_update()  # of the step before
-                train_step(
-                    model,
-                    batches,
+                step = Step(
+                    model=model,
                     optimizer=optimizer,
                     group=tokens,
                     world=world_group(mesh),
@@ -143,10 +141,10 @@ def trace_step(
                     targets=targets,
                     gradients=gradients,
                     reduce_once=reduces_gradients_once(config, mesh),
-                    add_up=passes_of_step(config, model, mesh),
+                    passes=passes_of_step(config, model, mesh),
                     replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
-                    observer=recorder,
                 )
+                step(batches, observer=recorder)
                 recorder.unit("end")
                 del waiting
     return recorder
@@ -159,19 +157,15 @@ def parallelized(
     *,
     world_size: int,
     kernels: Kernels,
-    **options: Any,
 ) -> tuple[Model, DeviceMesh]:
     """Return the parallelized model, with its tensors still on the meta device, and its mesh of CPUs.
 
     A compiled block is traced and partitioned as the default compiler does it, and its parts run operator by operator.
     It keeps for backward what a compiled block keeps; its temporary memory is larger.
-
-    Args:
-        options: further ones of `parallelize`.
     """
     model = build_on_meta(model_cls, args)
     mesh = build_mesh(config.parallelism, world_size=world_size, device_type="cpu")
-    parallelize_student(model, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND, **options)
+    parallelize(model, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
     return model, mesh
 
 

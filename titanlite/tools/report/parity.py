@@ -1,26 +1,43 @@
-"""`titanlite parity`: train one config in many variants, and compare losses and gradient norms step by step.
+"""`titanlite parity`: train one config in many variants, and compare losses and gradient norms step by step. With
+--where, compare the values of one step on two sides.
 
-Every variant is a run of its own, started as a user starts one. A variant that only trades memory or time must give
-the same bits. A variant that sums in another order may differ by rounding.
+Every variant and side is a run of its own, started as a user starts one. A variant that only trades memory or time must
+give the same bits. A variant that sums in another order may differ by rounding.
 """
 
-import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 from titanlite.config.load import load
-from titanlite.runtime.errors import ConfigError, RunError, UserError
+from titanlite.runtime.errors import ConfigError, RunError, UserError, whole_number
 from titanlite.runtime.files import json_text
-from titanlite.tools.report.run_records import first_difference, hashed_steps
+from titanlite.schedule import known_steps
+from titanlite.schema import Config
+from titanlite.tools.arguments import Count
+from titanlite.tools.report.run_records import first_difference, read_run
 
 ONE = "1 process"
+LAYOUT = re.compile(r"(\d+)x(\d+)")
+FURTHER = re.compile(r"parallelism\.(?:context|tensor|pipeline)_parallel_degree=(\d+)")
+"""Axes whose ranks are others than the replicas and shards."""
+COMPARED = (
+    "training.mixed_precision_param=float32",
+    "debug.deterministic=true",
+    "metrics.log_freq=1",
+    "metrics.loggers=[]",
+    "checkpoint.enable=false",
+    "validation.enable=false",
+)
+"""Overrides of all runs that are compared, before those of the user."""
 RESHARD = "parallelism.fsdp_reshard_after_forward=default"
 AXES = ("context", "expert", "tensor", "pipeline")
 ONE_OF_EACH = tuple(f"parallelism.{axis}_parallel_degree=1" for axis in AXES)
@@ -59,8 +76,7 @@ class Curve:
     hashes: list[str] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Comparison:
+class Comparison(NamedTuple):
     """Largest relative differences from the reference at any step, and whether they are allowed."""
 
     loss: float
@@ -140,12 +156,6 @@ def _degrees(replicate: int) -> tuple[str, ...]:
     return f"{names[0]}={replicate}", f"{names[1]}=-1", *ONE_OF_EACH
 
 
-def layout_options(replicate: int, shard: int) -> list[str]:
-    """Return the overrides that replace the layout of a config."""
-    shards = f"parallelism.data_parallel_shard_degree={shard}"
-    return [f"--{option}" for option in (*_degrees(replicate), shards, RESHARD)]
-
-
 def _selective(option: str) -> tuple[str, ...]:
     return "activation_checkpoint.mode=selective", f"activation_checkpoint.selective_ac_option={option}"
 
@@ -161,17 +171,73 @@ def compare(curve: Curve, reference: Curve, *, exact: bool, tolerance: float) ->
 
     Only losses have a tolerance: gradient norms are small differences of large sums, and differ by more.
     """
-    same_length = len(curve.losses) == len(reference.losses)
-    loss = _difference(curve.losses, reference.losses) if same_length else float("inf")
-    grad_norm = _difference(curve.grad_norms, reference.grad_norms) if same_length else float("inf")
+    loss, grad_norm = (
+        _difference(*values) for values in ((curve.losses, reference.losses), (curve.grad_norms, reference.grad_norms))
+    )
     return Comparison(loss, grad_norm, is_equal=curve == reference if exact else loss < tolerance)
 
 
 def _difference(values: list[float | None], others: list[float | None]) -> float:
-    """Return the largest relative difference; infinity where one of a pair is not finite."""
-    pairs = zip(values, others, strict=True)
-    relative = [abs(a - b) / abs(b) if b and a is not None and b is not None else float("inf") for a, b in pairs]
-    return max(relative, default=float("inf"))
+    """Return the largest relative difference; infinity where one of a pair is missing or not finite."""
+    pairs = zip_longest(values, others)
+    relative = [abs(a - b) / abs(b) if b and a is not None and b is not None else math.inf for a, b in pairs]
+    return max(relative, default=math.inf)
+
+
+def parity(
+    config: str | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    steps: Count = 20,
+    processes: Count | None = None,
+    tolerance: float | None = None,
+    only: str = "",
+    where: tuple[str, str] | None = None,
+    dump: Path | None = None,
+    step: Count = 1,
+) -> None:
+    """Train a config in every layout and compare losses step by step.
+
+    Exit code 1 if a variant fails, or differs from its reference by more than it may.
+
+    With --where, compare the values of one step on two sides, A and B. It prints the first tensor that differs (in the
+    order of forward, gradients, updates), and a table by block. A side is a layout (2x2, replicas x shards),
+    options of the config without dashes, both in quotes, or the folder of a dump. Exit code 1 if they differ.
+
+    Args:
+        steps: steps to train
+        processes: processes of sharded variants; default: one a GPU, else 4
+        tolerance (X): largest relative difference; default: 1e-5; with --where, 5e-2 in bfloat16
+        only (TEXT): only variants whose name contains TEXT
+        where (A B): name the first tensor that differs in A
+        dump (FOLDER): write the values of one step; torchrun starts it on several processes
+        step: step of --where and --dump
+
+    Raises:
+        UserError: the config or an argument is wrong.
+        RunError: a variant failed, or differs by too much.
+
+    Example:
+        debug --steps 20 --processes 4
+        debug --where 2x2 1x1
+        debug --where '2x1 compile.enable=true' 1x1
+        debug --dump dumps/before
+        --where dumps/after dumps/before
+    """
+    if where and dump:
+        raise UserError("titanlite parity: --where and --dump exclude each other")
+    if where:
+        compare_sides(config, overrides, where, step=step, tolerance=tolerance)
+        return
+    if not config:
+        raise UserError(
+            "titanlite parity: no config: name a TOML file, or one that titanlite ships, for example titanlite parity "
+            "debug"
+        )
+    if dump:
+        write_dump(config, overrides, folder=dump, step=step)
+        return
+    compare_layouts(config, overrides, steps, processes, 1e-5 if tolerance is None else tolerance, only)
 
 
 def compare_layouts(
@@ -192,12 +258,18 @@ def compare_layouts(
     chosen = _select(found, only)
     folder = Path(config.job.dump_folder, f"{config.job.name}-parity")
     base = [
-        *_base_options(steps, warmup_steps=config.lr_scheduler.warmup_steps),
+        f"training.steps={steps}",
+        f"lr_scheduler.warmup_steps={min(config.lr_scheduler.warmup_steps, steps // 2)}",
+        *COMPARED,
         f"debug.hash_freq={int(config.debug.reproducible_layouts)}",
-        f"data.cache_folder={config.data.cache_folder or Path(config.job.dump_folder, 'data_cache')}",
-        f"job.dump_folder={folder}",
+        f"data.cache_folder={_cache(config)}",
     ]
-    commands = {variant.name: _command(path, base, overrides, variant) for variant in chosen}
+    commands: dict[str, list[str]] = {}
+    for variant in chosen:
+        own = [*_degrees(1), RESHARD, *variant.options, f"job.dump_folder={folder}", f"job.name={_slug(variant.name)}"]
+        options = [*_dashed(base), *overrides, *_dashed(own)]
+        _checked(path, options, variant)
+        commands[variant.name] = ["train", "--config", path, *options]
     device = "GPU" if gpus else "CPU"
     print(" ".join([f"{path}: {steps} steps, torch {torch.__version__}, {device}", *overrides]))
     curves, failed = _run_all(chosen, commands, folder, tolerance)
@@ -249,45 +321,30 @@ def _run_all(
         failed += [] if found.is_equal else [variant.name]
         differences = f"{found.loss:.1e}", f"{found.grad_norm:.1e}"
         print(_row(variant.name, *ends, *differences, must, "yes" if found.is_equal else "NO"), flush=True)
-        records, others = (hashed_steps(folder / _slug(name)) for name in (variant.name, variant.reference))
-        if variant.exact and (first := first_difference(records, others)):
+        hashes = (read_run(folder / _slug(name)).hashes for name in (variant.name, variant.reference))
+        if variant.exact and curve.hashes != reference.hashes != [] and (first := first_difference(*hashes)):
             print(f"    step {first[0]}: first tensor that differs: {first[1]}", flush=True)
     return curves, failed
 
 
-def _base_options(steps: int, *, warmup_steps: int) -> list[str]:
-    """Return options of all variants, before those of the user: few steps in float32, every step logged."""
-    warmup = f"lr_scheduler.warmup_steps={min(warmup_steps, steps // 2)}"
-    return [f"training.steps={steps}", warmup, *(option.removeprefix("--") for option in parity_options())]
+def _cache(config: Config) -> str | Path:
+    return config.data.cache_folder or Path(config.job.dump_folder, "data_cache")
 
 
-def parity_options() -> list[str]:
-    """Return overrides of all runs that are compared, before those of the user."""
-    return [
-        "--training.mixed_precision_param=float32",
-        "--debug.deterministic=true",
-        "--metrics.log_freq=1",
-        "--metrics.loggers=[]",
-        "--checkpoint.enable=false",
-        "--validation.enable=false",
-    ]
+def _dashed(options: Iterable[str]) -> list[str]:
+    return [f"--{option}" for option in options]
 
 
-def _command(path: str, base: list[str], overrides: Sequence[str], variant: Variant) -> list[str]:
-    """Return the words of `titanlite` that train a variant.
+def _checked(path: str, options: Sequence[str], variant: Variant) -> Config:
+    """Return the config of a variant.
 
     Raises:
         UserError: the config and the variant exclude each other.
     """
-    layout = [*_degrees(1), RESHARD]  # instead of the layout of the config
-    options = [*(f"--{option}" for option in base), *overrides]
-    options += [f"--{option}" for option in (*layout, *variant.options)]
-    options += [f"--{option}" for option in base if option.startswith("job.")] + [f"--job.name={_slug(variant.name)}"]
     try:
-        load(path, options, world_size=variant.processes)
+        return load(path, options, world_size=variant.processes)
     except ConfigError as error:
         raise UserError("\n".join(f"{variant.name}: {problem}" for problem in error.problems)) from None
-    return ["train", "--config", path, *options]
 
 
 def _row(*cells: str) -> str:
@@ -305,20 +362,18 @@ def _slug(name: str) -> str:
 
 def _run(command: list[str], processes: int, run: Path) -> Curve | str:
     """Train from the start in the folder `run`. Return losses and norms, or the first line of an error."""
-    shutil.rmtree(run, ignore_errors=True)
-    if error := start(command, processes, run.with_suffix(".log")):
+    if error := start(command, processes, run):
         return error
-    records: list[dict[str, Any]] = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    losses, norms = ([record[key] for record in records] for key in ("loss", "grad_norm"))
-    return Curve(losses, norms, [record["hash"] for record in hashed_steps(run)])
+    found = read_run(run)
+    return Curve(found.column("loss"), found.column("grad_norm"), [it["hash"] for it in found.hashes])
 
 
-def start(command: list[str], processes: int, log: Path) -> str | None:
-    """Run a command of titanlite on some processes. Return the first line of an error, if it fails.
-
-    Args:
-        log: file for what the processes print.
+def start(command: list[str], processes: int, folder: Path) -> str | None:
+    """Run a command of titanlite on some processes, which writes to a new folder; what they print goes to a file beside
+    it. Return the first line of an error, if it fails.
     """
+    shutil.rmtree(folder, ignore_errors=True)
+    log = folder.with_suffix(".log")
     log.parent.mkdir(parents=True, exist_ok=True)
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
     with log.open("w") as output:
@@ -334,3 +389,110 @@ def error_in(lines: list[str]) -> str | None:
     """Return the first line that titanlite reports as an error; without one, the first that names an error."""
     found = [line for line in lines if line.startswith("error:")] or [line for line in lines if "rror" in line]
     return found[0] if found else None
+
+
+# --where
+
+
+def parse_side(text: str) -> Variant:
+    """Read a side: a layout as 2x2 (replicas x shards), options of the config, or both.
+
+    Raises:
+        UserError: the text is neither.
+    """
+    replicate, shard, options = 1, 1, list[str]()
+    for word in text.split():
+        if match := LAYOUT.fullmatch(word):
+            replicate, shard = int(match[1]), int(match[2])
+        elif "." in word.partition("=")[0]:
+            options.append(word.lstrip("-"))
+        else:
+            raise UserError(
+                f"--where: {text!r} is no side: write a layout (2x2, replicas x shards), options "
+                "(compile.enable=true), both in quotes, or the folder of a dump"
+            )
+    if not text.split() or not replicate * shard:
+        raise UserError(f"--where: {text!r} is no side: write a layout as 2x2, replicas x shards")
+    shards = f"parallelism.data_parallel_shard_degree={shard}"
+    further = [int(match[1]) for option in options if (match := FURTHER.fullmatch(option))]
+    layout = *_degrees(replicate), shards, RESHARD
+    return Variant(text, math.prod((replicate, shard, *further)), (*layout, *options))
+
+
+def compare_sides(
+    path: str | None, overrides: Sequence[str], sides: Sequence[str], *, step: int, tolerance: float | None
+) -> None:
+    """Run both sides where they are no dumps yet, compare them, and print the table and the first difference.
+
+    Raises:
+        UserError: the config or a side is wrong.
+        RunError: a side failed, or they differ.
+    """
+    folders, runs = list[Path](), list[tuple[Variant, Path, list[str]]]()
+    for name, text in zip("ab", sides, strict=True):
+        folders.append(Path(text))
+        if folders[-1].is_dir():
+            continue
+        if path is None:
+            raise UserError("titanlite parity: --where runs a config: name one, or the folders of two dumps")
+        side = parse_side(text)
+        options = [*overrides, *_dashed(side.options)]
+        config = _checked(path, options, side)
+        _check(config, step)
+        folders[-1] = Path(config.job.dump_folder, f"{config.job.name}-where", name)
+        command = ["parity", "--config", path, "--dump", str(folders[-1]), "--step", str(step), *options]
+        runs.append((side, folders[-1], command))
+    for side, folder, command in runs:
+        if error := start(command, side.processes, folder):
+            raise RunError(f"{side.name} failed: {error}")
+    from titanlite.tools.report.compare import compare_dumps, read_dump, report
+
+    compared = compare_dumps(*map(read_dump, folders), tolerance=tolerance)
+    one, other = sides
+    print(f"A: {one}; B, the reference: {other}; step {step}" if runs else f"A: {one}; B: {other}")
+    for line in report(compared):
+        print(line)
+    if compared.first:
+        raise RunError(f"not equal: first {compared.first.key}")
+
+
+def _check(config: Config, step: int) -> None:
+    """Check that the values of a step can be compared.
+
+    Raises:
+        UserError: they cannot.
+    """
+    steps = known_steps(config.training)
+    if steps is not None and steps < step:
+        raise UserError(f"--step {step}: the run has {steps} steps (training.{config.training.length})")
+    if config.parallelism.tensor_parallel_degree > 1:
+        raise UserError("parallelism.tensor_parallel_degree: values of parts of layers cannot be compared yet: set 1")
+
+
+def write_dump(path: str, overrides: Sequence[str], *, folder: Path, step: int) -> None:
+    """Train on these processes until a step, and write its values. torchrun starts several processes.
+
+    Raises:
+        UserError: the config is wrong, its parts do not fit together, or the step has too many values.
+    """
+    own = [f"job.dump_folder={folder}", "job.name=run", f"data.cache_folder={_cache(load(path, overrides))}"]
+    world_size = whole_number(os.environ, "WORLD_SIZE", 1)
+    config = load(path, [*_dashed(COMPARED), *overrides, *_dashed(own)], world_size=world_size)
+    _check(config, step)
+    # Not before: mistakes of the config are reported at once.
+    from titanlite.checks.preflight import preflight
+    from titanlite.runtime.console import start_logging
+    from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+    from titanlite.tools.assemble import assemble
+    from titanlite.tools.convert.source import open_model
+    from titanlite.tools.ingest.inputs import find_files
+    from titanlite.tools.report.compare import record
+
+    ranks = read_ranks(os.environ)
+    start_logging(ranks.rank)
+    device = pick_device(ranks)
+    resolved = preflight(config, ranks, device, find_text=find_files, open_model=open_model)
+    if ranks.rank == 0:
+        shutil.rmtree(folder / "run", ignore_errors=True)
+    with process_group(ranks, device, deterministic=config.debug.deterministic):
+        record(assemble(config, resolved, ranks=ranks, device=device), folder=folder, step=step)

@@ -13,7 +13,7 @@ from typing import Any
 import tomli
 
 from titanlite.metrics.clock import CATEGORIES
-from titanlite.metrics.records import MOST_RECORDS, SCHEMA
+from titanlite.run.records import MOST_RECORDS, SCHEMA
 from titanlite.run.versions import flat
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
@@ -142,18 +142,13 @@ def smoothed(values: Sequence[float | None]) -> list[float | None]:
 
 
 def restarts(run: RunRecords) -> list[tuple[int, str]]:
-    """Return (step at which it resumed, end of the start before) of each start after the first."""
+    """For each start after the first, return the step at which it resumed, and how the start before it ended."""
     found = []
     for before, start in zip(run.starts, run.starts[1:], strict=False):
         if start["step"] is not None:
             reason = before["end"].get("reason")
             found.append((start["step"], reason if isinstance(reason, str) else "was killed"))
     return found
-
-
-def hashed_steps(path: Path) -> list[Record]:
-    """Return the records of hashes.jsonl in the folder of a run; none if it has no such file."""
-    return _read_lines(file_inside(path, "hashes.jsonl"))
 
 
 def first_difference(hashes: Sequence[Record], others: Sequence[Record]) -> tuple[int, str] | None:

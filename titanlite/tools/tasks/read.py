@@ -167,7 +167,7 @@ class _Reader:
                 content = {key: value for key, value in content.items() if key not in WITHOUT_EFFECT}
             return TaskFile.model_validate(content)
         except ValidationError as error:
-            first = min(error.errors(include_url=False), key=lambda it: it["type"] != "extra_forbidden")
+            first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
             key = ".".join(map(str, first["loc"]))
             if first["type"] == "extra_forbidden":
                 self._refuse(f"{key} is not read, and may change scores{did_you_mean(key, TaskFile.model_fields)}")

@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from titanlite.ops.hash_random import random_bits, salt
 from titanlite.runtime.dtensor import GlobalIndices, sharded_axes
-from titanlite.runtime.hash_random import random_bits, salt
 from titanlite.runtime.private_torch.tensors import local_tensor
 
 CHUNK, GPU_CHUNK = 2**18, 2**22
@@ -31,7 +31,7 @@ def join_hashes(hashes: Mapping[str, str]) -> str:
 @torch.no_grad()
 def hash_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return the hash of each tensor, the same on all ranks. Every rank that has a part must call it."""
-    sums = {name: sum_of_part(name, local_tensor(it), GlobalIndices(it)) for name, it in tensors.items()}
+    sums = {name: sum_of_part(name, local_tensor(tensor), GlobalIndices(tensor)) for name, tensor in tensors.items()}
     by_groups: dict[tuple[dist.ProcessGroup, ...], list[str]] = {}
     for name, tensor in tensors.items():
         if isinstance(tensor, DTensor) and (axes := sharded_axes(tensor)):
@@ -42,7 +42,7 @@ def hash_tensors(tensors: Mapping[str, Tensor]) -> dict[str, str]:
         for group in groups:
             dist.all_reduce(vector, group=group)
         sums |= dict(zip(names, vector, strict=True))
-    return {name: describe(it.dtype, it.shape, int(sums[name])) for name, it in tensors.items()}
+    return {name: describe(tensor.dtype, tensor.shape, int(sums[name])) for name, tensor in tensors.items()}
 
 
 def describe(dtype: torch.dtype, shape: Sequence[int], total: int) -> str:

@@ -12,8 +12,6 @@ class StateMemory:
 
     slices_updates = False
     """Whether the optimizer updates a slice at a time, and passes it to `changed`."""
-    pins = True
-    """Whether FSDP may copy parameters in host memory to pinned memory."""
 
     def zeros(
         self, category: str, like: Iterable[Tensor], dtype: torch.dtype | None = None, *, copies: int = 1
@@ -49,7 +47,7 @@ class WeightAverage:
     """No average. A technique may have one, in a subclass."""
 
     tensors: Mapping[str, Tensor] = {}
-    """State for checkpoints, by name: the tensors in use, so that loading into them is all of loading."""
+    """State for checkpoints, by name. Because these are the tensors in use, a load writes into them."""
 
     def update(self, step: int, skip_reason: Tensor) -> None:
         """Take the weights at the end of a step into the average, if that is due.
