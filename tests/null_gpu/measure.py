@@ -107,21 +107,20 @@ def predict(name: str, overrides: list[str], world_size: int, device: str, rank:
 
 def tell_sizes_of_parts() -> None:
     """Tell the stand-in how many ranks are in each process group that is split from another one."""
+    import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
-    from torch.distributed import device_mesh
 
-    split, helper = device_mesh.split_group, c10d._new_process_group_helper
+    split, helper = dist.ProcessGroup.split_group, c10d._new_process_group_helper
 
-    def of_split(*arguments: Any, **options: Any) -> Any:
-        parts = options["split_ranks"] if "split_ranks" in options else arguments[1]
-        os.environ["NULL_GPU_PART_RANKS"] = str(next(len(part) for part in parts if 0 in part))
-        return split(*arguments, **options)
+    def of_split(self: Any, ranks: list[int], **options: Any) -> Any:
+        os.environ["NULL_GPU_PART_RANKS"] = str(len(ranks))
+        return split(self, ranks, **options)
 
     def of_group(size: int, *arguments: Any, **options: Any) -> Any:
         os.environ["NULL_GPU_PART_RANKS"] = str(size)
         return helper(size, *arguments, **options)
 
-    device_mesh.split_group, c10d._new_process_group_helper = of_split, of_group
+    dist.ProcessGroup.split_group, c10d._new_process_group_helper = of_split, of_group  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def measure(
@@ -154,6 +153,7 @@ def measure(
     events.stop()
     stats = torch.cuda.memory_stats(device)
     return {
+        "torch": torch.__version__.split("+")[0],
         "allocated": stats["allocated_bytes.all.peak"] / GIB,
         "reserved": stats["reserved_bytes.all.peak"] / GIB,
         "launches": events.total("kernel"),

@@ -18,7 +18,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -32,7 +31,6 @@ OPTIONS = [
     "--training.seq_len=8192", "--training.local_batch_size=2", "--training.mixed_precision_param=bfloat16",
     "--compile.enable=false",
 ]  # fmt: skip
-SIZES = [2**power for power in range(8, 25)]
 
 
 def main() -> None:
@@ -127,28 +125,25 @@ def share_without_its_condition() -> None:
     module.keeps_reduced_gradients = lambda *_, **__: True
 
 
+def leave_out_waits(method: str, *callers: str) -> None:
+    """Let a method of streams do nothing where these functions call it."""
+    wait = getattr(torch.cuda.Stream, method)
+
+    def planted(self: Any, other: Any) -> None:
+        if sys._getframe(1).f_code.co_name not in callers:
+            wait(self, other)
+
+    setattr(torch.cuda.Stream, method, planted)
+
+
 def no_wait_at_the_end() -> None:
-    """The compute stream does not wait for reductions when backward ends."""
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
-
-    def finalize(self: Any) -> None:
-        self.comm_ctx._last_post_reduce_events = {}
-        self._post_reduce_event = self._all_reduce_state = None
-        self.comm_ctx.reduce_scatter_states.clear()
-        self._post_forward_indices.clear()
-
-    FSDPParamGroup.finalize_backward = finalize
+    """The compute stream does not wait for reductions when backward ends. Since PyTorch 2.15 the root waits for all."""
+    leave_out_waits("wait_event", "finalize_backward", "_root_post_backward_final_callback", "_end_backward_iteration")
 
 
 def no_wait_before_a_reduction() -> None:
     """The stream of reductions does not wait for the gradients."""
-    wait_stream = torch.cuda.Stream.wait_stream
-
-    def wait(self: Any, stream: Any) -> None:
-        if sys._getframe(1).f_code.co_name not in ("foreach_reduce", "allocate"):
-            wait_stream(self, stream)
-
-    torch.cuda.Stream.wait_stream = wait
+    leave_out_waits("wait_stream", "foreach_reduce", "allocate")
 
 
 def another_thread() -> None:
@@ -168,17 +163,15 @@ def another_thread() -> None:
 def another_thread_without_a_wait() -> None:
     """The same, where the output is not awaited."""
     another_thread()
-    wait_stream = torch.cuda.Stream.wait_stream
-
-    def wait(self: Any, stream: Any) -> None:
-        if sys._getframe(1).f_code.co_name != "allocate":
-            wait_stream(self, stream)
-
-    torch.cuda.Stream.wait_stream = wait
+    leave_out_waits("wait_stream", "allocate")
 
 
-def backward_raises() -> None:
-    """Backward raises in the second step. All memory of the step is freed and used again, then come further steps."""
+def backward_raises(at_last: Callable[[Any], None] = lambda _: None) -> None:
+    """Backward raises in the second step. All memory of the step is freed and used again, then come further steps.
+
+    Args:
+        at_last: called with the model, when the memory has been used again.
+    """
     import titanlite.step as module
 
     accumulate, calls = module.accumulate, [0]
@@ -198,8 +191,9 @@ def backward_raises() -> None:
         handle.remove()
         model.zero_grad()
         gc.collect()
-        for _ in range(3):
-            [torch.zeros(size, device="cuda") for size in SIZES for _ in range(3)]
+        free = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+        [torch.zeros(2**19, device="cuda") for _ in range(free // 2**21)]  # 2 MiB: from 1 MiB on a pool is shared
+        at_last(model)
         return accumulate(step, *arguments)
 
     module.accumulate = planted
@@ -210,23 +204,7 @@ def backward_raises_and_nothing_waits() -> None:
     import titanlite.step as module
 
     module.finish_reductions = lambda _: None
-    backward_raises()
-    zeros, count = torch.zeros, [0]
-    model: list[Any] = []
-    accumulate = module.accumulate
-
-    def planted(step: Any, *arguments: Any) -> Any:
-        model[:] = [step.model]
-        return accumulate(step, *arguments)
-
-    def reset(*arguments: Any, **options: Any) -> Tensor:
-        count[0] += arguments[0] == SIZES[-1]
-        result = zeros(*arguments, **options)
-        if arguments[0] == SIZES[-1] and count[0] == 9 and isinstance(model[0], FSDPModule):
-            model[0].reset_iter_state()
-        return result
-
-    module.accumulate, torch.zeros = planted, reset
+    backward_raises(at_last=lambda model: model.reset_iter_state())
 
 
 def tokens_that_nobody_waits_for() -> None:

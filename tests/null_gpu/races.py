@@ -30,7 +30,8 @@ from torch.utils._pytree import tree_leaves
 
 WITHOUT_KERNEL = {
     "_reshape_alias", "_unsafe_view", "alias", "detach", "empty", "empty_like", "empty_strided", "is_pinned",
-    "lift_fresh", "new_empty", "new_empty_strided", "record_stream", "resize_", "resize_storage_bytes_", "set_",
+    "lift_fresh", "new_empty", "new_empty_strided", "record_grad_output_stream", "record_stream", "resize_",
+    "resize_storage_bytes_", "set_",
 }  # fmt: skip
 """Operators that touch no memory of a device. Views are told by themselves."""
 CALLED = -1

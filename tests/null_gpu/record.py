@@ -23,7 +23,7 @@ from tests.null_gpu.variants import VARIANTS, Variant  # noqa: E402
 
 RECORDED, PAGE = HERE / "recorded.json", HERE.parents[1] / "docs/plan.md"
 BEGIN, END = "<!-- from tests/null_gpu/record.py --table: begin -->", "<!-- end -->"
-KEPT = ("allocated", "reserved", "launches", "collectives", "waits", "retries", "plan")
+KEPT = ("torch", "allocated", "reserved", "launches", "collectives", "waits", "retries", "plan")
 COLUMNS = ["allocated", "planned", "reserved", "planned", "launches", "collectives", "waits"]
 EAGER_GIB, COMPILED_SHARE = 0.1, 0.01
 """Largest differences between a plan and the peak of allocated memory."""

@@ -17,7 +17,8 @@ Breakdown = dict[str, int]
 """Bytes by category: `recorder.CATEGORIES`."""
 WORKSPACES = 2 * 32 * 2**20
 """Bytes that PyTorch allocates on Hopper for cuBLAS: a workspace for each thread that launches matmuls, that of forward
-and that of backward. Other GPUs have 8 MiB each. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
+and that of backward. Other GPUs have 8 MiB each. PyTorch 2.15 returns them to its pool after each matmul, so less is
+allocated at most peaks, and as much is reserved. Source: aten/src/ATen/cuda/CublasHandlePool.cpp."""
 
 
 @dataclass(frozen=True)
