@@ -107,26 +107,21 @@ def format_size(size: float) -> str:
 def plan_record(planned: Plan) -> dict[str, Any]:
     """Return a plan as JSON values: bytes and seconds, of one rank unless the name names all ranks."""
     layout = planned.layout
+    values = "parameters", "micro_batch_size", "accumulation", "fits", "tokens_per_second", "mfu", "steps", "days"
+    sizes = "peak", "reserved", "host", "host_of_node", "disk"
     return {
         "hardware": asdict(layout.hardware),
         "world_size": layout.world_size,
         "gpus_per_node": layout.gpus_per_node,
         **planned.degrees._asdict(),
-        "parameters": planned.parameters,
-        "micro_batch_size": planned.micro_batch_size,
-        "accumulation": planned.accumulation,
-        "fits": planned.fits,
+        **{name: getattr(planned, name) for name in (*values, "gpu_hours")},
         "memory": {
-            "peak": planned.peak,
+            **{name: getattr(planned, name) for name in sizes},
             "allocated": planned.peak,
-            "reserved": planned.reserved,
             "usable": layout.usable,
             "at": planned.peak_phase,
             "by_category": planned.breakdown,
             "by_phase": planned.phases,
-            "host": planned.host,
-            "host_of_node": planned.host_of_node,
-            "disk": planned.disk,
         },
         "stages": [it._asdict() for it in planned.stages],
         "flops_of_all_ranks": planned.flops,
@@ -136,12 +131,7 @@ def plan_record(planned: Plan) -> dict[str, Any]:
             for (collective, axis), size in planned.traffic.items()
         ],
         "time": asdict(planned.time),
-        "tokens_per_second": planned.tokens_per_second,
-        "mfu": planned.mfu,
-        "steps": planned.steps,
         "tokens": planned.tokens * planned.steps,
-        "days": planned.days,
-        "gpu_hours": planned.gpu_hours,
     }
 
 
