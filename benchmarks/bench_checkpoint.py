@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.checkpoint.save_overhead import StepClock
+from titanlite.checkpoint.save_overhead import SaveClock
 from titanlite.checkpoint.state import flat, state_of
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
@@ -92,7 +92,7 @@ class Contest:
         self.size = size
         self.path = path
         self.step_number = 0
-        self.clock = StepClock(torch.device("cpu"))
+        self.clock = SaveClock(torch.device("cpu"))
         self.group: Any = dist.new_group(backend="gloo")
         self.folder = Path(run.folder.path)
         self.stager: DefaultStager | None = None

@@ -21,7 +21,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.load import ForeignWeights, Loader
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.checkpoint.save import Saved, Saver
-from titanlite.checkpoint.save_overhead import SaveOverhead, StepClock
+from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
 from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
 from titanlite.models.base import added_parameters
 from titanlite.optim.state_memory import WeightAverage
@@ -110,7 +110,7 @@ class CheckpointManager:
             is_cut=bool(getattr(model, "stages", ())),
         )  # fmt: skip
         self._group = group
-        self._clock = StepClock(device)
+        self._clock = SaveClock(device)
         self._in_flight: tuple[int, Future[Saved]] | None = None
         """Step of the save that has begun and not ended, and its result."""
         self._ended: list[tuple[int, Saved, SaveOverhead]] = []

@@ -31,7 +31,7 @@ def between(a: Any, b: Any) -> float:
     return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
 
 
-class StepClock:
+class SaveClock:
     """Clock with a mark at the end of each step."""
 
     def __init__(self, device: torch.device) -> None:

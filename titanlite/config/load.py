@@ -14,7 +14,7 @@ from pydantic_core import ErrorDetails
 
 from titanlite.config.checks import find_conflicts
 from titanlite.config.keys import REMOVED, nearest_key
-from titanlite.config.source import Key, Source, Tree, read_source
+from titanlite.config.source import Key, Tree, WrittenConfig, read_source
 from titanlite.runtime.errors import DEFAULT_PLACE, ConfigError, Place, Problem, did_you_mean
 from titanlite.schema import Config
 
@@ -118,7 +118,7 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
 def check_tree(tree: Tree) -> Draft:
     """Check the names and types of a tree, without the files that it names. Wrong options are removed from it."""
     draft = Draft(Config(), [], set(), {})
-    _validate(Source(tree=tree), draft)
+    _validate(WrittenConfig(tree=tree), draft)
     draft.config = Config.model_validate(tree)
     return draft
 
@@ -135,7 +135,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
 # Validation
 
 
-def _validate(source: Source, draft: Draft) -> None:
+def _validate(source: WrittenConfig, draft: Draft) -> None:
     """Add all problems of names and types to the draft, and remove the wrong keys from the tree."""
     tree = source.tree
     for dotted, (default, _) in REMOVED.items():

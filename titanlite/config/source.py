@@ -34,7 +34,7 @@ Key = tuple[str, ...]
 
 
 @dataclass
-class Source:
+class WrittenConfig:
     """A config as written, before validation."""
 
     tree: Tree = field(default_factory=dict)
@@ -49,9 +49,9 @@ class Source:
     """False if a file could not be read, so that the tree may lack keys that were written."""
 
 
-def read_source(path: Path, overrides: Sequence[str]) -> Source:
-    """Read a TOML file and its bases, and apply the command line. Raises nothing: see `Source.problems`."""
-    source = Source()
+def read_source(path: Path, overrides: Sequence[str]) -> WrittenConfig:
+    """Read a TOML file and its bases, and apply the command line. Raises nothing: see `WrittenConfig.problems`."""
+    source = WrittenConfig()
     source.tree, source.places = _read_file(path, source, folder=path.parent)
     _apply_overrides(source, overrides)
     for key in CODE:  # of the command line: the config of the run is read from another folder
@@ -63,7 +63,7 @@ def read_source(path: Path, overrides: Sequence[str]) -> Source:
 
 
 def _read_file(
-    path: Path, source: Source, *, folder: Path, below: tuple[Path, ...] = (), named_at: Place | None = None
+    path: Path, source: WrittenConfig, *, folder: Path, below: tuple[Path, ...] = (), named_at: Place | None = None
 ) -> tuple[Tree, dict[Key, Place]]:
     """Return the file merged over its base, and the place of each key.
 
@@ -249,7 +249,7 @@ def _is_replaced(key: Key, over: Tree) -> bool:
 # Command line
 
 
-def _apply_overrides(source: Source, overrides: Sequence[str]) -> None:
+def _apply_overrides(source: WrittenConfig, overrides: Sequence[str]) -> None:
     rest = list(overrides)
     while rest:
         place = Place(inf, len(overrides) - len(rest), "command line")

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from titanlite.batch import IGNORE
-from titanlite.data.tokens import RecordFile, TokenStore
+from titanlite.data.tokens import ArrayFile, TokenStore
 from titanlite.runtime.errors import RunError
 from titanlite.runtime.files import lock_work, publish, quarantine_path, read_small, write_atomically
 
@@ -151,7 +151,7 @@ class BestFit:
 
 
 class _Plan:
-    """Packing plan in a folder. Its files are read, not mapped, see `RecordFile`.
+    """Packing plan in a folder. Its files are read, not mapped, see `ArrayFile`.
 
     Raises:
         NO_PLAN: the folder is no plan, or a file of it does not have its size.
@@ -162,7 +162,7 @@ class _Plan:
         about = json.loads(read_small(folder / PLAN))
         self.cut_documents = int(about["cut_documents"])
         self.pieces, self.first_pieces = (
-            RecordFile(
+            ArrayFile(
                 folder / name, dtype, int(about[name]), key="data.packing", remedy="Start again: it is made again"
             )
             for name, dtype in PLAN_FILES.items()

@@ -28,7 +28,7 @@ from titanlite.runtime.files import checked_name, naming_path, read_small
 # it ends the process with SIGBUS.
 
 
-class RecordFile:
+class ArrayFile:
     """Open file of records, which is closed when nothing refers to it.
 
     Args:
@@ -281,12 +281,12 @@ class TokenStore:
             done += end - begin
             shard += 1
 
-    def open_file(self, shard: int, kind: str) -> RecordFile:
+    def open_file(self, shard: int, kind: str) -> ArrayFile:
         """Open the tokens, documents or mask of a shard."""
         about = self.index["shards"][shard]
         count = about["documents" if kind == "documents" else "tokens"]
         path = self.folder / f"{about['name']}.{kind}"
-        return RecordFile(path, self._dtypes[kind], count, key="data.path", remedy=REMEDY)
+        return ArrayFile(path, self._dtypes[kind], count, key="data.path", remedy=REMEDY)
 
 
 class JoinedTokens(TokenStore):
@@ -318,6 +318,6 @@ class JoinedTokens(TokenStore):
     def files(self) -> Iterator[tuple[Path, int, str]]:
         return (file for part in self._parts for file in part.files())
 
-    def open_file(self, shard: int, kind: str) -> RecordFile:
+    def open_file(self, shard: int, kind: str) -> ArrayFile:
         part, number = self._shards[shard]
         return part.open_file(number, kind)

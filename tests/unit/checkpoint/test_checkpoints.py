@@ -37,7 +37,7 @@ from titanlite.checkpoint.dcp_read import UnsafeCheckpoint, unpickle_metadata
 from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.load import find_checkpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, folder_name
-from titanlite.checkpoint.save_overhead import StepClock
+from titanlite.checkpoint.save_overhead import SaveClock
 from titanlite.checkpoint.staging import Staging
 from titanlite.checkpoint.state import check_settings
 from titanlite.metrics.recorder import MetricsRecorder
@@ -166,7 +166,7 @@ def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> No
 def test_blocking_time_is_what_steps_take_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
-    clock = StepClock(torch.device("cpu"))
+    clock = SaveClock(torch.device("cpu"))
 
     def step(seconds: float) -> None:
         now[0] += seconds

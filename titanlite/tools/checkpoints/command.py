@@ -37,7 +37,7 @@ def explaining_damage() -> Iterator[None]:
         raise RunError(str(error)) from None
 
 
-class Found(NamedTuple):
+class Listed(NamedTuple):
     """A folder that is a checkpoint, will be one, or was one; with its manifest if it is complete."""
 
     step: int
@@ -147,7 +147,7 @@ def hash_checkpoint(path: Stored, *, tensors: bool = False) -> None:
         print(*(f"  {name} {text}" for name, text in sorted(hashes.items())), sep="\n")
 
 
-def find_newest(path: str) -> tuple[Storage, Found, Manifest]:
+def find_newest(path: str) -> tuple[Storage, Listed, Manifest]:
     """Return the newest complete checkpoint of a run, or the named one.
 
     Raises:
@@ -189,7 +189,7 @@ def prune(path: Stored, *, keep_latest_k: Count, keep_every: Index = 0, dry_run:
         print(f"{'would delete' if dry_run else 'deleted'} step {found.step}, {_size(*found.sizes.values())}")
 
 
-def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tuple[Storage, list[Found]]]:
+def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tuple[Storage, list[Listed]]]:
     """Return the checkpoints of each run at a path or below it, by step.
 
     Args:
@@ -226,7 +226,7 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
 
 def _look(
     storage: Storage, folder: str, sizes: dict[str, int], *, check: Check = manifests.read_complete
-) -> Found | None:
+) -> Listed | None:
     """Check a folder, which a running job may change: look again if it did. Returns None if the folder is gone."""
     if (match := FOLDER.fullmatch(folder)) is None:
         return None
@@ -240,7 +240,7 @@ def _look(
         if isinstance(error, RunError):  # of the store, and not of the checkpoint
             raise
         state = f"damaged: {str(error).removeprefix(f'{storage.url_of(folder)}/')}"
-    return Found(int(match[2]), folder, sizes, state or "whole", manifest)
+    return Listed(int(match[2]), folder, sizes, state or "whole", manifest)
 
 
 def _read_all(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:

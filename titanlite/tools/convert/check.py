@@ -16,7 +16,7 @@ from torch import Tensor
 from titanlite.runtime.errors import RunError
 from titanlite.runtime.files import read_small
 from titanlite.tools.convert.layout import Outgoing, values_of
-from titanlite.tools.convert.source import Source, load_model
+from titanlite.tools.convert.source import OpenedWeights, load_model
 from titanlite.tools.report.compare import LOGITS, Values, difference, forward_values
 
 LIMIT = 1e-4
@@ -29,7 +29,7 @@ class CheckFailed(RunError):
     """An exported folder is not the model that was exported."""
 
 
-def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> str:
+def check_folder(source: OpenedWeights, folder: Path, tensors: Sequence[Outgoing]) -> str:
     """Check an exported folder, and return a report.
 
     Every tensor is compared bit by bit with the checkpoint. Then transformers, where it is installed, loads the folder,
@@ -54,14 +54,14 @@ def check_folder(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> s
     return f"{same}; transformers computes the same on {tokens.numel()} tokens, {worst}"
 
 
-def check_tokens(source: Source) -> Tensor:
+def check_tokens(source: OpenedWeights) -> Tensor:
     """Return tokens [2, L] of a text that every installation has; numbers without a tokenizer."""
     length, vocab_size = min(LENGTH, source.spec.args.max_seq_len), source.spec.args.vocab_size
     ids = source.tokenizer.encode(Path(__file__).read_text()) if source.tokenizer else np.arange(2 * length) * 7919
     return torch.from_numpy(np.resize(ids, (2, length)).astype(np.int64)) % vocab_size
 
 
-def check_tensors(source: Source, folder: Path, tensors: Sequence[Outgoing]) -> None:
+def check_tensors(source: OpenedWeights, folder: Path, tensors: Sequence[Outgoing]) -> None:
     """Compare every tensor of a folder with the checkpoint.
 
     Raises:
@@ -131,7 +131,7 @@ def modules_in(names: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _of_model(source: Source, tokens: Tensor, tensors: Sequence[Outgoing]) -> Values:
+def _of_model(source: OpenedWeights, tokens: Tensor, tensors: Sequence[Outgoing]) -> Values:
     """Return what one of our models computes, with its weights in the dtypes of the tensors."""
     model, dtypes = load_model(source), {tensor.ours: tensor.dtype for tensor in tensors}
     for name, parameter in model.named_parameters():

@@ -31,8 +31,7 @@ from titanlite.tasks import Task
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, OfAverage, RunConfig, RunTokenizer
 from titanlite.tools.convert.generation import NOT_FINITE
 from titanlite.tools.convert.prompts import opening_ids
-from titanlite.tools.convert.source import Source as Weights
-from titanlite.tools.convert.source import default_dtype, load_model, open_source, tokenizer_of
+from titanlite.tools.convert.source import OpenedWeights, default_dtype, load_model, open_source, tokenizer_of
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.tools.tasks.read import read_tasks
 from titanlite.validation import ASK_BATCHES, Validator
@@ -177,7 +176,7 @@ def _source(text: str) -> ValidationSource:
     return ValidationSource(path=text)
 
 
-def _check_refused(weights: Weights, data: Sequence[str]) -> None:
+def _check_refused(weights: OpenedWeights, data: Sequence[str]) -> None:
     """
     Raises:
         UserError: the values depend on data or a template that the checkpoint's own config names.

@@ -24,7 +24,7 @@ from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import Outgoing, outgoing, values_of
-from titanlite.tools.convert.source import Source, open_source, tokenizer_of
+from titanlite.tools.convert.source import OpenedWeights, open_source, tokenizer_of
 from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, json_bytes, tokenizer_files
 
 ADAPTERS = "adapter_model.safetensors"
@@ -178,7 +178,7 @@ class Exported:
 
 
 def export_folder(
-    source: Source,
+    source: OpenedWeights,
     target: Target,
     *,
     dtype: torch.dtype | None = None,
@@ -217,7 +217,7 @@ def export_folder(
     return Exported(len(files), sum(tensor.bytes for tensor in tensors), form.architecture, report)
 
 
-def _checked(source: Source, target: Target, tensors: Sequence[Outgoing]) -> str:
+def _checked(source: OpenedWeights, target: Target, tensors: Sequence[Outgoing]) -> str:
     try:
         return check_folder(source, target.staging, tensors)
     except CheckFailed:
@@ -225,7 +225,7 @@ def _checked(source: Source, target: Target, tensors: Sequence[Outgoing]) -> str
         raise
 
 
-def format_of(source: Source) -> HuggingFace:
+def format_of(source: OpenedWeights) -> HuggingFace:
     """Return the tables of the model's family.
 
     Raises:
@@ -241,7 +241,7 @@ def format_of(source: Source) -> HuggingFace:
 
 
 def _small_files(
-    source: Source, form: HuggingFace, tensors: Sequence[Outgoing], *, with_tokenizer: bool
+    source: OpenedWeights, form: HuggingFace, tensors: Sequence[Outgoing], *, with_tokenizer: bool
 ) -> dict[str, bytes]:
     """Return the content of all files but the weights; config.json is the last."""
     tokenizer, args = source.tokenizer, source.spec.args
@@ -310,7 +310,7 @@ def index_json(files: dict[str, list[Outgoing]]) -> bytes:
 
 
 def export_adapters(
-    source: Source, target: Target, *, dtype: torch.dtype | None = None, drop: Sequence[str] = ()
+    source: OpenedWeights, target: Target, *, dtype: torch.dtype | None = None, drop: Sequence[str] = ()
 ) -> int:
     """Write the adapters of a checkpoint, and return their size in bytes. They must fit in memory.
 
@@ -368,7 +368,7 @@ def _module(form: HuggingFace, layer: str) -> str:
     return found[1].removesuffix(".weight")
 
 
-def _targets(source: Source, form: HuggingFace, modules: list[str]) -> list[str]:
+def _targets(source: OpenedWeights, form: HuggingFace, modules: list[str]) -> list[str]:
     """Return PEFT's target_modules: last parts of names, as programs expect them, where those match no other layer."""
     linears = [name for name, module in source.spec.build().named_modules() if isinstance(module, nn.Linear)]
     known = {found[1].removesuffix(".weight") for name in linears if (found := form.tensors.find(f"{name}.weight"))}
@@ -377,7 +377,7 @@ def _targets(source: Source, form: HuggingFace, modules: list[str]) -> list[str]
     return sorted(last) if is_all else modules
 
 
-def _base(source: Source) -> str | None:
+def _base(source: OpenedWeights) -> str | None:
     """Return the Hugging Face folder that the run began with; None if it began with other weights."""
     path: Any = source.config.checkpoint.initial_load_path if source.config else None
     return path if path and "://" not in path and HuggingFaceFolder.matches(Path(path).expanduser()) else None

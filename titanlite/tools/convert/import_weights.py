@@ -176,7 +176,7 @@ def write_weights(
         state: tensors of the shapes and dtypes to write, of which `read` gives the values when they are written.
         settings: see `model_settings`.
         config: TOML with the model and the tokenizer.
-        origin: see `Source.origin`.
+        origin: see `OpenedWeights.origin`.
         tokenizer: name or path of the tokenizer. One that is not shipped is copied beside the checkpoint.
     """
     started = time.perf_counter()

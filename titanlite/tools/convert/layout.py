@@ -10,7 +10,7 @@ from titanlite.checkpoint.load import stored_tensors
 from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.models.formats import Entry, Table
 from titanlite.runtime.errors import UserError
-from titanlite.tools.convert.source import Source, read_tensor
+from titanlite.tools.convert.source import OpenedWeights, read_tensor
 from titanlite.tools.convert.weights import with_further
 
 
@@ -34,7 +34,7 @@ class Outgoing:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: Sequence[str]) -> list[Outgoing]:
+def outgoing(source: OpenedWeights, table: Table, *, dtype: torch.dtype | None, drop: Sequence[str]) -> list[Outgoing]:
     """Return the tensors of the other format, in the order of the model.
 
     Args:
@@ -80,7 +80,7 @@ def outgoing(source: Source, table: Table, *, dtype: torch.dtype | None, drop: S
     return [*found.values()]
 
 
-def _check_zero(source: Source, name: str) -> None:
+def _check_zero(source: OpenedWeights, name: str) -> None:
     if read_tensor(source, name).any():
         raise UserError(
             f"{name} has no place in this format, and is not zero: the exported model would compute something else. "
@@ -88,7 +88,7 @@ def _check_zero(source: Source, name: str) -> None:
         )
 
 
-def values_of(source: Source) -> Callable[[Outgoing], Tensor]:
+def values_of(source: OpenedWeights) -> Callable[[Outgoing], Tensor]:
     """Return a function that reads a tensor in the other layout, contiguous. One tensor of the model is kept in memory,
     because a stack of experts is asked for expert by expert."""
     head_size = getattr(source.spec.args, "head_size", None)

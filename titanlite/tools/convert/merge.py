@@ -15,7 +15,7 @@ from titanlite.schema import Config, dump
 from titanlite.tools.arguments import ModelFile, RunConfig
 from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.import_weights import open_place, write_weights
-from titanlite.tools.convert.source import Source, open_source, read_tensor
+from titanlite.tools.convert.source import OpenedWeights, open_source, read_tensor
 from titanlite.tools.convert.weights import find_source
 
 
@@ -87,18 +87,18 @@ def _checked(weights: Sequence[float], count: int) -> Sequence[float]:
     return weights or [1.0] * count
 
 
-def _config_of(source: Source) -> Config:
+def _config_of(source: OpenedWeights) -> Config:
     assert source.config is not None, "it is a checkpoint of ours"
     return source.config
 
 
-def _tensors(source: Source) -> dict[str, TensorStorageMetadata]:
+def _tensors(source: OpenedWeights) -> dict[str, TensorStorageMetadata]:
     """Return the tensors of the model in a source, by the model's names."""
     entries: dict[str, Any] = source.metadata.state_dict_metadata
     return {name.removeprefix("model."): entry for name, entry in entries.items() if name.startswith("model.")}
 
 
-def _check_same(sources: Sequence[Source]) -> None:
+def _check_same(sources: Sequence[OpenedWeights]) -> None:
     """Check that all are of the same model.
 
     Raises:

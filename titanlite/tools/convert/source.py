@@ -43,13 +43,13 @@ from titanlite.tools.convert.tokenizer_files import Generation, read_generation
 from titanlite.tools.convert.weights import check_args, find_flavor, find_source, open_reader, table_of
 
 ORIGIN = "origin.json"
-"""File of an imported checkpoint; see `Source.origin`."""
+"""File of an imported checkpoint; see `OpenedWeights.origin`."""
 SAMPLES, SAMPLE = 16, 2**18
 """Number and bytes of the parts of a file whose checksum stands for the whole."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Source:
+class OpenedWeights:
     """Weights, and the model that computes with them. Adapters are merged."""
 
     spec: ModelSpec
@@ -93,7 +93,7 @@ def open_source(
     tokenizer: str | None = None,
     model_file: str | None = None,
     average: bool = False,
-) -> Source:
+) -> OpenedWeights:
     """Open a checkpoint: its folder, the folder of a run (its newest complete checkpoint), or a URL of either.
 
     Args:
@@ -134,7 +134,7 @@ def open_source(
         name = resolved.data.tokenizer
         found, reason = _own_tokenizer(storage, name) if config is None else _load_tokenizer(name, must_exist=False)
     identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
-    return Source(
+    return OpenedWeights(
         spec=_as_trained(_model_of(resolved.model, manifest, found, where), manifest, reader.metadata),
         config=resolved,
         refused=refused,
@@ -155,7 +155,7 @@ def open_foreign(
     flavor: str | None = None,
     config: str | Path | None = None,
     tokenizer: str | None = None,
-) -> tuple[Source, Config]:
+) -> tuple[OpenedWeights, Config]:
     """Open weights of another program. Return them, and a config that has their model and their tokenizer.
 
     Args:
@@ -183,7 +183,7 @@ def open_foreign(
     generation = None
     if tokenizer is None:
         generation = read_generation(foreign.folder) if isinstance(foreign, HuggingFaceFolder) else Generation({}, {})
-    source = Source(
+    source = OpenedWeights(
         spec=spec,
         config=None if config is None else resolved,
         tokenizer=found,
@@ -256,7 +256,9 @@ def open_model(path: str, config: str | None, section: str) -> ModelWeights:
         ) from None
 
 
-def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu") -> Model:
+def load_model(
+    source: OpenedWeights, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+) -> Model:
     """Return the model with its weights, in this process alone. Memory peaks at the model and one tensor.
 
     Raises:
@@ -273,7 +275,7 @@ def load_model(source: Source, *, dtype: torch.dtype = torch.float32, device: to
     return model.eval()
 
 
-def read_tensor(source: Source, name: str) -> Tensor:
+def read_tensor(source: OpenedWeights, name: str) -> Tensor:
     """Return one tensor of the model, on the CPU.
 
     Args:
@@ -376,7 +378,7 @@ def note(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def tokenizer_of(source: Source) -> Tokenizer:
+def tokenizer_of(source: OpenedWeights) -> Tokenizer:
     """Return the tokenizer of a source, with a warning if its size is not the one that the model was made for.
 
     Raises:

@@ -13,7 +13,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.tokens import GROWING, INDEX, RecordFile, TokenStore
+from titanlite.data.tokens import GROWING, INDEX, ArrayFile, TokenStore
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.files import read_small, write_atomically
 from titanlite.runtime.signals import end_with_parent, shielding_children
@@ -109,7 +109,7 @@ class GrowingStore(TokenStore):
                 continue  # it was renamed just now
         return max(found, key=lambda it: it[1], default=None)
 
-    def open_file(self, shard: int, kind: str) -> RecordFile:
+    def open_file(self, shard: int, kind: str) -> ArrayFile:
         try:
             return super().open_file(shard, kind)
         except UserError:  # the folder has its place now

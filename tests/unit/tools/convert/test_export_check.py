@@ -18,12 +18,12 @@ from titanlite.tools.convert import check as check_module
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.export import Target, export_folder
 from titanlite.tools.convert.layout import outgoing
-from titanlite.tools.convert.source import Source, open_source
+from titanlite.tools.convert.source import OpenedWeights, open_source
 
 Change = Callable[[Entry], Entry]
 
 
-def with_table(source: Source, change: Change, **fields: object) -> Source:
+def with_table(source: OpenedWeights, change: Change, **fields: object) -> OpenedWeights:
     """The source with another table of names in its model's class."""
     right = form_of(source.spec.model_cls)
     table = Table([change(entry) for entry in right.tensors.entries])
@@ -37,7 +37,7 @@ def form_of(model_cls: type[Model]) -> HuggingFace:
     return model_cls.formats.hugging_face
 
 
-def failure(source: Source, out: Path) -> str:
+def failure(source: OpenedWeights, out: Path) -> str:
     with pytest.raises(CheckFailed) as caught:
         export_folder(source, Target(str(out)), max_shard_bytes=10**9, check=True)
     assert not out.exists()
@@ -62,7 +62,7 @@ def marked(suffixes: tuple[str, ...], **fields: bool) -> Change:
 
 
 @pytest.fixture(scope="module")
-def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Source]:
+def sources(tmp_path_factory: pytest.TempPathFactory) -> dict[str, OpenedWeights]:
     """A source of each family. Experts are square, so that one that is transposed has the right shape."""
     found = {}
     for family in OWN:
@@ -99,7 +99,7 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", MISTAKES)
-def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, Source], tmp_path: Path) -> None:
+def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, OpenedWeights], tmp_path: Path) -> None:
     family, change, reason = MISTAKES[name]
     text = failure(with_table(sources[family], change), tmp_path / "hf")
     assert text.splitlines()[1].startswith(f"  {reason}")
@@ -107,7 +107,7 @@ def test_a_mistake_of_the_table_is_named(name: str, sources: dict[str, Source], 
 
 
 @pytest.mark.long
-def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, Source], tmp_path: Path) -> None:
+def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, OpenedWeights], tmp_path: Path) -> None:
     def swapped(entry: Entry) -> Entry:
         names = {"tok_embeddings.weight": "head.output.weight", "head.output.weight": "tok_embeddings.weight"}
         return replace(entry, ours=names.get(entry.ours, entry.ours))
@@ -126,7 +126,9 @@ def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, Source], tm
 
 
 @pytest.mark.long
-def test_a_wrong_argument_of_the_config_is_found_in_its_block(sources: dict[str, Source], tmp_path: Path) -> None:
+def test_a_wrong_argument_of_the_config_is_found_in_its_block(
+    sources: dict[str, OpenedWeights], tmp_path: Path
+) -> None:
     source = sources["qwen3"]
     fields = {name: key for name, key in form_of(source.spec.model_cls).fields.items() if name != "norm_eps"}
     text = failure(
@@ -136,7 +138,7 @@ def test_a_wrong_argument_of_the_config_is_found_in_its_block(sources: dict[str,
     assert text.splitlines()[1].startswith("  layers.0.attention_norm: ")
 
 
-def test_missing_tensors_are_named(sources: dict[str, Source], tmp_path: Path) -> None:
+def test_missing_tensors_are_named(sources: dict[str, OpenedWeights], tmp_path: Path) -> None:
     def other(entry: Entry) -> Entry:
         return replace(entry, theirs=entry.theirs.replace("k_proj", "key_proj"))
 
@@ -145,7 +147,7 @@ def test_missing_tensors_are_named(sources: dict[str, Source], tmp_path: Path) -
     assert re.search(r"unexpected: .*model\.layers\.0\.self_attn\.key_proj\.weight", text)
 
 
-def test_changed_files_are_named(sources: dict[str, Source], tmp_path: Path) -> None:
+def test_changed_files_are_named(sources: dict[str, OpenedWeights], tmp_path: Path) -> None:
     """A tensor of the files that is not the checkpoint's is named before anything is computed."""
     source = sources["llama3"]
     out = tmp_path / "hf"
@@ -166,7 +168,7 @@ def test_changed_files_are_named(sources: dict[str, Source], tmp_path: Path) -> 
 
 @pytest.mark.parametrize("family", OWN)
 def test_the_command_reports_what_it_checked(
-    family: str, sources: dict[str, Source], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    family: str, sources: dict[str, OpenedWeights], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     words = ["checkpoint", "export", sources[family].where, "--out", str(tmp_path / "hf"), "--check"]
     assert cli.run([*words, "--dtype", "bfloat16", "--max-shard-size", "50KB"]) == 0
@@ -179,7 +181,7 @@ def test_the_command_reports_what_it_checked(
 
 
 def test_without_transformers_nothing_is_computed(
-    sources: dict[str, Source], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    sources: dict[str, OpenedWeights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_module, "find_spec", lambda name: None)
     done = export_folder(sources["qwen3_moe"], Target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
