@@ -110,7 +110,8 @@ def tell_sizes_of_parts() -> None:
     import torch.distributed as dist
     import torch.distributed.distributed_c10d as c10d
 
-    split, helper = dist.ProcessGroup.split_group, c10d._new_process_group_helper
+    group_cls: Any = dist.ProcessGroup
+    split, helper = group_cls.split_group, c10d._new_process_group_helper
 
     def of_split(self: Any, ranks: list[int], **options: Any) -> Any:
         os.environ["NULL_GPU_PART_RANKS"] = str(len(ranks))
@@ -120,7 +121,7 @@ def tell_sizes_of_parts() -> None:
         os.environ["NULL_GPU_PART_RANKS"] = str(size)
         return helper(size, *arguments, **options)
 
-    dist.ProcessGroup.split_group, c10d._new_process_group_helper = of_split, of_group  # pyright: ignore[reportAttributeAccessIssue]
+    group_cls.split_group, c10d._new_process_group_helper = of_split, of_group
 
 
 def measure(

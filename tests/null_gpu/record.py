@@ -109,7 +109,7 @@ def values_of(found: dict[str, Any]) -> list[str]:
     plan = found.get("plan", {})
     return [
         f"{found['allocated']:.2f}",
-        f"{plan['allocated']:.2f}" if plan else "error",
+        f"{plan['allocated']:.2f}" if plan else "none",
         f"{found['reserved']:.2f}",
         f"{plan['reserved']:.2f}" if "reserved" in plan else "none",
         f"{found['launches']:,}",

@@ -114,8 +114,16 @@ def _like_tokens(x_BNLH: Tensor, dims: int) -> Tensor:
     return x_BNLH.new_empty(B, L, N, dims).transpose(1, 2)
 
 
-_attend = torch.library.custom_op("titanlite::attend_in_tiles", forward_in_tiles, mutates_args=())
-_attend_backward = torch.library.custom_op("titanlite::attend_in_tiles_backward", backward_in_tiles, mutates_args=())
+@torch.library.custom_op("titanlite::attend_in_tiles", mutates_args=())
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return forward_in_tiles(q, k, v, mask, scale)
+
+
+@torch.library.custom_op("titanlite::attend_in_tiles_backward", mutates_args=())
+def _attend_backward(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return backward_in_tiles(gradient, q, k, v, mask, scale)
 
 
 @_attend.register_fake
