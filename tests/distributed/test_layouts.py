@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tests.support.helpers import THREE_BLOCKS, TinyRun, run_in_turn
-from tests.support.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_one, one_step, whole
+from tests.support.layouts import LAYOUTS, built, degrees, each_on_every_layout, on_one, one_step, whole, with_loss
 from titanlite.batch import IGNORE
 from titanlite.loss import token_loss
 from titanlite.metrics.run_summary import types_of
@@ -131,7 +131,7 @@ def collectives_of_a_step(rank: int, world_size: int, config: Config) -> Collect
     The loss takes 16 tokens at a time.
     """
     small_chunks = partial(token_loss, kernels=CpuKernels(chunk_bytes=4 * 259 * 16))
-    run = replace(built(rank, world_size, config), loss_function=small_chunks)
+    run = with_loss(built(rank, world_size, config), small_chunks)
     one_step(run)
     forward: Counter[str] = Counter()
     with CollectiveCounter() as counter:
