@@ -138,9 +138,8 @@ def shard(
     roots = [*model.stages] or [model]
     for root in roots:
         fully_shard(root, reshard_after_forward=reshard, **options)
-    sharded: list[FSDPModule] = [
-        each_unit for each_unit in (*(unit[0] for unit in units), *roots) if isinstance(each_unit, FSDPModule)
-    ]
+    modules = *(unit[0] for unit in units), *roots
+    sharded: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
     choose = partial(
         set_reductions,
         on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),

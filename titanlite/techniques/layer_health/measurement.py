@@ -26,7 +26,7 @@ NAMES: dict[Kind, str] = {
     "forward output": "activations",
 }
 """What is measured of each layer, and its name in records."""
-KINDS = (*NAMES.values(),)
+KINDS = tuple(NAMES.values())
 
 
 class LayerHealth(StepCapture):
@@ -59,7 +59,7 @@ class LayerHealth(StepCapture):
         self._layers = layers_of(model)
         self._sums: dict[tuple[str, str], list[Tensor]] = {}
         """What `_measure` returns of each tensor, by layer and kind."""
-        parameters = ((name, it) for name, layer in self._layers.items() for it in layer.parameters())
+        parameters = ((name, of_layer) for name, layer in self._layers.items() for of_layer in layer.parameters())
         super().__init__(self._layers.items(), parameters, read=local_tensor)
 
     def is_captured(self, step: int) -> bool:
