@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Observers of training: named hooks, so that planner, profilers and error messages need no patches of the code."""
 
 import time

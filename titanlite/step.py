@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """One optimizer step: accumulate, clip, update. Returns tensors and never waits for the device."""
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Training, top to bottom: build the parts of a run, resume, loop over optimizer steps, finish."""
 
 import gc
@@ -61,20 +62,13 @@ class Run:
     config: Config
     ranks: Ranks
     folder: RunFolder
-    mesh: DeviceMesh
-    world: dist.ProcessGroup
-    """All processes."""
-    model: Model
+    step: Step
     whole: Model
     """The uncut model; on the meta device if this rank holds only some pipeline stages."""
-    optimizer: torch.optim.Optimizer
-    step: Step
     guard: StepGuard
     samples: Samples
     micro_batches: MicroBatches
     batches: Generator[Batch, None, None]
-    accumulation: int
-    """Micro-batches in a step after training.batch_ramp."""
     validator: Validator
     checkpoints: CheckpointManager
     average: "WeightAverage | None"
@@ -88,6 +82,23 @@ class Run:
     """Is called at the start, and whenever weights have changed."""
     observers: list[StepObserver]
     """Observers of training that the config asks for."""
+
+    @property
+    def model(self) -> Model:
+        return self.step.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.step.optimizer
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.step.mesh
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches in a step after training.batch_ramp."""
+        return self.config.training.batch_split(data_parallel_rank(self.mesh)[1])[1]
 
 
 def build(
@@ -196,17 +207,12 @@ def build(
         config=config,
         ranks=ranks,
         folder=folder,
-        mesh=mesh,
-        world=world,
-        model=model,
-        whole=whole,
-        optimizer=optimizer,
         step=step,
+        whole=whole,
         guard=guard,
         samples=samples,
         micro_batches=micro_batches,
         batches=while_checking(batches, [*sources, *validation_sources], folder.data_cache, ranks),
-        accumulation=training.batch_split(data_parallel_rank(mesh)[1])[1],
         validator=validator,
         checkpoints=checkpoints,
         average=average,
@@ -465,7 +471,7 @@ def _after_step(
     config, stops = run.config, stop.is_agreed(result.stop_flags) and not last
     saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
     if saves or stops or metrics.records(step, last=last):
-        metrics.record_skipped(run.guard.check(run.world), run.micro_batches, run.samples)
+        metrics.record_skipped(run.guard.check(run.step.world), run.micro_batches, run.samples)
     if stops:
         raise stop_requests.stopped(step)
     if config.validation.enable and is_due(step, config.validation.freq, last=last):

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
 The order matters. First the dtype of the weights, and which of them are frozen, or get an adapter. Then float8. Both

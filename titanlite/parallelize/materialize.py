@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
 layout."""
 
