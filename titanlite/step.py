@@ -63,7 +63,7 @@ def is_not_finite(losses: Tensor) -> Tensor:
     return ~losses.isfinite().all()
 
 
-def ignore(phase: Phase) -> None:
+def no_observer(phase: Phase) -> None:
     """Do nothing at the beginning of a phase."""
 
 
@@ -85,7 +85,7 @@ class Step:
     state: InitVar[Mapping[str, Any]] = MappingProxyType({})
     """Its part of the checkpoint that the run resumes from; see `checkpoint_state`."""
     should_skip: Callable[[Tensor], Tensor] = is_not_finite
-    """See `StepGuard.should_skip`."""
+    """Decides before backward whether to update at all, where updates are made in backward: `StepGuard.should_skip`."""
 
     def __post_init__(self, state: Mapping[str, Any]) -> None:
         self.group = loss_group(self.mesh)
@@ -95,7 +95,7 @@ class Step:
         self.replicas = count_parameter_replicas(self.model, of_stage)
         """For each parameter, the number of ranks that hold the same shard."""
         self.duplicates = of_stage // self.group.size()
-        """Ranks that report the loss of the same tokens."""
+        """Number of ranks that report the loss of the same tokens."""
         self.max_norm = self.config.training.max_norm
         self.reduces_once = reduces_once(self.config, self.mesh)
         """Whether gradients are reduced over shards after the last micro-batch, not after each."""
@@ -106,14 +106,14 @@ class Step:
         *,
         decide: Callable[..., Tensor] = never_skip,
         stop_flag: Tensor | None = None,
-        on_phase: OnPhase = ignore,
+        on_phase: OnPhase = no_observer,
     ) -> StepResult:
         """Train on the micro-batches.
 
         Args:
             batches: tokens and labels [B, L] on the device; with a document mask also what `document_arguments` reads.
-            decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason. See
-                `StepGuard.decide`.
+            decide: (loss, grad_norm[, whether float16 has overflown]) -> 0 if the optimizer is to make its step, else
+                a skip reason; see `StepGuard.decide`.
             stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
             on_phase: is called when a phase begins.
         """
@@ -130,9 +130,9 @@ class Step:
         if self.max_norm > 0:
             clip(gradients, norm=norm, max_norm=self.max_norm)
         metrics = {**sums.metrics, **self.metrics()}
-        skip_reason = self.decide(decide, sums.cross_entropy, norm)
+        skip_reason = self.ask(decide, sums.cross_entropy, norm)
         self.update(skip=skip_reason != 0)
-        metrics |= model.end_step(skip_reason == 0)
+        metrics |= model.end_step(skip_reason == 0)  # biases of routers move, counters begin anew
         micro_losses = losses.cross_entropy
         return StepResult(
             loss=sums.cross_entropy,
@@ -160,12 +160,7 @@ class Step:
             )
             on_phase(Phase.FORWARD)
             is_last = index == len(batches) - 1
-            if len(batches) > 1 and isinstance(self.model, FSDPModule):
-                # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
-                set_reduces = (
-                    self.model.set_requires_gradient_sync if self.reduces_once else self.model.set_requires_all_reduce
-                )
-                set_reduces(is_last)
+            self.set_reduces(is_last)
             loss = checked_loss(self.model(tokens, **arguments))
             del arguments  # with the targets
             losses.append(detached(loss, valid_tokens))
@@ -181,6 +176,15 @@ class Step:
             self.after_backward(index, is_last=is_last)
         return stacked(losses)
 
+    def set_reduces(self, is_last: bool) -> None:
+        """Choose whether FSDP reduces gradients after the next backward pass."""
+        if not isinstance(self.model, FSDPModule):
+            return
+        if self.reduces_once:  # over shards and replicas, after the last micro-batch
+            self.model.set_requires_gradient_sync(is_last)
+        else:  # over shards after each micro-batch, over replicas (HSDP) after the last
+            self.model.set_requires_all_reduce(is_last)
+
     def loss_factor(self, valid_tokens: Tensor, *, micro_batches: int) -> Tensor:
         """Return the factor of a micro-batch's loss before backward: gradients must be added over ranks, which FSDP
         averages.
@@ -194,7 +198,7 @@ class Step:
         """Prepare for a backward pass of a micro-batch, whose part of the global loss is known."""
 
     def after_backward(self, micro_batch: int, *, is_last: bool) -> None:
-        """Do something with the gradients in the parameters after the backward pass of a micro-batch.
+        """Receive the gradients in the parameters after the backward pass of a micro-batch, as sums in a tree do.
 
         Args:
             micro_batch: its number in the step on this rank.
@@ -240,11 +244,11 @@ class Step:
         return summed, square, sums[len(values) :]
 
     def metrics(self) -> dict[str, Tensor]:
-        """Return what a record of the step has beside the usual metrics. Asked before `decide`."""
+        """Return what a record of the step has beside the usual metrics. Read before the decision."""
         return {}
 
-    def decide(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return the decision about the step."""
+    def ask(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return the decision about the step, 0 or a skip reason."""
         return decide(loss, grad_norm)
 
     def update(self, *, skip: Tensor) -> None:
@@ -292,9 +296,10 @@ def build_step(
 def reduces_once(config: Config, mesh: DeviceMesh) -> bool:
     """Return True if gradients are reduced over shards after the last micro-batch of a step alone.
 
-    Ranks that hold whole parameters always do that, because it takes no memory there, and FSDP would copy each gradient
-    twice a micro-batch. The sums have the same bits. In bfloat16 they would not: FSDP adds up what it has not reduced
-    in the dtype of the reduction, and what it has reduced in that of the parameters.
+    `parallelism.fsdp_reduce_gradients` asks for it. Ranks that hold whole parameters do it too, because it takes no
+    memory there, and FSDP would copy each gradient twice a micro-batch; but not where the sums would have other bits
+    (FSDP adds up unreduced gradients in the dtype of the reduction, and reduced ones in that of the parameters), nor
+    with reproducible layouts, nor with parameters on the host.
     """
     training = config.training
     if config.parallelism.fsdp_reduce_gradients == "last":

@@ -66,16 +66,17 @@ class Setup:
     kernels: Kernels
     folder: RunFolder
     techniques: Parts
+    phase: CurrentPhase
 
 
 @dataclass(frozen=True, kw_only=True)
-class Student:
-    """The model that is trained, with what its weights change in."""
+class Trained:
+    """The model that is trained, its optimizer, and what follows its weights."""
 
     model: Model
     """Parallelized, with memory and initial values."""
-    whole: Model
-    """The uncut model; on the meta device if this rank holds only some pipeline stages."""
+    all_stages: Model
+    """The same object; with a pipeline, the model with the stages of all ranks, on the meta device."""
     optimizer: torch.optim.Optimizer
     average: "WeightAverage | None"
     after_update: Callable[[], None]
@@ -89,7 +90,7 @@ class Run:
     config: Config
     ranks: Ranks
     folder: RunFolder
-    student: Student
+    trained: Trained
     step: Step
     guard: StepGuard
     samples: Samples
@@ -108,11 +109,11 @@ class Run:
 
     @property
     def model(self) -> Model:
-        return self.student.model
+        return self.trained.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self.student.optimizer
+        return self.trained.optimizer
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -145,14 +146,14 @@ def build(
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
     """
     phase = phase or PhaseTimeouts(config.comm)
-    setup = set_up(config, resolved, ranks=ranks, device=device)
+    setup = set_up(config, resolved, ranks=ranks, device=device, phase=phase)
     phase.phase(Phase.DATA_PREPARATION)
     samples, validation_sources = build_data(setup, prepare_text)
     sources = [*samples.sources, *validation_sources]
     phase.phase(Phase.MODEL)
-    student = build_student(setup, phase)
+    trained = build_trained(setup)
     phase.phase(Phase.CHECKPOINT_LOAD)
-    checkpoints = build_checkpoints(setup, student, samples, open_weights)
+    checkpoints = build_checkpoints(setup, trained, samples, open_weights)
     progress = checkpoints.load(has_saved=setup.folder.has_saved)
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
@@ -161,16 +162,16 @@ def build(
         device=device, mesh=setup.mesh,
     )  # fmt: skip
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
-    step = build_training_step(setup, student, guard, progress)
+    step = build_training_step(setup, trained, guard, progress)
     micro_batches, batches = build_batches(setup, samples, progress)
     limit = samples.limit(config.training.epochs) if config.training.epochs else None
     steps = count_steps(config.training, step=progress.step, samples=progress.samples_seen, limit=limit)
-    metrics = build_metrics(setup, student, progress, steps=steps, phase=phase)
+    metrics = build_metrics(setup, trained, progress, steps=steps)
     return Run(
         config=config,
         ranks=ranks,
         folder=setup.folder,
-        student=student,
+        trained=trained,
         step=step,
         guard=guard,
         samples=samples,
@@ -186,7 +187,9 @@ def build(
     )
 
 
-def set_up(config: Config, resolved: "ResolvedConfig", *, ranks: Ranks, device: torch.device) -> Setup:
+def set_up(
+    config: Config, resolved: "ResolvedConfig", *, ranks: Ranks, device: torch.device, phase: CurrentPhase
+) -> Setup:
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
     backend = config.training.attention_backend
@@ -200,6 +203,7 @@ def set_up(config: Config, resolved: "ResolvedConfig", *, ranks: Ranks, device: 
         kernels=pick_kernels(device, compiles=config.compile.enable, attention_backend=backend),
         folder=folder,
         techniques=parts_of(config, mesh, folder.path),
+        phase=phase,
     )
 
 
@@ -224,25 +228,25 @@ def build_data(setup: Setup, prepare_text: PrepareText | None) -> tuple[Samples,
     return samples, validation_sources
 
 
-def build_student(setup: Setup, phase: CurrentPhase) -> Student:
+def build_trained(setup: Setup) -> Trained:
     """Build the model on the meta device, parallelize it, give it memory and values, and build its optimizer."""
     config, memory, on_host = setup.config, setup.techniques.memory, "parameters" in places(setup.config)
     model = setup.resolved.model.build()
-    phase.phase(Phase.SHARDING)
+    setup.phase.phase(Phase.SHARDING)
     parallelize(model, config, mesh=setup.mesh, kernels=setup.kernels)
-    whole = model
+    all_stages = model
     if model.stages:
-        whole = setup.resolved.model.build()
-        choose_trained(whole, config)
+        all_stages = setup.resolved.model.build()
+        choose_trained(all_stages, config)
     dtype, seed = DTYPES[config.training.dtype], config.debug.seed
     materialize(model, device=setup.device, dtype=dtype, seed=seed, on_host=on_host, memory=memory)
-    phase.phase(Phase.OPTIMIZER)
+    setup.phase.phase(Phase.OPTIMIZER)
     fused = (setup.device.type == "cuda" and not on_host) or not config.debug.reproducible_layouts
     optimizer = build_optimizer(model, config.optimizer, seed=seed, memory=memory, fused=fused)
     after_update, average = setup.techniques.after_update(model), setup.techniques.average
-    return Student(
+    return Trained(
         model=model,
-        whole=whole,
+        all_stages=all_stages,
         optimizer=optimizer,
         average=average(model, memory, after_update) if average else None,
         after_update=after_update,
@@ -250,7 +254,7 @@ def build_student(setup: Setup, phase: CurrentPhase) -> Student:
 
 
 def build_checkpoints(
-    setup: Setup, student: Student, samples: Samples, open_weights: OpenWeights | None
+    setup: Setup, trained: Trained, samples: Samples, open_weights: OpenWeights | None
 ) -> CheckpointManager:
     config, resolved, folder, memory = setup.config, setup.resolved, setup.folder, setup.techniques.memory
     spec, allow_changes = resolved.model, config.checkpoint.allow_changes
@@ -262,9 +266,9 @@ def build_checkpoints(
     return CheckpointManager(
         config.checkpoint,
         storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
-        model=student.model,
-        optimizer=student.optimizer,
-        average=student.average.tensors if student.average else None,
+        model=trained.model,
+        optimizer=trained.optimizer,
+        average=trained.average.tensors if trained.average else None,
         mesh=setup.mesh,
         device=setup.device,
         settings=settings,
@@ -276,7 +280,7 @@ def build_checkpoints(
     )
 
 
-def build_training_step(setup: Setup, student: Student, guard: StepGuard, progress: Progress) -> Step:
+def build_training_step(setup: Setup, trained: Trained, guard: StepGuard, progress: Progress) -> Step:
     """Build the step, and the model of its targets."""
     config, targets = setup.config, setup.resolved.targets
     if targets:
@@ -286,8 +290,8 @@ def build_training_step(setup: Setup, student: Student, guard: StepGuard, progre
         targets.use(frozen)
     return build_step(
         config,
-        student.model,
-        student.optimizer,
+        trained.model,
+        trained.optimizer,
         mesh=setup.mesh,
         kernels=setup.kernels,
         parts=setup.techniques,
@@ -340,11 +344,9 @@ def build_validator(setup: Setup, sources: list[Source]) -> Validator:
     )
 
 
-def build_metrics(
-    setup: Setup, student: Student, progress: Progress, *, steps: int, phase: CurrentPhase
-) -> MetricsRecorder:
+def build_metrics(setup: Setup, trained: Trained, progress: Progress, *, steps: int) -> MetricsRecorder:
     training, targets = setup.config.training, setup.resolved.targets
-    models = [student.whole, targets.frozen] if targets else [student.whole]
+    models = [trained.all_stages, targets.frozen] if targets else [trained.all_stages]
     return MetricsRecorder(
         setup.config.metrics,
         folder=setup.folder,
@@ -356,7 +358,7 @@ def build_metrics(
         device=setup.device,
         compute_type=training.mixed_precision_param,
         group=world_group(setup.mesh),
-        phase=phase,
+        phase=setup.phase,
     )
 
 
@@ -400,7 +402,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     """Train from the run's progress to its last step.
 
     Args:
-        stop_requests: asked in every step.
+        stop_requests: signals that ask to stop. The run asks for them at every step.
 
     Returns:
         why the run stopped before its last step; None if it did not.
@@ -408,7 +410,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     report_start(
         run.config,
         model=run.model,
-        whole=run.student.whole,
+        whole=run.trained.all_stages,
         optimizer=run.optimizer,
         mesh=run.mesh,
         samples=run.samples,
@@ -418,11 +420,14 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     )
     try:
         _loop(run, stop_requests or StopRequests())
-    except (StoppedBySignal, StoppedByGuard) as stopped:
+    except StoppedBySignal as stopped:
         run.phase.phase(Phase.CHECKPOINT)
-        if isinstance(stopped, StoppedByGuard):
-            run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
-        if not (isinstance(stopped, StoppedByGuard) and stopped.in_part):
+        run.checkpoints.save_if_newer(_progress(run, stopped.taken))
+        return stopped
+    except StoppedByGuard as stopped:
+        run.phase.phase(Phase.CHECKPOINT)
+        run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
+        if not stopped.in_part:  # else some parameters have the values of a step that others have not made
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     run.phase.phase(Phase.END)
@@ -431,7 +436,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
-    run.student.after_update()
+    run.trained.after_update()
     metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
@@ -443,10 +448,10 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         lr = _learning_rate(run, step)
         set_learning_rate(run.optimizer, lr)
         result = run.step(batches, decide=run.guard.decide, stop_flag=stop.flag(), on_phase=observer.phase)
-        if average := run.student.average:
+        if average := run.trained.average:
             average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)
-        run.student.after_update()
+        run.trained.after_update()
         if step == run.progress.step + 1:
             freeze_garbage_collector()
         _after_step(run, step, result, lr=lr, stop=stop, stop_requests=stop_requests, observer=observer)
@@ -472,10 +477,12 @@ def _after_step(
     metrics.end_step(step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last)
     metrics.record_saves(checkpoints.watch())
     run.guard.remember(step, result)
-    config, stops = run.config, stop.is_agreed(result.stop_flags) and not last
+    is_agreed = stop.is_agreed(result.stop_flags)  # asked by every rank at every step; on a GPU of the step before
+    config, stops = run.config, is_agreed and not last
     saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
     if saves or stops or metrics.records(step, last=last):
-        metrics.record_skipped(run.guard.check(run.step.world), run.micro_batches, run.samples)
+        skipped = run.guard.check(run.step.world)  # waits for the device, and raises StoppedByGuard
+        metrics.record_skipped(skipped, run.micro_batches, run.samples)
     if stops:
         raise stop_requests.stopped(step)
     if config.validation.enable and is_due(step, config.validation.freq, last=last):
@@ -486,8 +493,8 @@ def _after_step(
                 return validator.run(run.model, stops=stop.is_asked if not last else None)
 
             if record := measure():
-                checkpoints.wait_until_staged()
-                average = run.student.average
+                checkpoints.wait_until_staged()  # the average takes the place of the weights
+                average = run.trained.average
                 record |= average.measured(measure) if average else {}
                 metrics.record_validation(step, record)
     if saves:
@@ -511,7 +518,7 @@ def _samples_seen(run: Run, step: int) -> int:
 
 
 def _progress(run: Run, step: int) -> Progress:
-    """Return the progress at the end of a step of this start."""
+    """Return the progress at the end of a step."""
     samples = _samples_seen(run, step)
     return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.step.checkpoint_state())
 

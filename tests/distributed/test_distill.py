@@ -22,7 +22,7 @@ from titanlite.models.base import unique_parameters
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.step import count_valid_tokens, ignore
+from titanlite.step import count_valid_tokens, no_observer
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_model, open_source
@@ -140,7 +140,7 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(
     batches = list(islice(run.batches, 2))
     run.batches.close()
     batches[0]["labels"][:3, 5:] = IGNORE
-    run.step.accumulate(batches, ignore)
+    run.step.accumulate(batches, no_observer)
     student, teacher = (load_model(open_source(path)) for path in paths)
     tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
     with torch.no_grad():
@@ -185,7 +185,7 @@ def test_the_teacher_computes_what_its_model_does(with_teacher: tuple[TinyRun, s
     batch = next(run.batches)
     run.batches.close()
     assert run.step.targets
-    output = run.step.targets(batch, ignore)["teacher"]
+    output = run.step.targets(batch, no_observer)["teacher"]
     with output.teacher.head_weight() as weight, torch.no_grad():
         logits = output.hidden_BLD @ weight.t()
         expected = load_model(open_source(str(config.teacher.path)))(batch["tokens"], **document_arguments(batch))

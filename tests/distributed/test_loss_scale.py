@@ -47,7 +47,7 @@ def skip_reasons(scale: Any, guard: StepGuard, norms: list[float], *, loss: floa
     found = []
     for step, norm in enumerate(norms, 1):
         pair = torch.tensor(loss), torch.tensor(norm)
-        skip_reason = scale.decide(guard.decide, *pair)
+        skip_reason = scale.ask(guard.decide, *pair)
         found.append(int(skip_reason))
         guard.remember(step, StepResult(pair[0], torch.zeros(()), pair[1], skip_reason, pair[0][None], pair[1]))
     return found

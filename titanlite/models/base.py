@@ -95,7 +95,7 @@ class ExpertLayer(nn.Module):
     """Factor for stacks without a hidden dim, since outputs of the ranks that split the others are summed. Tensor
     parallelism sets it."""
     exchange: TokenExchange | None = None
-    """None: this process has all experts. `parallelize.expert` sets it."""
+    """None: this process has all experts. `techniques.expert` sets it."""
 
     def send(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> Any:
         """Begin to send tokens to their experts. Return an argument for `receive`.

@@ -46,7 +46,7 @@ an option that the check reads has a known problem, the result is None."""
 
 
 class Claim(StrEnum):
-    """What one technique at most can do in a run."""
+    """What at most one technique may do in a run."""
 
     LAYERS = "changes the linear layers"
     MATMULS = "computes matmuls in a format of its own"
@@ -93,7 +93,7 @@ class Parts:
     """Class of the optimizer step. A technique that has one has the claim `Claim.GRADIENTS`."""
     memory: "StateMemory | None" = None
     """Memory of parameters and moments that PyTorch's allocator does not give. A technique that has one has the claim
-    `Claim.UPDATE`."""
+    `Claim.UPDATE`, because the optimizer then updates slice by slice."""
     average: "Callable[[Model, StateMemory | None, Callable[[], None]], WeightAverage] | None" = None
     """(parallelized model with memory, memory, what must be called when weights have changed) -> the average of weights
     that checkpoints keep and validation measures."""
@@ -125,7 +125,7 @@ def reads_of(hook: Callable[..., Any]) -> tuple[str, ...]:
 
 
 class Technique:
-    """A technique; see above. Its methods are asked for configs that set one of its options."""
+    """A technique. Its methods are called for configs that set one of its options."""
 
     option: ClassVar[str]
     """Dotted key under which problems are reported that name no other."""
@@ -182,7 +182,7 @@ class Technique:
         """
 
     def resume_settings(self, config: Config) -> dict[str, Any]:
-        """Return settings that must match when a run resumes, by key: with another value it were another experiment."""
+        """Return settings that must match when a run resumes, by key, because another value makes another experiment."""
         return {}
 
     def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:

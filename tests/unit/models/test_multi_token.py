@@ -28,7 +28,7 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schema import Distill
-from titanlite.step import ignore, model_arguments
+from titanlite.step import model_arguments, no_observer
 from titanlite.techniques.context.sequences import split_batch
 from titanlite.techniques.distill.divergence import distilled_loss
 from titanlite.tools.convert.generation import Generator, Sampler
@@ -155,7 +155,7 @@ def test_a_teacher_teaches_the_next_token_alone() -> None:
     for loss, targets in ((token_loss, None), (taught, Taught())):
         model = predicting()
         optimizer = torch.optim.SGD(model.parameters())
-        losses = plain_step(model, optimizer, loss_function=loss, targets=targets).accumulate([batch], ignore)
+        losses = plain_step(model, optimizer, loss_function=loss, targets=targets).accumulate([batch], no_observer)
         totals, metrics = losses.total, losses.metrics
         found.append((metrics["multi_token_loss"], model.layers[-1].get_submodule("join").weight.grad, totals))
     (alone, gradient, total), (further, its_gradient, its_total) = found

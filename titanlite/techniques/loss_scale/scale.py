@@ -50,7 +50,7 @@ class ScaledStep(Step):
     def metrics(self) -> dict[str, Tensor]:
         return {"loss_scale": self.scale}
 
-    def decide(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
+    def ask(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
         """Decide, and end the step. One that is skipped for another reason than the scale changes nothing."""
         skip_reason = decide(loss, grad_norm, loss.isfinite() & ~grad_norm.isfinite() & (self.scale > 1))
         overflows = skip_reason == SkipReason.OVERFLOW
