@@ -9,7 +9,11 @@ import pytest
 
 PAGES = [
     *Path().glob("*.md"),
-    *(page for folder in ("docs", "examples", "benchmarks", "tests", ".github") for page in sorted(Path(folder).rglob("*.md"))),
+    *(
+        page
+        for folder in ("docs", "examples", "benchmarks", "tests", ".github")
+        for page in sorted(Path(folder).rglob("*.md"))
+    ),
 ]
 FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 CODE = re.compile(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
