@@ -153,7 +153,7 @@ def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
                 return part | {key: value for key, value in never.items() if key in part}
             case {"type": "Sequence"}:
                 lists = {key: value for key, value in part.items() if isinstance(value, list)}
-                return part | {key: [it for it in value if it is not None] for key, value in lists.items()}
+                return part | {key: [member for member in value if member is not None] for key, value in lists.items()}
         return part
 
     changing = {key: spec[key] for key in ("normalizer", "pre_tokenizer") if key in spec}
@@ -163,7 +163,7 @@ def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
 def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
     parts: list[dict[str, Any]] = []
     json.loads(
-        json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")]), object_hook=lambda it: parts.append(it) or it
+        json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")]), object_hook=lambda obj: parts.append(obj) or obj
     )
     kinds, spaces = {part.get("type") for part in parts}, []
     for part in parts:

@@ -107,7 +107,7 @@ class GrowingStore(TokenStore):
                     found.append((path.parent, sum(shard["tokens"] for shard in index["shards"]), index))
             except (OSError, ValueError, KeyError, TypeError):
                 continue  # it was renamed just now
-        return max(found, key=lambda it: it[1], default=None)
+        return max(found, key=lambda candidate: candidate[1], default=None)
 
     def open_file(self, shard: int, kind: str) -> ArrayFile:
         try:

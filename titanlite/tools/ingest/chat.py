@@ -144,7 +144,7 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise Wrong(f"chat message {number} is not an object with role and content")
         names = SHARE_GPT if message.get("role") is None else {}
-        message = {names.get(key, key): it for key, it in message.items() if it is not None}  # as transformers
+        message = {names.get(key, key): value for key, value in message.items() if value is not None}  # as transformers
         if not isinstance(role := message.get("role"), str):
             raise Wrong(f"chat message {number} has no role")
         messages.append({**message, "role": ROLES.get(role, role) if names else role})

@@ -125,8 +125,8 @@ def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
 def _without_nulls(value: Any) -> Any:
     """Return a value of a table without the keys whose value is null: Arrow gives all objects of a column each key."""
     if isinstance(value, dict):
-        return {key: _without_nulls(it) for key, it in value.items() if it is not None}
-    return [_without_nulls(it) for it in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _segments(value: Any, text_field: str) -> list[Segment]:

@@ -202,8 +202,8 @@ def _read_parquet(file: File, text_field: str, chunk_bytes: int) -> Iterator[tup
         for group in range(table.num_row_groups):
             about = table.metadata.row_group(group)
             columns = [about.column(i) for i in range(about.num_columns)]
-            mine = [it for it in columns if it.path_in_schema.partition(".")[0] in names]
-            size = _batch_rows(chunk_bytes, sum(it.total_uncompressed_size for it in mine), about.num_rows)
+            mine = [column for column in columns if column.path_in_schema.partition(".")[0] in names]
+            size = _batch_rows(chunk_bytes, sum(column.total_uncompressed_size for column in mine), about.num_rows)
             for batch in table.iter_batches(size, row_groups=[group], columns=names, use_threads=False):
                 row += batch.num_rows
                 yield batch, file.size * row // table.metadata.num_rows

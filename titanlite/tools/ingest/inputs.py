@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_VALIDATION = 16
 """Each file whose number is a multiple of this is for validation."""
-KINDS = {suffix: kind for kind, it in FORMATS.items() for suffix in it.suffixes}
+KINDS = {suffix: kind for kind, file_format in FORMATS.items() for suffix in file_format.suffixes}
 
 
 def local_folder(name: str) -> Path:

@@ -307,7 +307,7 @@ def _write(task: _Task) -> None:
                 rate = made / (time.monotonic() - started)
                 advance(chunk.done - read, f"tokenizing: {made:,} tokens, {rate:,.0f}/s")
                 read = chunk.done
-        notes |= {total: sum(it[name] for it in notes["inputs"]) for name, total in COUNTS.items()}
+        notes |= {total: sum(entry[name] for entry in notes["inputs"]) for name, total in COUNTS.items()}
         if writer.tokens == 0:
             raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {_left_out(notes)}")
     seconds = time.monotonic() - started
@@ -323,9 +323,9 @@ def report_lines(notes: dict[str, Any]) -> list[str]:
     """Return lines on the inputs in an index, and on what was left out."""
     inputs = notes["inputs"]
     lines = [
-        f"{it['path']}: {it['files']:,} files, {it['documents']:,} documents, {it['tokens']:,} tokens, "
-        f"{it['bytes']:,} bytes"
-        for it in inputs[:MOST_INPUTS]
+        f"{entry['path']}: {entry['files']:,} files, {entry['documents']:,} documents, {entry['tokens']:,} tokens, "
+        f"{entry['bytes']:,} bytes"
+        for entry in inputs[:MOST_INPUTS]
     ]
     if len(inputs) > MOST_INPUTS:
         lines.append(f"and {len(inputs) - MOST_INPUTS:,} more inputs, which the index lists")

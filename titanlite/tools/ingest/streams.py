@@ -105,8 +105,8 @@ def state_of(path: str) -> tuple[int, int | str]:
     if "://" in path:
         [state] = states_at(path).values()
         return state
-    stats = [os.stat(it) for it in (os.scandir(path) if os.path.isdir(path) else [path])]
-    return sum(it.st_size for it in stats), max(it.st_mtime_ns for it in stats)
+    stats = [os.stat(file) for file in (os.scandir(path) if os.path.isdir(path) else [path])]
+    return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
 
 
 def states_at(url: str) -> dict[str, tuple[int, str]]:

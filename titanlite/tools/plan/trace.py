@@ -88,15 +88,15 @@ def trace_step(
             for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
                 recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
             phases = ExitStack()
-            for prefix, it in models.items():
-                observe_fsdp(it, recorder, prefix=prefix)
-                phases.enter_context(_forward_phases(it, recorder, prefix=prefix))
+            for prefix, network in models.items():
+                observe_fsdp(network, recorder, prefix=prefix)
+                phases.enter_context(_forward_phases(network, recorder, prefix=prefix))
             with recorder, phases:
-                for prefix, it in models.items():
+                for prefix, network in models.items():
                     with recorder.category("other"):
-                        allocate(it, torch.device("cpu"), torch.device("cpu"))
+                        allocate(network, torch.device("cpu"), torch.device("cpu"))
                     category = targets.frozen.section if targets and prefix else "parameters"
-                    recorder.label((p for _, p in unique_parameters(it)), category)
+                    recorder.label((p for _, p in unique_parameters(network)), category)
                 optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
                 after_update = recorder.during("other", parts.after_update(model))
                 with recorder.category("other"):
@@ -114,8 +114,8 @@ def trace_step(
                 step.loss_function = recorder.during("logits", step.loss_function)
                 untraced = step.partial_sums(accumulation) - step.partial_sums(len(batches))
                 with recorder.category("reduce-scatter"):
-                    parts = [local_tensor(it) for it in _trained(optimizer)]
-                    waiting = [torch.empty_like(it) for it in parts for _ in range(untraced)]
+                    parts = [local_tensor(parameter) for parameter in _trained(optimizer)]
+                    waiting = [torch.empty_like(part) for part in parts for _ in range(untraced)]
                 recorder.unit("step")
                 after_update()  # of the step before
                 step(batches, on_phase=recorder.phase)
@@ -145,8 +145,8 @@ def parallelized(
 
 def _groups_of_parameters(model: Model) -> dict[str, dist.ProcessGroup]:
     """Return the process groups of the axes that parameters know, by name. Those of experts are no axes of the mesh."""
-    meshes = {it.device_mesh for it in model.parameters() if isinstance(it, DTensor)}
-    return {axis: it.get_group(axis) for it in meshes for axis in it.mesh_dim_names or ()}
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    return {axis: mesh.get_group(axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()}
 
 
 def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.optim.Optimizer:
