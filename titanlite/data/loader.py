@@ -105,12 +105,12 @@ def build_loader(
     if context:
         context.set_forkserver_preload([__name__])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 on torch 2.13
+        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 warns so on torch 2.13
         loader = StatefulDataLoader(
             samples,
             batch_sampler=batches,
             num_workers=num_workers,
-            snapshot_every_n_steps=0,  # never: no state of a worker is used, the position is a number of samples
+            snapshot_every_n_steps=0,  # workers have no state: the position is a number of samples
             multiprocessing_context=context,
             collate_fn=_as_is,
             worker_init_fn=_start_worker,
@@ -118,11 +118,11 @@ def build_loader(
             generator=torch.Generator().manual_seed(0),
         )
     with shielding_children():
-        read_ahead = iter(loader)  # starts the workers
+        read_ahead = iter(loader)  # this starts the workers
     try:
         for batch in read_ahead:
             yield split(to_device(batch, device))
-    except (UserError, OSError) as error:  # a worker's has its traceback
+    except (UserError, OSError) as error:  # the text of a worker's error has its traceback
         kind = UserError if isinstance(error, UserError) else OSError
         raise kind(re.sub(r"^[\w.]+Error: ", "", str(error).rstrip().splitlines()[-1])) from None
     finally:

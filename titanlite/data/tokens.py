@@ -153,7 +153,7 @@ class TokenStore:
     is_complete = True
 
     def __init__(self, folder: Path) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1 if there is no limit
         self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self.open_file)
         self._read_folder(folder)
 

@@ -50,10 +50,10 @@ class HuggingFaceTokenizer:
             later = FastTokenizer.from_str(json.dumps(without_prefix)) if without_prefix != spec else first
         except UserError:
             raise
-        except Exception as error:  # the library has no class of its own for what is wrong with a file
+        except Exception as error:  # tokenizers raises plain Exception for a wrong file
             raise UserError(f"data.tokenizer: {path} is not a tokenizer.json of Hugging Face: {error}") from None
         for tokenizer in (first, later):
-            tokenizer.encode_special_tokens = True  # that is: as plain text
+            tokenizer.encode_special_tokens = True  # names of special tokens are plain text
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._first, self._later = first, later
@@ -131,7 +131,7 @@ def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str])
             found = vocab.get(token)
         elif f"{key}_id" in about:
             token = about[f"{key}_id"]
-            token = token[0] if isinstance(token, list) else token  # the first is the one that training used
+            token = token[0] if isinstance(token, list) else token  # training used the first of them
             found = token if token in vocab.values() else None
         else:
             continue

@@ -48,7 +48,7 @@ def check_folder(source: OpenedWeights, folder: Path, tensors: Sequence[Outgoing
     tokens = check_tokens(source)
     names: dict[str, str] = {}
     for tensor in tensors:
-        names.setdefault(tensor.ours, tensor.name)  # of the first expert
+        names.setdefault(tensor.ours, tensor.name)  # experts of a stack have one name: keep that of the first
     theirs = _of_transformers(folder, tokens, names)
     worst = compare(_of_model(source, tokens, tensors), theirs, names)
     return f"{same}; transformers computes the same on {tokens.numel()} tokens, {worst}"

@@ -157,7 +157,7 @@ def _section(
     names = [source.title for source in own]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--data: two sources are called {twice}: name one, as --data NAME=PATH")
-    of_name = {name: field for name, _, field in (text.rpartition("=") for text in fields)}  # "": of all
+    of_name = {name: field for name, _, field in (text.rpartition("=") for text in fields)}  # "" is all sources
     if other := next((name for name in of_name if name not in ("", *names)), None):
         raise UserError(f"--text-field: no source is called {other}{did_you_mean(other, names)}")
     found = [{"text_field": of_name.get(source.title) or of_name.get("") or source.text_field} for source in own]

@@ -129,7 +129,7 @@ class Generator:
         more: dict[str, Any] = {} if documents is None else {"documents": documents}
         with sdpa_kernel(BACKENDS):
             logits_V = self.model(tokens_BL, loss=self._last_logits, **more)
-        if not logits_V.max().isfinite():  # some may be -inf, of tokens that the model excludes
+        if not logits_V.max().isfinite():  # the model may exclude tokens by logits of -inf
             raise RunError(NOT_FINITE)
         return logits_V
 

@@ -131,7 +131,7 @@ class ChatReader:
         starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
         mask = np.zeros(len(encoding.ids), dtype=np.bool_)
         for begin, end in spans:
-            mask |= (starts < end) & (begin < ends)  # as transformers 5: a token counts if it shares a character
+            mask |= (starts < end) & (begin < ends)  # as in transformers 5, one shared character counts
         return ChatDocument(np.array(encoding.ids, dtype=np.uint32), mask, size)
 
 
@@ -172,7 +172,7 @@ def _segments(text: str, spans: list[Sequence[int]]) -> Iterator[Segment]:
     """
     at = 0
     for begin, end in spans:
-        begin, end = max(begin, at), max(end, at)  # answers that a template writes within another one
+        begin, end = max(begin, at), max(end, at)  # a template may write an answer within another one
         for start, stop, counts in ((at, begin, False), (begin, end, True)):
             if start < stop:
                 yield text[start:stop], counts

@@ -93,7 +93,7 @@ def _values(part: Part) -> Iterator[tuple[int, Any]]:
             try:
                 rows = table.to_pylist()
             except UnicodeDecodeError:
-                rows = [table.slice(row, 1) for row in range(len(table))]  # one by one, to see which
+                rows = [table.slice(row, 1) for row in range(len(table))]  # find the damaged row
             yield from enumerate(rows, start=part.first)
         case _:
             yield 0, part.data

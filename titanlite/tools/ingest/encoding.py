@@ -92,7 +92,7 @@ class Encoder:
             if part.kind == "binary":
                 count["left_out"] += 1
                 continue
-            for document in list(self._read(part)):  # 5 % faster than in turns
+            for document in list(self._read(part)):  # reading all first is 5 % faster than in turns
                 if isinstance(document, Bad):
                     count["errors"] += 1
                     out.errors.append(str(document))
@@ -223,7 +223,7 @@ def encode_chunks(
             yield done, result.result()
     finally:
         for process in started:
-            process.kill()  # what it still has at hand is of no use
+            process.kill()  # its remaining work is of no use
         threads.shutdown(cancel_futures=True)
         for process in started:
             process.join()
@@ -236,7 +236,7 @@ def _start(started: list[SpawnProcess], encoder: Encoder) -> Connection:
     process = context.Process(target=_work, args=(there, encoder.tokenizer.name, encoder.options))
     with shielding_children():
         process.start()
-    there.close()  # the process holds the only one: its end is the end of the pipe
+    there.close()  # only the process holds this end, so the pipe ends with it
     started.append(process)
     return here
 

@@ -109,12 +109,12 @@ def _read_text(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
             return
         data, begins, ends = data.removeprefix(codecs.BOM_UTF8), True, False
         while not ends:
-            more = chunk_bytes + PIECE_BYTES + 1 - len(data)  # enough for `cut`, also at the last place
+            more = chunk_bytes + PIECE_BYTES + 1 - len(data)  # `cut` looks so far beyond the last place
             data += stream.read(max(more, 0))
             end = 0
             while end < min(chunk_bytes, len(data)):
                 end = cut(data, end)
-            ends = end == len(data)  # then the stream has ended too
+            ends = end == len(data)  # if all data is cut, the stream has ended as well
             yield Part(file.source, file.path, "text", data[:end], begins=begins, ends=ends), stream.done
             data, begins = data[end:], False
 
@@ -260,9 +260,9 @@ def open_dataset(path: str) -> Any:
     try:
         if not path.startswith(HUGGING_FACE):
             return datasets.load_from_disk(path)
-        name, *rest = re.split(r":(?![^\[]*\])", path.removeprefix(HUGGING_FACE))  # test[:10%] is a split
+        name, *rest = re.split(r":(?![^\[]*\])", path.removeprefix(HUGGING_FACE))  # test[:10%] may follow
         return datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
-    except Exception as error:  # of a hub, a network, a file: each has its own
+    except Exception as error:  # hubs, networks and files have errors of their own
         raise UserError(f"{path} cannot be loaded: {error}") from None
 
 
@@ -287,8 +287,8 @@ def _read_tar(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
     extensions: set[str] = set()
     damage = ""
     with Stream(file.path, file.packing) as stream:
-        try:  # by single blocks, so that what follows the last one is left in the stream
-            fileobj: Any = stream  # of which only `read` is called
+        try:  # tarfile reads single blocks, so that what follows the last one stays in the stream
+            fileobj: Any = stream  # tarfile calls only `read`
             with tarfile.open(fileobj=fileobj, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:
                 members = (member for member in archive if member.isfile())
                 for _key, sample in groupby(members, key=lambda member: _sample_name(member.name)[0]):
@@ -335,7 +335,7 @@ def _documents(function: Callable[[str, str], Iterable[Any]]) -> Reader:
                 data = json.dumps(row, default=str).encode()
                 done = min(done + len(data), file.size)
                 yield Part(file.source, f"{file.path}: document {number}", "json", data), done
-        except Exception as error:  # of a user's code or of a package: each has its own
+        except Exception as error:  # the user's code and packages have errors of their own
             why = f"{describe_error(error)}; what follows cannot be read"
             yield bad(file, why, f": document {number + 1}"), file.size
 

@@ -66,7 +66,7 @@ class _Task:
     @cached_property
     def key(self) -> str:
         """Hash of all that the tokens depend on. `on_error` is left out: it matters only after an error."""
-        real = lru_cache(os.path.realpath)  # of folders, since there can be a million files
+        real = lru_cache(os.path.realpath)  # only folders are resolved, since there can be a million files
         files = [
             (path if "://" in path else os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
             for path, *about, _ in self.files
@@ -92,7 +92,7 @@ def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cach
     task = replace(task, folder=cache_folder / task.key, is_cache=True)
     if data.prepare == "background":
         if (task.folder / INDEX).is_file():
-            _made(task)  # again, if it is damaged
+            _made(task)  # this makes a damaged folder again
         work = partial(
             _prepare_again, paths, data.model_copy(update={"prepare": "before"}), tokenizer.name, cache_folder
         )
@@ -223,7 +223,7 @@ def _made(task: _Task) -> TokenStore:
     except KeyboardInterrupt:
         task.report("stopped: finished shards are kept, and the same command resumes")
         raise
-    except OSError as error:  # of writing: what reading raises is of the documents
+    except OSError as error:  # errors of reading are counted with the documents, so this one is of writing
         raise RunError(
             f"{task.folder} cannot be written: {error}; finished shards are kept, and the same command resumes"
         ) from error

@@ -66,7 +66,7 @@ class Stream:
                 found.append(data)
                 count -= len(data)
         except (OSError, EOFError, zlib.error) as error:
-            if isinstance(error, OSError) and error.errno:  # of the disk
+            if isinstance(error, OSError) and error.errno:  # an error of the disk has a number
                 raise
             self.damage = str(error)
         return b"".join(found)

@@ -148,7 +148,7 @@ class TokenWriter:
         write_atomically(self._staging / INDEX, json.dumps(index, indent=1))
         publish(self._staging, self.folder, last=INDEX)
         for name in (PROGRESS, GROWING):
-            (self.folder / name).unlink(missing_ok=True)  # wanted until here
+            (self.folder / name).unlink(missing_ok=True)  # a resume needs these files until here
 
 
 class _Shard:

@@ -270,7 +270,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     few = front + edge + (depth - front - edge) % period
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
-    groups = config.parallelism.fsdp_min_unit_params > 0  # some blocks gather, others do not
+    groups = config.parallelism.fsdp_min_unit_params > 0  # only some blocks gather parameters
     if not whole and not groups and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
@@ -410,7 +410,7 @@ def can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
     args: Any = spec.args
     try:
         smaller = trained_model(spec._replace(args=replace(args, n_layers=few)), config)
-    except ConfigError:  # a pattern names a block beyond the few
+    except ConfigError:  # a pattern of the config names a block that the small model lacks
         return False
     return _trained_by_blocks(smaller) == _trained_by_blocks(model)[:few]
 

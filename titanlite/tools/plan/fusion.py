@@ -130,9 +130,9 @@ class _Graph:
             delayed |= dict.fromkeys(kernel.outputs, kernel.time)
         for operator in self._operators:
             if operator.kind != "memory":
-                ready = [delayed[n] + 0.75 for n, _ in operator.reads if n in delayed]  # after that kernel
+                ready = [delayed[n] + 0.75 for n, _ in operator.reads if n in delayed]  # after the kernel that makes it
                 time = max(moved.get(operator.time, operator.time), *ready, 0)
-                read = time - 0.49 if operator.time in moved else time  # freed before the next one
+                read = time - 0.49 if operator.time in moved else time  # freed before the next operator
                 for number, _ in operator.reads:
                     last_read[number] = max(last_read.get(number, 0), read)
                 delayed |= {number: time for number, _ in operator.writes if time > operator.time}

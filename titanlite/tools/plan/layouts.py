@@ -63,7 +63,7 @@ def layouts_with(
     for found in product(*(degrees.get(axis, (1,)) for axis in AXES)):
         options = {**(more or {}), **dict(zip((CONTEXT, EXPERT, TENSOR, PIPELINE), found, strict=True))}
         if options[PIPELINE] > 1:
-            options["training.local_batch_size"] = 1  # a step needs several micro-batches
+            options["training.local_batch_size"] = 1  # a pipeline needs several micro-batches in a step
         if can_have(config, options, world_size):
             yield options
 
@@ -141,14 +141,14 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
     parallelism = config.parallelism
     degrees, reduce_once = parallelism.degrees(layout.world_size), parallelism.fsdp_reduce_gradients == "last"
     keeps = layout.world_size > 1 and (parallelism.fsdp_reshard_after_forward == "never" or degrees.sharded == 1)
-    neighbours = layout.gpus_per_node // degrees.tensor  # ranks of a node that hold the same part of layers
+    neighbours = layout.gpus_per_node // degrees.tensor  # number of ranks of a node that hold the same part of layers
     replicas = Group(degrees.replicate, max(1, min(degrees.replicate, neighbours // degrees.sharded)))
 
     def is_frozen(unit: Unit) -> bool:
         return unit.name.startswith(f"{frozen}.")
 
     def shards(each: Collective) -> Group:
-        experts = full // each.group.size  # ranks with different experts, which are neighbours
+        experts = full // each.group.size  # number of ranks with different experts, which are neighbours
         size = degrees.sharded // experts
         return Group(size, max(1, min(size, neighbours // experts)))
 

@@ -194,7 +194,7 @@ class Layouts:
         self.layout = layout
         parallelism = config.parallelism
         every = all_degrees(layout.world_size, parallelism.context_parallel_degree, parallelism.tensor_parallel_degree)
-        has_experts = parallelism.expert_parallel_degree > 1  # not on each number of ranks
+        has_experts = parallelism.expert_parallel_degree > 1  # experts do not divide among each number of ranks
         self.degrees = [d for d in every if not has_experts or can_have(config, {}, layout.world_size, d.replicate)]
         sizes = range(1, min(share, LARGEST_BATCH) + 1)
         self.batches = [size for size in sizes if share % size == 0 and not self._is_refused(size)]
@@ -223,7 +223,7 @@ class Layouts:
         before = self.traced_config(work)
         for degrees, reshard in product(self.degrees, RESHARD):
             if degrees.sharded == 1 and reshard != RESHARD[0]:
-                continue  # nothing is gathered
+                continue  # parameters are not sharded, so resharding changes nothing
             options = {**self._options(work, degrees, reshard), LAST_RESORT: last_resort}
             config, found = with_options(self.config, options), traced
             if config != before:

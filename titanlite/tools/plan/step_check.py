@@ -87,7 +87,7 @@ def _open(section: Data | Validation, local: list[Any], config: Config, resolved
         return []
     return open_sources(
         section.model_copy(update={"sources": local}),
-        config.data.model_copy(update={"packing": "stream"}),  # a plan of packing takes long, and would be written
+        config.data.model_copy(update={"packing": "stream"}),  # packing takes long, and writes its plan
         tokenizer=resolved.tokenizer,
         seq_len=config.training.seq_len,
         cache_folder=Path(config.job.dump_folder),
@@ -110,7 +110,7 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
     compiler = config.compile.model_copy(update={"enable": False})
     small = config.model_copy(update={"training": training, "compile": compiler})
     spec = resolved.model
-    if not config.model.file and stages == 1:  # else each block is tried
+    if not config.model.file and stages == 1:  # an own model's blocks and those of pipelines are all tried
         spec = _few_blocks(spec, config, period_of(config, spec.build()))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
     targets = copy(resolved.targets)
@@ -161,7 +161,7 @@ def _has_a_step(spec: ModelSpec) -> bool:
     try:
         model = small_decoder(spec, 1).train()
         model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
-    except Exception:  # whatever its layers raise; or it is large
+    except Exception:  # layers may raise anything, and the model may be too large
         return False
     return True
 

@@ -134,7 +134,7 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
     if size == 1:
         return 0.0
     nodes = -(-size // per_node)
-    if collective.op == "send":  # to a neighbour
+    if collective.op == "send":  # the stage sends to a neighbour
         is_near = nodes == 1
         rate = hardware.link_bandwidth if is_near else hardware.network_bandwidth
         return collective.bytes / (rate * BUS_EFFICIENCY) + (HOP_SECONDS if is_near else NETWORK_HOP_SECONDS)

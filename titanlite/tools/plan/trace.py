@@ -80,7 +80,7 @@ def trace_step(
             other = parallelize_frozen(frozen, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
             models[f"{frozen.section}."] = other
             targets.use(other)
-        loss_group(mesh)  # is made here, because its ranks are values, which a fake tensor lacks
+        loss_group(mesh)  # the group is made here, because its ranks are values, which fake tensors lack
         parts = parts_of(config, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
             recorder = Recorder(fakes, gpu=gpu, flash=attention == "flash" or config.debug.is_deterministic)
@@ -117,7 +117,7 @@ def trace_step(
                     parts = [local_tensor(parameter) for parameter in _trained(optimizer)]
                     waiting = [torch.empty_like(part) for part in parts for _ in range(untraced)]
                 recorder.unit("step")
-                after_update()  # of the step before
+                after_update()  # the call after the update of the step before
                 step(batches, on_phase=recorder.phase)
                 recorder.unit("end")
                 del waiting
@@ -156,7 +156,7 @@ def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.opti
         ConfigError: its options are wrong.
     """
     on_gpu = isinstance(kernels, GpuKernels) and "parameters" not in places(config)
-    with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
+    with without_fake_tensors():  # some optimizers read their mesh, which is no fake tensor
         if problems := check_optimizer(config.optimizer, None, dtype=config.training.dtype):  # may allocate, once
             raise ConfigError(problems)
         return build_optimizer(
@@ -178,7 +178,7 @@ def _update_as_one(
 class _TracedOptimizer:
     """Optimizer that makes every step, without a compiler. Fake tensors have no values to decide a skip by."""
 
-    _step_supports_amp_scaling = True  # accepts `found_inf`, and ignores it
+    _step_supports_amp_scaling = True  # this optimizer accepts `found_inf`, and ignores it
 
     def __init__(self, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
         self._optimizer = optimizer
@@ -266,7 +266,7 @@ def _forward_phases(model: Model, recorder: Recorder, *, prefix: str) -> Iterato
     def begin_forward(module: nn.Module, _: Any) -> None:
         recorder.unit(f"forward {prefix}{names[module]}")
 
-    hook: Any = torch.compiler.disable(begin_forward)  # else it would be recompiled for each phase
+    hook: Any = torch.compiler.disable(begin_forward)  # the compiler would recompile the hook for each phase
     with ExitStack() as stack:
         for unit in fsdp_units(model):
             stack.callback(unit[0].register_forward_pre_hook(hook, prepend=True).remove)

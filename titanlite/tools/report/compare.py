@@ -66,7 +66,7 @@ class Difference:
     """L2 norm of the difference, relative to that of the reference."""
     is_within: bool
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of the tensor and of its reference."""
+    """Dtypes of the tensor and of its reference."""
 
     @property
     def direction(self) -> str:
@@ -152,7 +152,7 @@ class ValueDump(StepCapture):
         """Keep the values of a micro-batch, and hook the gradients of its tensors."""
         keys, calls = dict[int, str](), dict[str, int]()
         for key, tensor, value in self._seen:
-            if key.startswith("forward input") and id(tensor) in keys:  # the output of another module
+            if key.startswith("forward input") and id(tensor) in keys:  # this input is the output of another module
                 continue
             calls[key] = calls.get(key, 0) + 1
             name = key if calls[key] == 1 else f"{key} (call {calls[key]})"
@@ -284,7 +284,7 @@ def _join(key: str, parts: list[Tensor], sequences: int, contexts: int) -> Tenso
     if " parameter " in key:
         return parts[0]
     if key.startswith("gradient"):
-        parts = [part / len(parts) for part in parts]  # FSDP averages, so the loss has a factor
+        parts = [part / len(parts) for part in parts]  # FSDP averages, so the loss is scaled
     if contexts == 1:
         return torch.cat(parts)
     is_flat = len(parts[0]) > sequences

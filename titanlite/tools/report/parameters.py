@@ -128,7 +128,7 @@ def rows_of(model: Model, optimizer: torch.optim.Optimizer, config: Config, mesh
     facts = [(technique.facts, technique.parameter_facts(model, config)) for technique in every_technique()]
     of_groups = parameter_groups(config.optimizer, model)
     groups = {parameter: group for group in of_groups for parameter in group.parameters.values()}
-    names: dict[Hashable, list[str]] = {}  # modules of one unit share its name
+    names: dict[Hashable, list[str]] = {}  # the modules of each FSDP unit
     units: dict[nn.Parameter, tuple[Hashable, MixedPrecisionPolicy | None]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and (unit := unit_of(module)) is not None:

@@ -116,7 +116,7 @@ def variants(
         ("activation checkpoint: full", "activation_checkpoint.mode=full"),
         ("CPU offload", "training.enable_cpu_offload=true"),
     ):
-        same_kernels = not (on_gpu and "offload" in option)  # the optimizer is another one there
+        same_kernels = not (on_gpu and "offload" in option)  # the optimizer runs on the CPU there
         found.append(Variant(f"FSDP, {name}", processes, (*_degrees(1), option), fsdp, same_kernels))
     if processes % 2 == 0 and processes > 2:
         found += [
