@@ -54,11 +54,11 @@ class ExpertOptions:
     shared_dim: int = 0
     """Hidden dim of a SwiGLU layer that each token passes, too. 0: there is none."""
     shared_has_gate: bool = False
-    """Its output is multiplied by the sigmoid of a number for each token."""
+    """The output of that layer is multiplied by the sigmoid of a number for each token."""
     have_biases: bool = False
     """Each expert has biases."""
     activation: Activation = swiglu
-    """Of an expert."""
+    """Activation of an expert."""
     n_dense_layers: int = 0
     """First layers of the model that have no experts."""
     dense_dim: int = 0

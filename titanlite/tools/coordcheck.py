@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 
     quantity: str
     slopes: dict[str, float]
-    """By width and depth, as far as several were tried."""
+    """Slopes by width and by depth, for each of which several sizes were tried."""
     words: str
     """flat, grows or vanishes. Logits without a change may vanish: those of mup do before training."""
 

@@ -42,7 +42,7 @@ class File(NamedTuple):
     """True if a path names the file itself, False if it was found in a folder."""
     size: int = 0
     mtime_ns: int | str = 0
-    """At a URL: what its store says of the version."""
+    """Time of the last change; at a URL, the version that its store states."""
     identity: Any = None
     """Device and inode, to find two names of one file."""
 

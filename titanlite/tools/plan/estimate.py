@@ -83,7 +83,7 @@ class StageMemory(NamedTuple):
     """Memory of a rank of a pipeline, in bytes."""
 
     rank: int
-    """Among all ranks."""
+    """Number of the rank among all ranks."""
     allocated: int
     reserved: int
 

@@ -36,9 +36,9 @@ class _Kernel:
     after: set[int]
     """Tensors that are there before it runs: it depends on them through another kernel."""
     reduces: bool
-    """Presence of a sum over a dim among the operators."""
+    """Whether one of the operators sums over a dim."""
     whole: bool
-    """Sums over whole tensors are its only outputs."""
+    """Whether its only outputs are sums over whole tensors."""
 
 
 def fused_sizes(recorder: Recorder) -> dict[int, Sizes]:

@@ -46,7 +46,7 @@ class Profile:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Allocated bytes at the peak of the step."""
         return sum(self.breakdown.values())
 
     def most(self, category: str) -> int:

@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
         self._unit = ""
         self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
         self._on_the_way: dict[int, tuple[int, int]] = {}
-        """By the storage that is received: place in `sent`, and number of operators before."""
+        """{storage that is received: (place in `sent`, number of operators before)}."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:

@@ -226,7 +226,7 @@ class Dump(NamedTuple):
 
     step: int
     dtype: str
-    """In which matmuls computed."""
+    """Dtype in which matmuls computed."""
     values: Values
 
 
