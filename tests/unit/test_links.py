@@ -1,5 +1,9 @@
-"""Links of the Markdown pages lead to files and headings: on a code host, and on the site (mkdocs.yml)."""
+"""Links of the Markdown pages lead to files and headings: on a code host, and on the site (mkdocs.yml).
 
+Functions that the page about the architecture names exist.
+"""
+
+import ast
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -57,3 +61,17 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         if not target.exists() or (anchor and not all(anchor in names for names in anchors)):
             dead.append(link)
     assert dead == []
+
+
+def names_in(tree: ast.AST, before: str = "") -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield f"{before}{node.name}"
+            yield from names_in(node, f"{before}{node.name}.")
+
+
+def test_the_architecture_names_functions_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", Path("docs/architecture.md").read_text())
+    assert len(named) > 40
+    modules = {file: {*names_in(ast.parse(Path("titanlite", file).read_text()))} for file, _ in named}
+    assert [(file, name) for file, name in named if name not in modules[file]] == []
