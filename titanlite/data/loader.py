@@ -72,8 +72,8 @@ class MicroBatches:
         return range(first, (block + 1) * size, self.together * self.micro_batch_size)
 
     def of_step(self, step: int, wanted: Sequence[Sequence[bool]]) -> list[int]:
-        """The samples of a step: of the micro-batches with wanted[rank][number of the micro-batch], or if there are
-        none, of all. Several ranks in a row may have the same samples."""
+        """Return the samples of a step: of the micro-batches with wanted[rank][number of the micro-batch], or if there
+        are none, of all. Several ranks in a row may have the same samples."""
         same = max(1, len(wanted) // self.ranks)
         wanted = [[*map(any, zip(*wanted[i : i + same], strict=True))] for i in range(0, len(wanted), same)]
         first = self.first_of(step)
@@ -92,8 +92,8 @@ def build_loader(
     device: torch.device,
     split: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Generator[Batch, None, None]:
-    """Micro-batches on the device, read ahead by worker processes if there are any; `close()` ends those. Draws nothing
-    from the global random state.
+    """Yield micro-batches on the device, read ahead by worker processes if there are any; `close()` ends those. Draws
+    nothing from the global random state.
 
     Args:
         split: returns this rank's part of each sequence.
@@ -132,7 +132,7 @@ def build_loader(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The host does not wait for the copies of pinned memory."""
+    """Copy a batch to the device. The host does not wait for copies of pinned memory."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

@@ -37,7 +37,8 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 def localize(url: str, cache_folder: Path) -> Path:
-    """The local folder of prepared tokens at a URL of any kind that fsspec knows; one process of a node copies them.
+    """Return the local folder of prepared tokens at a URL of any kind that fsspec knows; one process of a node copies
+    them.
 
     Raises:
         UserError: there are no prepared tokens, they are damaged, or the package for this kind of URL is missing.

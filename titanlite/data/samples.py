@@ -328,8 +328,8 @@ class Samples(Dataset[Batch]):
     # Resuming
 
     def settings(self, samples_seen: float = math.inf) -> dict[str, Any]:
-        """Settings that must match on resume: with them, seed and origin give the tokens of every sample index below
-        `samples_seen`. Stages that begin later may still change."""
+        """Return the settings that must match on resume: with them, seed and origin give the tokens of every sample
+        index below `samples_seen`. Stages that begin later may still change."""
         found: dict[str, Any] = {"data.shuffle": self.shuffle}
         if self.shuffle and self.window is not None:
             found["data.shuffle_window"] = self.window

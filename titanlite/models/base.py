@@ -332,7 +332,7 @@ class Model(nn.Module):
         return {}
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
-        """Floating point operations of forward and backward for one token of a sequence of seq_len tokens.
+        """Return the floating point operations of forward and backward for one token of a sequence of seq_len tokens.
 
         Args:
             causal: count of attention only what a causal mask leaves. Else attention counts in full, as in most

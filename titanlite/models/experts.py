@@ -299,7 +299,7 @@ class DecoderOfExperts(Decoder):
 
     @torch.no_grad()
     def end_step(self, taken: Tensor) -> dict[str, Tensor]:
-        """`busiest_expert`: its tokens over an even share of them, in the layer where that is most."""
+        """Return `busiest_expert`: its tokens over an even share of them, in the layer where that is most."""
         busiest = []
         for experts in self.experts():
             mean = experts.load_E.mean()

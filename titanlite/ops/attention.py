@@ -141,7 +141,8 @@ def attend(
 
 
 def seen_causally(window: int, seq_len: int) -> float:
-    """Tokens that a token of a sequence sees on average under a causal mask, itself included, of at most `window`."""
+    """Return how many tokens a token of a sequence sees on average under a causal mask, itself included, of at most
+    `window`."""
     return window - window * (window - 1) / (2 * seq_len)
 
 

@@ -324,12 +324,12 @@ class Kernels:
         return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
     def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
-        """Dtype of the operands that make the logits. CPUs cannot sum bfloat16 operands into a float32 result, and
-        rounded logits would show in the loss."""
+        """Return the dtype of the operands that make the logits. CPUs cannot sum bfloat16 operands into a float32
+        result, and rounded logits would show in the loss."""
         return hidden_TD.dtype if self.is_gpu(hidden_TD.device) else torch.float32
 
     def loss_chunk(self, tokens: int, vocabulary: int, device: torch.device) -> int:
-        """Number of tokens whose logits the loss holds at once.
+        """Return the number of tokens whose logits the loss holds at once.
 
         On a GPU the chunks of a batch have equal sizes, rounded up to the `GPU_TILE` tokens of a matmul's tile.
         """

@@ -269,7 +269,7 @@ def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> 
 
 
 def _git_commit() -> str | None:
-    """The commit of titanlite's own checkout, with + when files differ from it; None outside of git."""
+    """Return the commit of titanlite's own checkout, with + when files differ from it; None outside of git."""
     command = [
         "git",
         "-C",

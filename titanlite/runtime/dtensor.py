@@ -127,7 +127,7 @@ class GlobalIndices:
 
 
 def _indices_along(tensor: Tensor, dim: int) -> Tensor:
-    """Indices that this rank's part has along one dimension of the whole tensor."""
+    """Return the indices that this rank's part has along one dimension of the whole tensor."""
     indices = torch.arange(tensor.shape[dim])
     if not isinstance(tensor, DTensor):
         return indices

@@ -142,7 +142,7 @@ def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str])
 
 
 def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a tokenizer that put a space before a text, without that."""
+    """Return the parts of a tokenizer that put a space before a text, changed so that they do not."""
 
     def changed(part: dict[str, Any]) -> dict[str, Any] | None:
         match part:

@@ -66,7 +66,7 @@ def read_values(part: Part, field: str) -> Iterator[tuple[str, Any, dict[str, An
 
 
 def read_texts(paths: Sequence[str], *, text_field: str) -> Iterator[str]:
-    """All text that the paths name, document by document, long ones in pieces.
+    """Yield all text that the paths name, document by document, long ones in pieces.
 
     Raises:
         UserError: something is not there, or cannot be read.
@@ -80,7 +80,7 @@ def read_texts(paths: Sequence[str], *, text_field: str) -> Iterator[str]:
 
 
 def _values(part: Part) -> Iterator[tuple[int, Any]]:
-    """(number of the line or row, what is there) of each document."""
+    """Yield (number of the line or row, what is there) of each document."""
     match part.kind:
         case "lines":
             for number, line in enumerate(part.data.split(b"\n"), start=part.first):
@@ -100,7 +100,7 @@ def _values(part: Part) -> Iterator[tuple[int, Any]]:
 
 
 def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
-    """The text field of a document, whatever that is, and the JSON line or the row that it stands in."""
+    """Return the text field of a document, whatever that is, and the JSON line or the row that has it."""
     try:
         match kind:
             case "text":

@@ -147,7 +147,7 @@ class _Output:
         self.errors: list[str] = []
 
     def add_chat(self, chat: ChatDocument) -> int:
-        """Returns how many tokens there are more. The template has written what begins and ends the document."""
+        """Add a chat, whose template has written what begins and ends the document. Return the number of its tokens."""
         self.starts.append(self.size)
         self.pieces.append(chat.ids)
         edges = np.flatnonzero(np.diff(chat.mask, prepend=True, append=True))
@@ -182,7 +182,7 @@ def _mark(tokenizer: Tokenizer, token: int | None, wanted: bool, name: str, does
 def encode_chunks(
     chunks: Iterator[Chunk], encoder: Encoder, *, workers: int
 ) -> Generator[tuple[Chunk, Encoded], None, None]:
-    """Each chunk, emptied of its parts, with its tokens.
+    """Yield each chunk, emptied of its parts, with its tokens.
 
     Each process has a pipe of its own, and a thread here that waits for it. The processes of a `ProcessPoolExecutor`
     share one pipe for results, and it waits for ever if one is killed while it writes there (5 of 40 kills).

@@ -154,7 +154,8 @@ def _read_json(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
 
 
 def first_object(path: str, packing: str) -> dict[str, Any] | None:
-    """The first line, if it is a JSON object and not longer than 1 MiB: the file is JSON lines then, or one line."""
+    """Return the first line, if it is a JSON object and not longer than 1 MiB: the file is JSON lines then, or one
+    line."""
     with Stream(path, packing) as stream:
         line = stream.read(2**20).partition(b"\n")[0]
     try:
@@ -211,7 +212,7 @@ def _read_parquet(file: File, text_field: str, chunk_bytes: int) -> Iterator[tup
 
 @_table
 def _read_arrow(file: File, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Arrow's file format, which Feather is too."""
+    """Read Arrow's file format, which Feather is too."""
     import pyarrow
 
     with open_binary(file.path) as stream:
@@ -250,7 +251,7 @@ def _columns(text_field: str, schema: Any) -> list[str]:
 
 
 def open_dataset(path: str) -> Any:
-    """A dataset of Hugging Face: the folder that `save_to_disk` wrote, or hf://NAME[:CONFIG][:SPLIT].
+    """Open a dataset of Hugging Face: the folder that `save_to_disk` wrote, or hf://NAME[:CONFIG][:SPLIT].
 
     Raises:
         UserError: it cannot be loaded.
@@ -283,7 +284,8 @@ def _as_bytes(batch: Any) -> bytes:
 
 
 def _read_tar(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
-    """Samples of WebDataset: members of one name up to its first dot. The text is NAME.txt, else it is in NAME.json."""
+    """Read samples of WebDataset: members of one name up to its first dot. The text is NAME.txt, else it is in
+    NAME.json."""
     extensions: set[str] = set()
     damage = ""
     with Stream(file.path, file.packing) as stream:
@@ -344,7 +346,7 @@ def _documents(function: Callable[[str, str], Iterable[Any]]) -> Reader:
 
 @_documents
 def _read_mds(path: str, text_field: str) -> Iterable[Any]:
-    """A folder that MosaicML's streaming wrote."""
+    """Read a folder that MosaicML's streaming wrote."""
     from streaming import LocalDataset  # pyright: ignore[reportMissingImports]
 
     dataset = LocalDataset(path)

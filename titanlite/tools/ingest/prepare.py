@@ -210,7 +210,7 @@ def _find(paths: Sequence[str]) -> list[File]:
 
 
 def _made(task: _Task) -> TokenStore:
-    """The tokens of a task: made now, unless they are there."""
+    """Return the tokens of a task, and make them unless they are there."""
     try:
         task.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = task.folder.with_name(f".{task.folder.name}.lock")

@@ -49,11 +49,11 @@ class Stream:
         return self._file.tell()
 
     def read(self, count: int) -> bytes:
-        """Fewer than `count` only at the end."""
+        """Return `count` bytes, or fewer at the end."""
         return self._collect(count, lambda left: self._bytes.read1(min(left, BLOCK)))
 
     def read_lines(self, count: int) -> bytes:
-        """`count` bytes, and what is left of the line that they end in. A line that damage has cut is left out."""
+        """Return `count` bytes, and the rest of the line in which they end. A line that damage has cut is left out."""
         data = self.read(count)
         if data and not self.damage and not data.endswith(b"\n"):
             data += self._collect(1, lambda left: self._bytes.readline())

@@ -388,7 +388,8 @@ def _read_spec(path: str, config: str | None, section: str) -> ModelSpec:
 
 
 def period_of(config: Config, model: Model) -> int:
-    """Number of blocks after which activation checkpointing, and what the attention of layers sees, repeat."""
+    """Return the number of blocks after which activation checkpointing, and what the attention of layers sees,
+    repeat."""
     options = config.activation_checkpoint
     every_nth = options.selective_ac_option
     recomputed = every_nth if options.mode == "selective" and isinstance(every_nth, int) else 1
@@ -397,7 +398,7 @@ def period_of(config: Config, model: Model) -> int:
 
 
 def first_blocks(model: Model) -> int:
-    """Number of first blocks before those that all train the same parameters."""
+    """Return the number of first blocks before those that all train the same parameters."""
     trained = _trained_by_blocks(model)
     return next(n for n in range(len(trained)) if all(length == trained[-1] for length in trained[n:]))
 

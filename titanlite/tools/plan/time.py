@@ -116,7 +116,7 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
 
 
 def _bandwidth(hardware: Hardware) -> float:
-    """Memory bandwidth that kernels reach."""
+    """Return the memory bandwidth that kernels reach."""
     return hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY)
 
 
