@@ -3,13 +3,15 @@
     python scripts/reach.py [--against COMMIT]
 
 Lines of code are those without docstrings, comments and blanks. A plain run imports no technique: those are imported in
-functions, where the config asks for them. A room is a folder of titanlite/, or a file beside them. `--against` prints
-the difference to a commit. This refuses nothing; CI prints it for each change.
+functions, where the config asks for them. A room is a folder of titanlite/, or a file beside them. One step has the
+files that docs/architecture.md names in its walk. `--against` prints the difference to a commit. This refuses nothing;
+CI prints it for each change.
 """
 
 import argparse
 import ast
 import io
+import re
 import subprocess
 import tarfile
 import tempfile
@@ -114,12 +116,21 @@ def circles(house: House) -> list[list[str]]:
     return [list(group) for group in sorted(groups) if group]
 
 
+def walk(root: Path) -> set[str]:
+    """Return the modules that docs/architecture.md names for one step, as `file: name`."""
+    page = root / "docs/architecture.md"
+    _, _, rest = page.read_text().partition("## One step, by name\n") if page.exists() else ("", "", "")
+    files = re.findall(r"`([\w/]+)\.py: ", rest.partition("\n## ")[0])
+    return {f"titanlite.{file.removesuffix('/__init__').replace('/', '.')}" for file in files}
+
+
 def measure(root: Path) -> dict[str, int]:
     """Return lines and files of a checkout: of a plain run, by room, and of all."""
     house = read_house(root)
     plain, whole = (reached(imports, "titanlite.train") for imports in (house.at_import, house.imports))
     for module in house.imports:  # imported by name, where a config asks for it
         whole |= reached(house.imports, module) if module.startswith("titanlite.techniques.") else set()
+    step = walk(root) & house.lines.keys()
     by_room = Counter[str]()
     for module in plain:
         by_room[f"  {house.rooms[module]}"] += house.lines[module]
@@ -127,6 +138,8 @@ def measure(root: Path) -> dict[str, int]:
         "a plain run: lines": sum(house.lines[module] for module in plain),
         "a plain run: files": len(plain),
         **dict(sorted(by_room.items())),
+        "one step, by name: lines": sum(house.lines[module] for module in step),
+        "one step, by name: files": len(step),
         "with every technique: lines": sum(house.lines[module] for module in whole),
         "with every technique: files": len(whole),
         "all: lines": sum(house.lines.values()),
@@ -137,7 +150,9 @@ def measure(root: Path) -> dict[str, int]:
 
 def measure_commit(root: Path, commit: str) -> dict[str, int]:
     """Measure the package as it is in a commit."""
-    packed = subprocess.run(["git", "archive", commit, "titanlite"], cwd=root, capture_output=True, check=True).stdout
+    packed = subprocess.run(
+        ["git", "archive", commit, "titanlite", "docs"], cwd=root, capture_output=True, check=True
+    ).stdout
     with tempfile.TemporaryDirectory() as folder:
         with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
             archive.extractall(folder, filter="data")

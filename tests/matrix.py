@@ -3,10 +3,14 @@
 A cell trains on gloo processes as one process does, or is refused with the option that is named. All runs on as many
 processes are in one process group, because to start one takes longer than a tiny run.
 
-    python -m tests.matrix 'Llama 3' gpt-oss    # trains these rows for 20 steps, and renews their lines of the page
-    python -m tests.matrix                      # the rows that the page, docs/combinations.md, lacks
+    python -m tests.matrix 'Llama 3' gpt-oss    # trains these rows for 20 steps, and renews their cells
+    python -m tests.matrix                      # the rows that are not written yet
+
+docs/combinations.csv has the numbers, and docs/combinations.md a symbol for each row and axis.
 """
 
+import csv
+import io
 import math
 import re
 import sys
@@ -41,6 +45,7 @@ from titanlite.schema import Config
 from titanlite.train import finish, train
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
+NUMBERS = PAGE.with_suffix(".csv")
 AXES = {
     "r": "data_parallel_replicate", "s": "data_parallel_shard", "c": "context_parallel", "t": "tensor_parallel",
     "e": "expert_parallel", "p": "pipeline_parallel",
@@ -429,7 +434,17 @@ REPRODUCIBLE = {
         }.items()
     }, tolerance=0),
 }  # fmt: skip
-ROWS = MODELS | SAME_BITS | TECHNIQUES | STAGES | COMPILED | LESS_PRECISE | REPRODUCIBLE
+TABLES = {
+    "Models": MODELS,
+    "What changes no bit": SAME_BITS,
+    "What changes the training": TECHNIQUES,
+    "Schedules of pipelines": STAGES,
+    "Compiled": COMPILED,
+    "Fewer bits": LESS_PRECISE,
+    "Reproducible layouts": REPRODUCIBLE,
+}
+"""Rows by the headings of the page."""
+ROWS = {name: row for table in TABLES.values() for name, row in table.items()}
 
 
 Cell = tuple[str, str]
@@ -647,47 +662,94 @@ STEPS, FEW = 20, 4
 """Of every cell, and of those that the default tests and CI run."""
 
 
-def line(name: str, losses: Mapping[str, float]) -> str:
-    """Return the line of a row.
+class Written(NamedTuple):
+    """A line of docs/combinations.csv."""
+
+    row: str
+    compared_with: str
+    layout: str
+    difference: str
+    """Largest relative difference of losses, or nothing."""
+    refused: str
+    """Options that the check names, or nothing."""
+    tests: str
+    """Which tests train it, those that run most often: default, CI or nightly."""
+
+
+def lines_of(name: str, differences: Mapping[str, str]) -> list[Written]:
+    """Return the lines of a row.
 
     Args:
-        losses: largest relative difference on each layout.
+        differences: of losses, on each layout that trains.
     """
-    row, columns = ROWS[name], dict[str, list[str]]({it: [] for it in ("", "c", "e", "t", "p")})
-    marks = {layout: mark for of_set, mark in (("slow", "*"), ("quick", "**")) for _, layout in cells_of(of_set, name)}
-    cells = {layout: f"{loss:.0e}" if loss else "0" for layout, loss in losses.items()}
-    for layout, text in (cells | {it: f"refused: `{key}`" for it, key in row.refused.items()}).items():
-        mark = marks.get(layout, "")
-        columns[next((axis for axis in "petc" if axis in layout), "")].append(f"{mark}{layout}{mark} {text}")
+    row = ROWS[name]
     other = row.like or ("one process" if row.tolerance == 1e-6 else f"one process, within {row.tolerance:.0e}")
     other = other.replace("within 0e+00", "the same bits")
-    return f"| {name} | {other} | {' | '.join(map(', '.join, columns.values()))} |\n"
+    tests = {cell: tests for tests, chosen in (("CI", "slow"), ("default", "quick")) for cell in cells_of(chosen, name)}
+    return [
+        *(Written(name, other, it, loss, "", tests.get((name, it), "nightly")) for it, loss in differences.items()),
+        *(Written(name, other, it, "", keys, "default") for it, keys in row.refused.items()),
+    ]
 
 
-def written() -> tuple[str, dict[str, str]]:
-    """Return what the page begins with, and the lines of its table by their rows."""
-    text, end, table = PAGE.read_text().partition("|---|\n")
-    return text + end, {it.split(" | ")[0].removeprefix("| "): it for it in table.splitlines(keepends=True)}
+def symbol(name: str, lines: Sequence[Written]) -> str:
+    """Return what the page shows of a row and an axis."""
+    row = ROWS[name]
+    if any(it.refused for it in lines):
+        return "✗" if all(it.refused for it in lines) else "◐"
+    return ("=" if row.like or not row.tolerance else "≈" if row.tolerance == ROUNDED else "✓") if lines else ""
+
+
+def page(written: Mapping[str, Sequence[Written]]) -> str:
+    """Return the text of docs/combinations.md, with the tables of what is written."""
+    text = PAGE.read_text()
+    text = text[: text.index(f"## {next(iter(TABLES))}\n")]
+    for heading, table in TABLES.items():
+        text += f"## {heading}\n\n| | replicate, shard | context | expert | tensor | pipeline |\n{'|---' * 6}|\n"
+        for name in (it for it in table if it in written):
+            by_axis: dict[str, list[Written]] = {axis: [] for axis in ("", "c", "e", "t", "p")}
+            for line in written[name]:
+                by_axis[next((axis for axis in "petc" if axis in line.layout), "")].append(line)
+            text += f"| {name} | {' | '.join(symbol(name, lines) for lines in by_axis.values())} |\n"
+        text += "\n"
+    return text.rstrip() + "\n"
+
+
+def numbers(written: Mapping[str, Sequence[Written]]) -> str:
+    """Return the text of docs/combinations.csv, in the order of the rows."""
+    file = io.StringIO()
+    lines = (line for name in ROWS for line in written.get(name, ()))
+    csv.writer(file, lineterminator="\n").writerows([[it.replace("_", " ") for it in Written._fields], *lines])
+    return file.getvalue()
+
+
+def read_numbers() -> dict[str, list[Written]]:
+    """Return the lines of docs/combinations.csv by their rows."""
+    written: dict[str, list[Written]] = {}
+    for fields in [*csv.reader(NUMBERS.read_text().splitlines())][1:]:
+        written.setdefault(fields[0], []).append(Written(*fields))
+    return written
 
 
 def main(*names: str) -> None:
-    """Train every cell of some rows, or of those that the page lacks, and write their lines of the page.
+    """Train every cell of some rows, or of those that are not written, and write them.
 
     Raises:
         SystemExit: a cell differs, or there is no such row.
     """
     if unknown := sorted({*names} - {*ROWS}):
         raise SystemExit(f"no such rows: {', '.join(unknown)}")
-    for name in names or [it for it in ROWS if it not in written()[1]]:
+    for name in names or [it for it in ROWS if it not in read_numbers()]:
         cells = cells_of("all", name)
         with tempfile.TemporaryDirectory() as folder:
             found = Matrix(TinyRun(Path(folder)), steps=STEPS).differences(cells)
         if red := [(layout, it) for (_, layout), one in zip(cells, found, strict=True) if (it := beyond(name, one))]:
             raise SystemExit(f"{name}: {red}")
-        text, lines = written()
         losses = {it: max(one.loss, one.validation) for (_, it), one in zip(cells, found, strict=True)}
-        lines[name] = line(name, losses)
-        PAGE.write_text(text + "".join(lines[it] for it in ROWS if it in lines))
+        written = read_numbers()
+        written[name] = lines_of(name, {it: f"{loss:.0e}" if loss else "0" for it, loss in losses.items()})
+        NUMBERS.write_text(numbers(written))
+        PAGE.write_text(page(written))
 
 
 if __name__ == "__main__":

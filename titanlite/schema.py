@@ -128,11 +128,11 @@ class Comm(Section):
     """Longest time that a rank waits for another one at the start, while data and checkpoints are read, and in the
     first two steps, which compile. Then the run ends with an error."""
     train_timeout_seconds: PositiveInt = 300
-    """The same in every further step."""
+    """Longest time that a rank waits for another one in a later step."""
     validation_timeout_seconds: PositiveInt = 1800
-    """The same in validation."""
+    """Longest time that a rank waits for another one in validation."""
     save_timeout_seconds: PositiveInt = 3600
-    """The same while a checkpoint is written, and at the end of the run."""
+    """Longest time that a rank waits for another one while a checkpoint is written, and at the end of the run."""
 
 
 class Debug(Section):

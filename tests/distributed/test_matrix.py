@@ -1,12 +1,26 @@
-"""Every cell of the matrix (tests/matrix.py), which docs/combinations.md shows."""
+"""Every cell of the matrix (tests/matrix.py), which docs/combinations.md and docs/combinations.csv show."""
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
-from tests.matrix import FEW, ROWS, STEPS, Cell, Matrix, beyond, cells_of, line, refusal, written
+from tests.matrix import (
+    FEW,
+    NUMBERS,
+    PAGE,
+    ROWS,
+    STEPS,
+    Cell,
+    Matrix,
+    beyond,
+    cells_of,
+    lines_of,
+    numbers,
+    page,
+    read_numbers,
+    refusal,
+)
 from tests.support.faults import FAULTS
 from tests.support.helpers import TinyRun
 
@@ -63,11 +77,13 @@ def test_each_fault_turns_its_cell_red(tiny: TinyRun) -> None:
     assert [name for name, cell, it in zip(FAULTS, cells, found, strict=True) if not beyond(cell[0], it)] == []
 
 
-def test_the_page_is_that_of_the_matrix() -> None:
-    """`python -m tests.matrix ROW` renews the line of a row."""
-    lines = written()[1]
-    assert [*lines] == [it for it in ROWS if it in lines]
-    for name, text in lines.items():
-        losses = {layout: float(loss) for layout, loss in re.findall(r"([a-z]\d[a-z0-9 ]*)\** (\d\S*?)[,\s]", text)}
-        assert line(name, losses) == text
-        assert {*losses} == {layout for _, layout in cells_of("all", name)}
+def test_the_page_and_its_numbers_are_those_of_the_matrix() -> None:
+    """`python -m tests.matrix ROW` renews a row of both."""
+    written = read_numbers()
+    for name, lines in written.items():
+        differences = {it.layout: it.difference for it in lines if not it.refused}
+        assert {*differences} == {layout for _, layout in cells_of("all", name)}
+        assert lines_of(name, differences) == lines
+        assert all(float(difference) <= max(ROWS[name].tolerance, 1e-6) for difference in differences.values())
+    assert numbers(written) == NUMBERS.read_text()
+    assert page(written) == PAGE.read_text()

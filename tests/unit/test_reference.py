@@ -1,10 +1,11 @@
-"""Pages that scripts/reference.py makes for the site, and samples of output in docs/."""
+"""Samples of output and tables in docs/ that scripts write."""
 
 from pathlib import Path
 
 import pytest
 
 from scripts.samples import printed, with_samples
+from tests.null_gpu.record import PAGE, with_table
 
 
 @pytest.mark.nightly
@@ -12,3 +13,7 @@ def test_samples_of_the_pages_are_current() -> None:
     for page in ("plan.md", "see_the_run.md"):
         text = Path("docs", page).read_text()
         assert with_samples(text, printed) == text, "run: python scripts/samples.py docs"
+
+
+def test_the_table_of_the_null_gpu_shows_what_is_recorded() -> None:
+    assert with_table(PAGE.read_text()) == PAGE.read_text(), "run: python tests/null_gpu/record.py --table"

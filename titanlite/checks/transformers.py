@@ -63,7 +63,7 @@ def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
             tokens = [_tokens(length, ours.args.vocab_size) for length in LENGTHS]
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 theirs = _own(ours)
-                expected = [theirs(input_ids=it, use_cache=False).logits for it in tokens]
+                expected = [theirs(input_ids=sequence, use_cache=False).logits for sequence in tokens]
         except Exception as error:  # whatever the checks of a config and its layers raise
             if not (isinstance(error, _OtherSize) and reason):
                 reason = _line(error)
@@ -71,8 +71,8 @@ def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
         break
     else:
         raise ConfigError([Problem("model.path", f"{name} cannot be tried at a small size: {reason}")])
-    for it, logits in zip(tokens, expected, strict=True):
-        if problem := _difference(ours, it, logits):
+    for sequence, logits in zip(tokens, expected, strict=True):
+        if problem := _difference(ours, sequence, logits):
             text = f"{name} does not compute what transformers does: at a small size, {problem}"
             raise ConfigError([Problem("model.path", text)])
     if with_documents:
@@ -150,9 +150,9 @@ def _smaller(config: PretrainedConfig, scale: int, *, is_deep: bool) -> dict[str
 
     def smaller(name: str, value: Any) -> Any:
         if isinstance(value, Mapping):
-            return {key: smaller(key, it) for key, it in value.items()}
+            return {key: smaller(key, item) for key, item in value.items()}
         if isinstance(value, list):
-            return [smaller(name, it) for it in (value[:blocks] if len(value) == depth else value)]
+            return [smaller(name, item) for item in (value[:blocks] if len(value) == depth else value)]
         if type(value) is not int:
             return value
         if "vocab" in name or name.endswith("token_id"):

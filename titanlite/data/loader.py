@@ -72,8 +72,8 @@ class MicroBatches:
         return range(first, (block + 1) * size, self.together * self.micro_batch_size)
 
     def of_step(self, step: int, wanted: Sequence[Sequence[bool]]) -> list[int]:
-        """The samples of a step: of the micro-batches with wanted[rank][number of the micro-batch], or if there are
-        none, of all. Several ranks in a row may have the same samples."""
+        """Return the samples of a step: of the micro-batches with wanted[rank][number of the micro-batch], or if there
+        are none, of all. Several ranks in a row may have the same samples."""
         same = max(1, len(wanted) // self.ranks)
         wanted = [[*map(any, zip(*wanted[i : i + same], strict=True))] for i in range(0, len(wanted), same)]
         first = self.first_of(step)
@@ -92,8 +92,8 @@ def build_loader(
     device: torch.device,
     split: Callable[[Batch], Batch] = lambda batch: batch,
 ) -> Generator[Batch, None, None]:
-    """Micro-batches on the device, read ahead by worker processes if there are any; `close()` ends those. Draws nothing
-    from the global random state.
+    """Yield micro-batches on the device, read ahead by worker processes if there are any; `close()` ends those. Draws
+    nothing from the global random state.
 
     Args:
         split: returns this rank's part of each sequence.
@@ -105,12 +105,12 @@ def build_loader(
     if context:
         context.set_forkserver_preload([__name__])
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 on torch 2.13
+        warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 warns so on torch 2.13
         loader = StatefulDataLoader(
             samples,
             batch_sampler=batches,
             num_workers=num_workers,
-            snapshot_every_n_steps=0,  # never: no state of a worker is used, the position is a number of samples
+            snapshot_every_n_steps=0,  # workers have no state: the position is a number of samples
             multiprocessing_context=context,
             collate_fn=_as_is,
             worker_init_fn=_start_worker,
@@ -118,11 +118,11 @@ def build_loader(
             generator=torch.Generator().manual_seed(0),
         )
     with shielding_children():
-        read_ahead = iter(loader)  # starts the workers
+        read_ahead = iter(loader)  # this starts the workers
     try:
         for batch in read_ahead:
             yield split(to_device(batch, device))
-    except (UserError, OSError) as error:  # a worker's has its traceback
+    except (UserError, OSError) as error:  # the text of a worker's error has its traceback
         kind = UserError if isinstance(error, UserError) else OSError
         raise kind(re.sub(r"^[\w.]+Error: ", "", str(error).rstrip().splitlines()[-1])) from None
     finally:
@@ -132,7 +132,7 @@ def build_loader(
 
 
 def to_device(batch: Batch, device: torch.device) -> Batch:
-    """The host does not wait for the copies of pinned memory."""
+    """Copy a batch to the device. The host does not wait for copies of pinned memory."""
     return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
 
 

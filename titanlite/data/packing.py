@@ -256,7 +256,7 @@ def best_fit_decreasing(lengths: np.ndarray, capacity: int) -> np.ndarray:
             used, unused = np.split(found, [-(-len(pieces) // each)])
             placed, pieces = np.split(pieces, [len(used) * each])
             bins[placed] = np.repeat(used, each)[: len(placed)]
-            last = len(placed) - (len(used) - 1) * each  # pieces in the last of the bins
+            last = len(placed) - (len(used) - 1) * each  # number of pieces in the last bin
             whole = len(used) - (last < each)
             rooms.put(room, unused)
             rooms.put(room - each * length, used[:whole])

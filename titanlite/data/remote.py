@@ -37,7 +37,8 @@ EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
 def localize(url: str, cache_folder: Path) -> Path:
-    """The local folder of prepared tokens at a URL of any kind that fsspec knows; one process of a node copies them.
+    """Return the local folder of prepared tokens at a URL of any kind that fsspec knows; one process of a node copies
+    them.
 
     Raises:
         UserError: there are no prepared tokens, they are damaged, or the package for this kind of URL is missing.
@@ -60,7 +61,7 @@ def localize(url: str, cache_folder: Path) -> Path:
         ):
             if not (folder / INDEX).is_file():
                 _copy(place, index, files, folder)
-    except OSError as error:  # what reading raises is no OSError by now
+    except OSError as error:  # errors of reading are RunErrors by now, so this one is of writing
         raise RunError(f"{folder} cannot be written: {error}") from error
     return folder
 
@@ -76,11 +77,11 @@ def open_place(url: str) -> ObjectStorage:
     """
     try:
         return ObjectStorage(url, owner="")
-    except ImportError as error:  # a kind of URL that fsspec knows, without its package
+    except ImportError as error:  # fsspec knows this kind of URL, but its package is missing
         extra = EXTRAS.get(url.partition("://")[0])
         hint = f" ({install_hint(extra)})" if extra else ""
         raise UserError(f"data.path: {url}: {error}{hint}") from None
-    except ValueError as error:  # one that it does not know
+    except ValueError as error:  # fsspec does not know this kind of URL
         raise UserError(f"data.path: {url}: {error}") from None
 
 

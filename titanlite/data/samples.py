@@ -177,7 +177,7 @@ class Source:
 
     @property
     def is_growing(self) -> bool:
-        """Whether its tokens are still being made."""
+        """Whether tokens of the source are still being made."""
         return isinstance(self.sequences, Stream) and not self.sequences.store.is_complete
 
     def read(self, number: int) -> TokenSequence:
@@ -197,9 +197,9 @@ class Stage(NamedTuple):
     """Part of a run with weights of its own."""
 
     end: int
-    """First sample after it."""
+    """First sample after the stage."""
     weights: Mapping[str, float]
-    """By the name of the source. Sources that are not here are not read."""
+    """Weights by the name of the source. Sources without a weight are not read."""
 
 
 class Stretch(NamedTuple):
@@ -207,7 +207,7 @@ class Stretch(NamedTuple):
 
     start: int
     end: float
-    """First sample after it; infinite for the last one."""
+    """First sample after the stretch; infinite for the last one."""
     mixture: Mixture
     before: list[int]
     """Samples of each source before the start."""
@@ -328,8 +328,8 @@ class Samples(Dataset[Batch]):
     # Resuming
 
     def settings(self, samples_seen: float = math.inf) -> dict[str, Any]:
-        """Settings that must match on resume: with them, seed and origin give the tokens of every sample index below
-        `samples_seen`. Stages that begin later may still change."""
+        """Return the settings that must match on resume: with them, seed and origin give the tokens of every sample
+        index below `samples_seen`. Stages that begin later may still change."""
         found: dict[str, Any] = {"data.shuffle": self.shuffle}
         if self.shuffle and self.window is not None:
             found["data.shuffle_window"] = self.window

@@ -71,7 +71,8 @@ class Tokenizer(Protocol):
         ...
 
     def encode(self, text: str, *, begins: bool = True) -> np.ndarray:
-        """Token ids of a text, without the beginning and end of a document. The names of special tokens are plain text.
+        """Return the token ids of a text, without the beginning and end of a document. The names of special tokens are
+        plain text.
 
         Args:
             begins: False for text that continues what was encoded before. It matters to tokenizers that put a space
@@ -87,7 +88,7 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self) -> np.ndarray:
-        """int64 [vocab_size]: how many bytes of UTF-8 text each token stands for, 0 for special tokens."""
+        """Return int64 [vocab_size]: how many bytes of UTF-8 text each token stands for, 0 for special tokens."""
         ...
 
 
@@ -174,7 +175,7 @@ def _shipped() -> list[str]:
 
 
 def find_tokenizer(name: str) -> Path | None:
-    """The file that `data.tokenizer` names; None for the word bytes. Reads nothing.
+    """Return the file that `data.tokenizer` names; None for the word bytes. Reads nothing.
 
     Raises:
         UserError: there is no such file, or what reads it is not installed. The message lacks the key.
@@ -207,8 +208,8 @@ def need_tokenizers(who: str) -> None:
 
 
 def load_tokenizer(name: str) -> Tokenizer:
-    """The tokenizer of `[data] tokenizer`: the word bytes, the name of one that titanlite ships, or a path: of a rank
-    file, of a tokenizer.json, or of the folder that has one (tokenizer.json is taken if both are there).
+    """Return the tokenizer of `[data] tokenizer`: the word bytes, the name of one that titanlite ships, or a path: of a
+    rank file, of a tokenizer.json, or of the folder that has one (tokenizer.json is taken if both are there).
 
     Raises:
         UserError: there is none, or it cannot be read.

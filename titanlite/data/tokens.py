@@ -153,7 +153,7 @@ class TokenStore:
     is_complete = True
 
     def __init__(self, folder: Path) -> None:
-        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1: none
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1 if there is no limit
         self._open = lru_cache(min(limit // 32, MOST_OPEN_FILES) if limit > 0 else MOST_OPEN_FILES)(self.open_file)
         self._read_folder(folder)
 
@@ -217,12 +217,12 @@ class TokenStore:
         return [self]
 
     def files(self) -> Iterator[tuple[Path, int, str]]:
-        """(path, bytes, SHA-256) of every file but the index."""
+        """Yield (path, bytes, SHA-256) of every file but the index."""
         for file in stated_files(self.index, self.folder / INDEX):
             yield self.folder / file.name, file.size, file.sha256
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Tokens [start, start + count) of the stream, int64."""
+        """Return the tokens [start, start + count) of the stream, int64."""
         out = np.empty(count, dtype=np.int64)
         for shard, begin, end, at in self._pieces(start, count):
             out[at : at + end - begin] = self._open(shard, "tokens").read(begin, end)
@@ -270,7 +270,7 @@ class TokenStore:
         return np.concatenate(found)
 
     def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
-        """(shard, begin and end within it, place in the result) of each shard's part of a stretch."""
+        """Yield (shard, begin and end within it, place in the result) of each shard's part of a stretch."""
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
         done = 0

@@ -88,12 +88,12 @@ class TokenCheck:
         )
 
     def _run(self) -> None:
-        if sys.platform == "linux":  # elsewhere, a priority belongs to the process
+        if sys.platform == "linux":  # other systems have priorities of processes only
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
         for store in self._stores:
             try:
                 damaged = self._check(store)
-            except (OSError, MemoryError) as error:  # training itself finds out whether it matters
+            except (OSError, MemoryError) as error:  # if it matters, reading fails in training as well
                 logger.warning(f"the checksums of {store.folder} could not be verified: {error}")
                 continue
             if damaged is not None:

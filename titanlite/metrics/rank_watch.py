@@ -32,7 +32,7 @@ class RankMetrics(Generic[T]):
     own_seconds: T
     """Time a step in which the rank does not wait for other ranks, with its wait for data. NaN if not known."""
     data_wait_seconds: T
-    """A step."""
+    """Seconds a step in which the rank waits for data."""
     compile_seconds: T
     compile_minus_elapsed: T
     """Seconds of compiling in the window, minus seconds of the window."""
@@ -49,7 +49,7 @@ def gather_metrics(
     """Return the metrics of every rank: float64 [ranks] on the CPU. Every rank calls it at the same steps."""
     own = torch.tensor(astuple(metrics), dtype=torch.float64, device=device)
     ranks = torch.tensor(astuple(metrics) * group.size(), dtype=torch.float64, device=device)
-    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # its name since torch 2.13
+    gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)  # torch 2.13 renamed the function
     gather(ranks, own, group=group)
     return RankMetrics(*ranks.view(group.size(), -1).cpu().unbind(1))
 

@@ -308,7 +308,7 @@ class MetricsRecorder:
         )
         ranks = gather_metrics(own, device=self.device, group=self._group)
         compile_seconds = float(ranks.compile_seconds.max())
-        if compile_seconds:  # of the rank that waited least for others to compile
+        if compile_seconds:  # time of the rank that waited least for others to compile
             elapsed = -float(ranks.compile_minus_elapsed.max())
         retries, recompiles = int(ranks.num_alloc_retries.max()), int(ranks.recompiles.max())
         self._records += 1

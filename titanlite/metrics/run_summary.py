@@ -163,7 +163,7 @@ def _report_source(source: Source, *, share: float) -> None:
     reader = source.sequences
     fill = reader.fill if isinstance(reader, BestFit) else 1
     entropy = ""
-    if "unigram_entropy" in index:  # not in that of several folders
+    if "unigram_entropy" in index:  # an index of several folders has none
         nats = index["unigram_entropy"]
         entropy = f"; unigram entropy {nats:.4f} nats, the loss of a model that knows nothing of order"
     packed = "" if fill == 1 else f", packed to {fill:.1%}"

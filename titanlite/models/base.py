@@ -57,7 +57,7 @@ DECODER_OF_EXPERTS: TensorPlan = {**ALL_BUT_FEED_FORWARD, "layers.*.feed_forward
 
 
 NOT_CHOSEN = -1.0
-"""In place of the weight of an expert that a token does not go to."""
+"""Stands in place of a weight, for an expert that a token does not go to."""
 
 ComputeExperts = Callable[[Tensor, Tensor, Tensor, Sequence[Tensor]], Tensor]
 """(tokens [S, D], their weights [S], ends of the experts [E], stacks) -> [S, D]."""
@@ -332,7 +332,7 @@ class Model(nn.Module):
         return {}
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
-        """Floating point operations of forward and backward for one token of a sequence of seq_len tokens.
+        """Return the floating point operations of forward and backward for one token of a sequence of seq_len tokens.
 
         Args:
             causal: count of attention only what a causal mask leaves. Else attention counts in full, as in most

@@ -206,24 +206,25 @@ class Decoder(Model):
         )
 
     def attention_options(self) -> dict[str, Any]:
-        """Arguments of `Attention` that all layers of the family share."""
+        """Return the arguments of `Attention` that all layers of the family share."""
         return {}
 
     def attention_weights(self, layer: int) -> int:
-        """Weights of a block's attention that a token is multiplied with."""
+        """Return how many weights of a block's attention a token is multiplied with."""
         args = self.args
         of_q = 3 if self.attention_options().get("has_gate") else 2
         return args.dim * args.head_size * (of_q * args.n_heads + 2 * args.n_kv_heads)
 
     def attention_dims(self, layer: int) -> int:
-        """Dims of queries and values over all heads, which a token is multiplied with for each token that it sees."""
+        """Return the dims of queries and values over all heads, which a token is multiplied with for each one that it
+        sees."""
         return self.args.n_heads * 2 * self.args.head_size
 
     def build_feed_forward(self, layer: int) -> nn.Module:
         return FeedForward(self.args.dim, self.args.hidden_dim)
 
     def feed_forward_weights(self, layer: int) -> int:
-        """Weights of a block's feed-forward layer that a token is multiplied with."""
+        """Return how many weights of a block's feed-forward layer a token is multiplied with."""
         return 3 * self.args.dim * self.args.hidden_dim
 
     def forward(

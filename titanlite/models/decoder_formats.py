@@ -55,7 +55,7 @@ HF_GROUPED_EXPERTS = (
     Entry("layers.{layer}.feed_forward.shared.w2.weight", "model.layers.{layer}.mlp.shared_experts.down_proj.weight"),
     Entry("layers.{layer}.feed_forward.shared.w3.weight", "model.layers.{layer}.mlp.shared_experts.up_proj.weight"),
 )
-"""Of `GroupedExpertArgs`, with dense first layers."""
+"""Tensors of a model with `GroupedExpertArgs` and dense first layers."""
 HF_FURTHER = {
     "layers.{layer}.next_norm.weight": "model.layers.{layer}.enorm.weight",
     "layers.{layer}.hidden_norm.weight": "model.layers.{layer}.hnorm.weight",

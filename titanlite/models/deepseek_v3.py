@@ -107,7 +107,7 @@ class DeepseekV3Args(GroupedExpertArgs):
             raise ValueError(f"n_kv_heads {self.n_kv_heads} must be n_heads ({self.n_heads})")
 
     def resized(self, *, width: int, depth: int) -> "DeepseekV3Args":
-        """Latent vectors and dense layers are in proportion to the width, too."""
+        """Resize latent vectors and dense layers in proportion to the width as well."""
         resized = super().resized(width=width, depth=depth)
         assert isinstance(resized, DeepseekV3Args)
         names = "q_rank", "kv_rank", "dense_hidden_dim"

@@ -54,11 +54,11 @@ class ExpertOptions:
     shared_dim: int = 0
     """Hidden dim of a SwiGLU layer that each token passes, too. 0: there is none."""
     shared_has_gate: bool = False
-    """Its output is multiplied by the sigmoid of a number for each token."""
+    """The output of that layer is multiplied by the sigmoid of a number for each token."""
     have_biases: bool = False
     """Each expert has biases."""
     activation: Activation = swiglu
-    """Of an expert."""
+    """Activation of an expert."""
     n_dense_layers: int = 0
     """First layers of the model that have no experts."""
     dense_dim: int = 0
@@ -299,7 +299,7 @@ class DecoderOfExperts(Decoder):
 
     @torch.no_grad()
     def end_step(self, taken: Tensor) -> dict[str, Tensor]:
-        """`busiest_expert`: its tokens over an even share of them, in the layer where that is most."""
+        """Return `busiest_expert`: its tokens over an even share of them, in the layer where that is most."""
         busiest = []
         for experts in self.experts():
             mean = experts.load_E.mean()

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def decoder_flops(model: "Decoder", seq_len: int, *, causal: bool) -> float:
-    """Floating point operations of forward and backward for one token.
+    """Return the floating point operations of forward and backward for one token.
 
     Each weight of a matmul costs 2 operations forward and 4 backward. So do the dims of queries and values, for each
     visible position: seq_len or the window, and with a causal mask what it leaves on average. A frozen weight has no
@@ -38,14 +38,14 @@ def decoder_flops(model: "Decoder", seq_len: int, *, causal: bool) -> float:
 
 
 def _weights_per_token(model: "Decoder", name: str, parameter: Tensor) -> float:
-    """Weights of a matrix that a token is multiplied with. A lookup in a table multiplies none."""
+    """Return how many weights of a matrix a token is multiplied with. A lookup in a table multiplies none."""
     if name.startswith("tok_embeddings.") and not model.args.tied_head:
         return 0
     return parameter.numel() * (model.share_of_experts() if parameter.ndim == 3 else 1)
 
 
 def _blocks_without_backward(model: "Decoder") -> int:
-    """Number of first blocks that backward does not reach, because nothing up to their end is trained."""
+    """Return the number of first blocks that backward does not reach, because nothing up to their end is trained."""
     if any(parameter.requires_grad for parameter in model.tok_embeddings.parameters()):
         return 0
     trains = [any(parameter.requires_grad for parameter in block.parameters()) for block in model.layers]

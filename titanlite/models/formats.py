@@ -32,7 +32,7 @@ class Entry:
     interleaved: bool = False
     """Rows pair for RoPE as neighbours (2i, 2i + 1) there. Ours pair as halves of a head (i, i + H/2)."""
     keeps_dtype: bool = False
-    """It has our dtype there, whatever the dtype of the other tensors."""
+    """The tensor has our dtype there, whatever the dtype of the other tensors."""
     column: int | None = None
     """0 or 1: column i of ours is column 2i + this one there. Two entries share their tensor."""
     is_copy: bool = False

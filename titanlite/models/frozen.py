@@ -54,5 +54,5 @@ class FrozenModel:
         return spec.build().requires_grad_(False)
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
-        """Floating point operations of the forward pass for one token: a third of those of training it."""
+        """Return the floating point operations of the forward pass for one token: a third of those of training it."""
         return self.build(seq_len).requires_grad_(True).flops_per_token(seq_len, causal=causal) / 3

@@ -67,7 +67,7 @@ class Rope:
 
 
 def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor, Tensor]:
-    """cos and sin tables, float32 [max_seq_len, rotary_dims], for `rotate`."""
+    """Return cos and sin tables, float32 [max_seq_len, rotary_dims], for `rotate`."""
     inv_freq = rope.theta ** (-torch.arange(0, rotary_dims, 2, dtype=torch.float32) / rotary_dims)
     size = 1.0
     if rope.scaling == "yarn":
@@ -93,12 +93,12 @@ def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor
 
 
 def yarn_size(factor: float) -> float:
-    """Factor of queries and keys whose positions yarn scales, which makes scores sharper."""
+    """Return the factor of queries and keys whose positions yarn scales, which makes scores sharper."""
     return 0.1 * math.log(factor) + 1
 
 
 def rope_at(table_LH: Tensor, seq_len: int, documents: Documents | None) -> Tensor:
-    """Entries of a cos or sin table for a batch: [L, H], or [B, 1, L, H] by the positions in documents."""
+    """Return the entries of a cos or sin table for a batch: [L, H], or [B, 1, L, H] by the positions in documents."""
     return table_LH[:seq_len] if documents is None else table_LH[documents.positions_BL].unsqueeze(1)
 
 

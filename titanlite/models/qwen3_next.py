@@ -77,7 +77,7 @@ class Qwen3NextArgs(PartlyRotatedArgs, ExpertArgs):
             raise ValueError(f"n_linear_value_heads {values} must be a multiple of n_linear_key_heads {keys}")
 
     def resized(self, *, width: int, depth: int) -> "Qwen3NextArgs":
-        """Numbers of heads of Gated DeltaNets are in proportion to the width, too."""
+        """Change the numbers of heads of Gated DeltaNets in proportion to the width as well."""
         resized = super().resized(width=width, depth=depth)
         assert isinstance(resized, Qwen3NextArgs)
         names = "n_linear_key_heads", "n_linear_value_heads"

@@ -185,7 +185,8 @@ class Transformers(Model):
                 raise UserError(f"model.path: transformers' initialization leaves {', '.join(unset)} of {where}")
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
-        """Floating point operations of forward and backward for one token: of its matmuls and of attention."""
+        """Return the floating point operations of forward and backward for one token: of its matmuls and of
+        attention."""
         config = self._whole.config
         weights = 0.0
         for name, parameter in unique_parameters(self):

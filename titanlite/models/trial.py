@@ -161,7 +161,7 @@ def _smaller(spec: ModelSpec) -> list[Any]:
     depth = getattr(spec.args, "n_layers", 0)
     found: list[Any] = []
     for args in (spec.args, *spec.model_cls.flavors.values()):
-        for blocks in [it for it in (depth, 4, 2, 1) if it <= depth] if depth else [None]:
+        for blocks in [count for count in (depth, 4, 2, 1) if count <= depth] if depth else [None]:
             try:
                 found.append(replace(args, **changes, **({} if blocks is None else {"n_layers": blocks})))
             except Exception:  # an impossible combination
@@ -189,11 +189,11 @@ def apart(found: Tensor, expected: Tensor) -> float:
 
 def documents_of(lengths: Sequence[int], batch: int = 1) -> Documents:
     """Return a batch of sequences of documents of these lengths."""
-    positions_BL = torch.cat([torch.arange(it) for it in lengths]).expand(batch, -1)
+    positions_BL = torch.cat([torch.arange(length) for length in lengths]).expand(batch, -1)
     ids_BL = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).int().expand(batch, -1)
     return Documents(positions_BL, ids_BL, torch.tensor([0, *lengths] * batch).cumsum(0).unique().int())
 
 
 def takes_documents(model: Model) -> bool:
     parameters = signature(model.forward).parameters.values()
-    return any(it.name == "documents" or it.kind is it.VAR_KEYWORD for it in parameters)
+    return any(parameter.name == "documents" or parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)

@@ -14,7 +14,7 @@ from titanlite.batch import Batch
 
 
 class SequencePart(NamedTuple):
-    """Tokens of each sequence of S tokens that one of several ranks computes, or several neighbouring ones.
+    """The tokens of each sequence of S tokens that one rank, or several neighbouring ranks, compute.
 
     Rank r of R has the chunks r and 2R - 1 - r of the 2R chunks of a sequence. So all ranks have equal work under a
     causal mask, which lets late tokens see more (arXiv:2407.21783, section 3.3.2).
@@ -94,7 +94,7 @@ class ChunkBoundaries(NamedTuple):
 
 
 class ChunkMask(NamedTuple):
-    """The same as a mask [B, 1, C, end - begin], which is added to the scores."""
+    """Mask [B, 1, C, end - begin] of one chunk of queries and the keys that they may see. It is added to the scores."""
 
     begin: int
     end: int
@@ -113,7 +113,7 @@ class Scores(NamedTuple):
     scale: float | None = None
     """Factor of queries times keys. None: 1 / sqrt(H)."""
     sinks_N: Tensor | None = None
-    """Score of each query head that takes part in the softmax and has no value, see `ops/sinks.py`. None: no such."""
+    """Score of each query head that takes part in the softmax and has no value, see `ops/sinks.py`. None: no sinks."""
 
 
 PLAIN_SCORES = Scores()
@@ -124,7 +124,8 @@ def attend(
 ) -> Tensor:
     """Causal attention -> [B, N, L, H]; with a mask, within documents only. Query heads can share key heads.
 
-    Keys and values are of whole sequences, queries of this rank's part of them. Without a mask, that is all.
+    Keys and values are of whole sequences, queries of this rank's part of them. Without a mask, the queries must be of
+    whole sequences as well.
     """
     if isinstance(mask, Boundaries):
         return _packed_attention(q_BNLH, k_BKLH, v_BKLH, mask.offsets, mask.offsets, mask.window, scores)
@@ -140,7 +141,8 @@ def attend(
 
 
 def seen_causally(window: int, seq_len: int) -> float:
-    """Tokens that a token of a sequence sees on average under a causal mask, itself included, of at most `window`."""
+    """Return how many tokens a token of a sequence sees on average under a causal mask, itself included, of at most
+    `window`."""
     return window - window * (window - 1) / (2 * seq_len)
 
 

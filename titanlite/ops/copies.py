@@ -12,9 +12,8 @@ from torch import Tensor
 
 
 class Copies(NamedTuple):
-    """Where the S copies of T rows are: those for the first of N columns, in the order of rows, then for the second.
-
-    All are int32.
+    """Places of the S copies of T rows, of which each has up to N copies, one for a column. Copies are ordered by
+    column and then by row. All tensors are int32.
     """
 
     cell_S: Tensor
@@ -60,8 +59,8 @@ def _places(so_far_T: Tensor, total: int) -> Tensor:
     return torch.searchsorted(so_far_T, number_S, out_int32=True)
 
 
-# These are custom operators, so that the compiler and the plan know their gradients. No tensor is saved for backward,
-# because recomputation goes on until it has made the last one that was: it would add up again, which takes all matmuls.
+# These are custom operators, so that the compiler and the plan know their gradients. They save no tensor for backward:
+# activation checkpointing recomputes up to the last saved tensor, and with one here it would repeat all matmuls.
 
 
 @torch.library.custom_op("titanlite::places_of_copies", mutates_args=())
@@ -72,7 +71,7 @@ def _places_of_copies(is_copied_TN: Tensor, total: int) -> tuple[Tensor, Tensor,
     cell_S = _places(along_NT.flatten(), total)
     number_TN = along_NT.t().flatten()
     place_S = number_TN.index_select(0, _places(along_TN.flatten(), total)).sub_(1)
-    ends_N = along_NT[:, -1:].sum(dim=1, dtype=torch.int32)  # also without rows
+    ends_N = along_NT[:, -1:].sum(dim=1, dtype=torch.int32)  # a sum, because there may be no rows
     return cell_S, cell_S % len(ones_TN), place_S, along_TN[:, 0] - ones_TN[:, 0], ends_N
 
 

@@ -90,7 +90,7 @@ class _Linears(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, wide: torch.dtype, source: Any, *weights: Tensor) -> tuple[Tensor, ...]:
-        # What the source has kept, and not the source: pipelines compute gradients of weights after all others.
+        # Keep the source's saved tensors, not the source: pipelines compute gradients of weights last, when it is gone.
         kept = source.saved_tensors if source else [x] if any(ctx.needs_input_grad[3:]) else []
         ctx.save_for_backward(*weights, *kept)
         ctx.wide, ctx.again = wide, source.again if source else None

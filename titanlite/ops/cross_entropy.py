@@ -10,14 +10,15 @@ from torch import Tensor
 
 
 class SplitVocabulary(Protocol):
-    """Split of the vocabulary over several processes, each with as many tokens."""
+    """Split of the vocabulary over several processes, in equal parts."""
 
     def place(self, tokens: Tensor, size: int) -> tuple[Tensor, Tensor]:
-        """Return the places of tokens among this process's `size` tokens, 0 for others, and whether they are there."""
+        """Return the index of each token in this process's part of `size` tokens (0 if the token is in another part),
+        and whether it is in this one."""
         ...
 
     def largest(self, x: Tensor) -> Tensor:
-        """Return the largest values of any process."""
+        """Return the elementwise maximum over all processes."""
         ...
 
     def total(self, x: Tensor) -> Tensor:

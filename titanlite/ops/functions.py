@@ -107,7 +107,7 @@ def rotate(x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
 
 
 class _Rotation(torch.autograd.Function):
-    """The gradient of a rotation is the inverse rotation: nothing of x is kept."""
+    """Rotation whose backward is the inverse rotation, so that x need not be kept."""
 
     @staticmethod
     def forward(ctx: Any, x_BNLH: Tensor, cos_LH: Tensor, sin_LH: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def swiglu(gate: Tensor, up: Tensor) -> Tensor:
 
 
 class _SwiGLU(torch.autograd.Function):
-    """Autograd would keep three tensors. Two suffice: backward recomputes silu(gate) in one pass over memory."""
+    """SwiGLU that keeps two tensors for backward, where autograd keeps three: silu(gate) is recomputed in one pass."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -177,7 +177,7 @@ SLOPE, LIMIT = 1.702, 7.0
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
-    """Autograd would keep seven tensors. Two suffice, as for SwiGLU."""
+    """Clamped SwiGLU that keeps two tensors for backward, where autograd keeps seven."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
@@ -204,7 +204,7 @@ def weighted(activation: Activation, gate: Tensor, up: Tensor, weights: Tensor) 
 
 
 class _Weighted(torch.autograd.Function):
-    """Autograd would also keep what the weights multiply. Backward computes it again."""
+    """Weighted activation that recomputes the activation in backward, which autograd would keep."""
 
     @staticmethod
     def forward(ctx: Any, activation: Activation, gate: Tensor, up: Tensor, weights: Tensor) -> Tensor:
@@ -283,7 +283,8 @@ def linears(x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
 
 
 class _CommonInput(torch.autograd.Function):
-    """Autograd would write the gradient of the input once for each weight, and add them up. Matmuls can add."""
+    """Linear layers of one input, whose backward adds the input gradients within the matmuls, where autograd would
+    write one for each weight and add them."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, *weights: Tensor) -> tuple[Tensor, ...]:

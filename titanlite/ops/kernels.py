@@ -324,12 +324,12 @@ class Kernels:
         return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
 
     def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
-        """Dtype of the operands that make the logits. CPUs cannot sum bfloat16 operands into a float32 result, and
-        rounded logits would show in the loss."""
+        """Return the dtype of the operands that make the logits. CPUs cannot sum bfloat16 operands into a float32
+        result, and rounded logits would show in the loss."""
         return hidden_TD.dtype if self.is_gpu(hidden_TD.device) else torch.float32
 
     def loss_chunk(self, tokens: int, vocabulary: int, device: torch.device) -> int:
-        """Number of tokens whose logits the loss holds at once.
+        """Return the number of tokens whose logits the loss holds at once.
 
         On a GPU the chunks of a batch have equal sizes, rounded up to the `GPU_TILE` tokens of a matmul's tile.
         """
@@ -410,7 +410,8 @@ class KeySource(Protocol):
 
     @property
     def part(self) -> SequencePart | None:
-        """Chunk of each sequence that this rank computes. None: it computes whole sequences, or their end."""
+        """Chunk of each sequence that this rank computes. None: sequences are not split, and the queries are the last L
+        tokens."""
         ...
 
     def attend(
@@ -427,7 +428,7 @@ class KeySource(Protocol):
 
 
 class SequenceSource(KeySource, Protocol):
-    """The same for layers that compute whole sequences, in heads."""
+    """Source for layers that need whole sequences, such as the delta rule: ranks exchange sequences for heads."""
 
     def by_heads(
         self,
@@ -447,7 +448,7 @@ class SequenceSource(KeySource, Protocol):
 
 
 def set_key_source(model: nn.Module, source: KeySource | None) -> None:
-    """Give a source to every module of a model that attends or makes masks: those with an attribute `key_source`."""
+    """Set the key source of every module that attends or makes masks: of those with an attribute `key_source`."""
     for module in model.modules():
         if hasattr(module, "key_source"):
             module.key_source = source  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]
@@ -459,7 +460,7 @@ def _whole_sequences(batch: int, seq_len: int, device: torch.device, window: int
 
 
 DEFAULT_KERNELS = Kernels()
-"""The kernels of a model that nobody gave others."""
+"""Kernels of a model for which `set_kernels` was not called."""
 
 
 def in_every_pass(module: object) -> bool:
@@ -472,7 +473,7 @@ def in_every_pass(module: object) -> bool:
 
 
 def set_kernels(model: nn.Module, kernels: Kernels) -> None:
-    """Give kernels to every module of a model that uses some: those with an attribute `kernels`."""
+    """Set the kernels of every module that has an attribute `kernels`."""
     for module in model.modules():
         if hasattr(module, "kernels"):
             module.kernels = kernels  # pyright: ignore[reportAttributeAccessIssue, reportArgumentType]

@@ -28,7 +28,7 @@ exit code in ATTEMPT/code."""
 LAST_SECONDS = 2.0
 """Longest time that a process which ends at once waits for its log file and the console."""
 HANG = "hang: "
-"""Beginning of a note that has the watchdog's report."""
+"""First word of the note with which the watchdog's report is attached to an exception."""
 
 
 def report_errors(command: Callable[[], None]) -> int:
@@ -42,7 +42,7 @@ def report_errors(command: Callable[[], None]) -> int:
         command()
     except (UserError, RunError) as error:
         with _first_to_fail(error.exit_code, str(error)) as reports:
-            if reports and error.exit_code != STOPPED:  # else rank 0 has reported it
+            if reports and error.exit_code != STOPPED:  # rank 0 reports a stop of the run
                 print_errors(str(error).splitlines())
         return error.exit_code
     except KeyboardInterrupt:
@@ -70,11 +70,11 @@ def describe(error: BaseException, environ: Mapping[str, str], *, log: Path | No
         log: file that has the whole traceback. Without it, the lines have it.
     """
     notes = getattr(error, "__notes__", [])
-    error.__notes__ = []  # the first line has them
+    error.__notes__ = []  # the first line shows the notes
     lines = "".join(traceback.format_exception(error)).splitlines()
     cause = traceback.format_exception_only(error)[-1].strip().splitlines()[0]
     error.__notes__ = notes
-    if isinstance(error, OSError):  # of a disk: its path says more than frames
+    if isinstance(error, OSError):  # an error of a disk: its path says more than frames
         at = "".join(f" at {note}" for note in notes)
         whole = "" if log is None else f" (the whole traceback: {log})"
         place = f"rank {environ.get('RANK', 0)} on {platform.node()} failed{at}: " if "RANK" in environ or log else ""
@@ -119,10 +119,10 @@ def _leave_for_torchrun(error: BaseException) -> None:
 def _is_closed_output(error: BaseException) -> bool:
     """Return whether an exception is from writing to standard output after its reader has ended."""
     if isinstance(error, SystemExit):
-        return isinstance(error.__context__, BrokenPipeError)  # rich has met it
+        return isinstance(error.__context__, BrokenPipeError)  # rich turns the broken pipe into an exit
     if not isinstance(error, BrokenPipeError):
         return False
-    poll = select.poll()  # sockets break too
+    poll = select.poll()  # the broken pipe may be a socket and not the output
     poll.register(sys.stdout.fileno(), 0)
     return any(event & select.POLLERR for _, event in poll.poll(0))
 
@@ -191,7 +191,7 @@ def _marks(exit_file: Path) -> Iterator[tuple[Path, bool]]:
             os.kill(int(mark.read_text()), 0)
         except ProcessLookupError:
             yield mark, False
-        except (OSError, ValueError):  # it ends, or begins
+        except (OSError, ValueError):  # the process ends or begins just now
             continue
         else:
             yield mark, True

@@ -58,7 +58,7 @@ def blocked_file(pid: int, thread: int) -> str:
     try:
         first = int(Path(f"/proc/{pid}/task/{thread}/syscall").read_text().split()[1], 16)
         path = os.readlink(f"/proc/{pid}/fd/{first}") if first > 2 else ""
-    except (OSError, ValueError, IndexError):  # it runs
+    except (OSError, ValueError, IndexError):  # the thread runs, and is in no system call
         return ""
     return path if path.startswith(("/", "pipe:")) and not path.startswith("/dev/") else ""
 
@@ -188,7 +188,7 @@ class Starvation:
         waited: dict[int, float] = {}
         with suppress(OSError):
             for thread in map(int, os.listdir("/proc/self/task")):
-                with suppress(OSError, IndexError, ValueError):  # it has ended; another kernel
+                with suppress(OSError, IndexError, ValueError):  # the thread has ended, or the kernel has no schedstat
                     if thread not in servants:
                         text = Path(f"/proc/self/task/{thread}/schedstat").read_text()
                         waited[thread] = int(text.split()[1]) / 1e9

@@ -47,7 +47,7 @@ class RecordFile:
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._is_failing = False
-        if path.exists() and not (path.is_file() or path.is_char_device()):  # a pipe's reader would be waited for
+        if path.exists() and not (path.is_file() or path.is_char_device()):  # opening a pipe would wait for its reader
             aside = quarantine_path(path)
             path.rename(aside)
             logger.warning(f"{path} is not a file: it is now {aside.name}")

@@ -148,7 +148,7 @@ class RunEnd:
         self._run, self._phase_seconds = run if rank == 0 else None, phase_seconds
         try:
             yield
-        except CrashLoop:  # it has begun nothing
+        except CrashLoop:  # this start has begun nothing
             raise
         except Exception as error:
             notes = ", ".join(getattr(error, "__notes__", []))
@@ -169,7 +169,7 @@ class RunEnd:
         if self._run is None:
             return
         record = self._run / "run.json"
-        with suppress(OSError, ValueError, KeyError, TypeError):  # a record is worth no run
+        with suppress(OSError, ValueError, KeyError, TypeError):  # a record that cannot be written must not end the run
             run = json.loads(read_small(record))
             starts = run["starts"]
             if not is_own(starts):

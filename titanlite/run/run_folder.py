@@ -192,7 +192,7 @@ def record_start(
     if ranks.rank != 0:
         return
     run: dict[str, Any] = {**_read_run(folder.path), "id": folder.run_id}
-    if not is_own(run["starts"]):  # it could not be written
+    if not is_own(run["starts"]):  # the beginning of this start could not be recorded
         run["starts"].append(begin_start(os.environ))
     run["starts"][-1] |= {
         "step": step,
@@ -238,7 +238,7 @@ def _write_run(path: Path, run: dict[str, Any]) -> None:
 def _write(path: Path, text: str) -> None:
     try:
         write_atomically(path, text, mode=0o600)
-    except OSError as error:  # a record of the start is worth no run
+    except OSError as error:  # a record that cannot be written must not end the run
         logger.error(f"{path} cannot be written: {error.strerror}. The run continues without it")
 
 
@@ -254,7 +254,7 @@ def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> 
     if not isinstance(run, dict):
         run = {}
     try:
-        run_id = checked_name(run.get("id"))  # it becomes part of paths
+        run_id = checked_name(run.get("id"))  # the id becomes a part of paths
     except ValueError:
         run_id = None
     if run_id and are_starts(run.get("starts")):
@@ -269,7 +269,7 @@ def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> 
 
 
 def _git_commit() -> str | None:
-    """The commit of titanlite's own checkout, with + when files differ from it; None outside of git."""
+    """Return the commit of titanlite's own checkout, with + when files differ from it; None outside of git."""
     command = [
         "git",
         "-C",

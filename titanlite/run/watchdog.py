@@ -76,21 +76,21 @@ class Beat:
     host: str
     pid: int
     number: int
-    """Beats before this one: it does not change where the rank is silent."""
+    """Number of beats before this one. It does not change while the rank is silent."""
     step: int
     phase: str
     quiet: float
     """Seconds without a new phase or collective."""
     limit: float
-    """Seconds of those that are suspicious now."""
+    """Seconds without a sign of life from which on the rank is suspicious now."""
     collectives: int
     """Collectives that were started, in all groups."""
     kind: str = ""
     """Kind of what the main thread waits for. "" while nothing is suspicious."""
     text: str = ""
-    """The same as a predicate."""
+    """What the main thread waits for, as a predicate."""
     machine: str = ""
-    """`proc.machine`: host names may be the same."""
+    """Machine as `proc.machine` names it, because host names may be equal."""
 
     @property
     def place(self) -> str:
@@ -145,7 +145,7 @@ def may_report(beats: Mapping[int, Beat], culprits: Sequence[int], silent: Seque
     suspects = [beats[rank] for rank in culprits if rank in beats] if culprits else [mine]
     if any(beat.kind == DEBUGGER or (not beat.kind and beat.rank not in silent) for beat in suspects):
         return False
-    if any(beat.quiet < beat.limit for beat in suspects if beat.rank not in silent):  # slow, but it works
+    if any(beat.quiet < beat.limit for beat in suspects if beat.rank not in silent):  # the rank is slow, but works
         return False
     limits = [beat.limit for beat in suspects if beat.rank not in silent or beat.step >= mine.step]
     return mine.quiet >= max(limits, default=0)

@@ -133,7 +133,7 @@ def log_to_file(folder: Path, rank: int) -> Path:
     folder.mkdir(parents=True, exist_ok=True)
     handler = LogFileHandler(folder / f"rank-{rank}.log")
     handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
-    logging.getLogger(LOGGER).handlers.insert(0, handler)  # first, since the console may block
+    logging.getLogger(LOGGER).handlers.insert(0, handler)  # the file comes first, since the console may block
     return folder / f"rank-{rank}.log"
 
 
@@ -173,7 +173,7 @@ class _Both:
 
     def write(self, text: str) -> int:
         if "\x1b" not in text and "\r" not in text:
-            with suppress(OSError):  # a full disk
+            with suppress(OSError):  # the disk may be full
                 self._copy.write(text)
         return self._console.write(text)
 

@@ -68,7 +68,7 @@ def from_local_like(part: Tensor, tensor: Tensor) -> Tensor:
     if not isinstance(tensor, DTensor):
         return part
     mesh, placements = tensor.device_mesh, tensor.placements
-    if part.device.type not in (mesh.device_type, "meta"):  # PyTorch would copy it to the device of the mesh
+    if part.device.type not in (mesh.device_type, "meta"):  # from_local would copy the part to the device of the mesh
         like = torch.empty_like(tensor, dtype=part.dtype, device=part.device)
         local_tensor(like).set_(part.untyped_storage(), part.storage_offset(), part.shape, part.stride())
         return like
@@ -127,7 +127,7 @@ class GlobalIndices:
 
 
 def _indices_along(tensor: Tensor, dim: int) -> Tensor:
-    """Indices that this rank's part has along one dimension of the whole tensor."""
+    """Return the indices that this rank's part has along one dimension of the whole tensor."""
     indices = torch.arange(tensor.shape[dim])
     if not isinstance(tensor, DTensor):
         return indices
@@ -135,7 +135,7 @@ def _indices_along(tensor: Tensor, dim: int) -> Tensor:
         tensor.device_mesh,
         [placement if sharded_dim(placement) == dim else Replicate() for placement in tensor.placements],
     )
-    if all(type(placement) in (Shard, Replicate) for placement in placements):  # no need of the mesh's device
+    if all(type(placement) in (Shard, Replicate) for placement in placements):  # this needs no device of the mesh
         for axis, placement in enumerate(placements):
             if isinstance(placement, Shard):
                 sizes = chunk_sizes(len(indices), mesh.size(axis))

@@ -107,7 +107,7 @@ def read_small(path: Path, most: int = SMALL) -> bytes:
         content, size = bytearray(), os.fstat(file.fileno()).st_size
         while size <= most and (block := file.read(BLOCK)):
             content += block
-            size = max(size, len(content))  # it may grow
+            size = max(size, len(content))  # the file may grow meanwhile
         if size > most:
             raise NotSmall(errno.EFBIG, f"has {size:,} bytes, and {most:,} are read at most", str(path))
         return bytes(content)
@@ -258,7 +258,7 @@ def lock_file(
             file.close()
             raise
         else:
-            with suppress(OSError):  # the note of a full disk is empty
+            with suppress(OSError):  # on a full disk, the note stays empty
                 os.truncate(file.fileno(), 0)
                 os.write(file.fileno(), f"process {os.getpid()} on {platform.node()}\n".encode())
             return file
@@ -329,7 +329,7 @@ def why_not_writable(folder: str) -> str | None:
     try:
         with tempfile.TemporaryFile(dir=existing):
             return None
-    except OSError as error:  # what permissions do not show: a file system of the kernel's, a quota
+    except OSError as error:  # permissions do not show a quota or a file system of the kernel
         return f"{existing} cannot be written ({error.strerror}): name another folder"
 
 

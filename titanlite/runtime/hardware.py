@@ -176,8 +176,8 @@ def host_memory(root: Path = Path("/")) -> int:
                 folder, name = root / "sys/fs/cgroup", "memory.max"
             else:
                 continue
-            for part in ("", *path.split("/")):  # a container's own is where its parents would be
+            for part in ("", *path.split("/")):  # in a container, its own group is where its parents would be
                 folder = folder if part == ".." else folder / part
-                with suppress(OSError, ValueError):  # "max", or it cannot be seen from here
+                with suppress(OSError, ValueError):  # the limit is "max", or cannot be seen from here
                     limits.append(int((folder / name).read_text()))
     return min(limits)

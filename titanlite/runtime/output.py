@@ -45,7 +45,7 @@ class _QueuedWrites(io.RawIOBase):
 
     def write(self, data: "bytes | bytearray | memoryview") -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
         text = bytes(data)
-        if os.getpid() != self._owner:  # a forked process has no thread
+        if os.getpid() != self._owner:  # a forked process has no thread that writes
             return os.write(self._descriptor, text)
         notice = f"[{self._dropped:,} lines were dropped: nobody read them]\n".encode() if self._dropped else b""
         try:
@@ -85,7 +85,7 @@ def queued(stream: TextIO) -> TextIO:
         return stream
     try:
         raw = _QueuedWrites(stream.fileno())
-    except (OSError, ValueError, AttributeError):  # a notebook's
+    except (OSError, ValueError, AttributeError):  # a notebook's stream has no descriptor
         return stream
     buffer = io.BufferedWriter(cast(io.RawIOBase, raw))
     return io.TextIOWrapper(buffer, encoding=stream.encoding, errors="backslashreplace", line_buffering=True)

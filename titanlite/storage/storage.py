@@ -48,7 +48,7 @@ class Storage(ABC):
         self.owner = owner
 
     def url_of(self, name: str) -> str:
-        """Path or URL of a file, for error messages."""
+        """Return the path or URL of a file, for error messages."""
         return f"{self.url}/{name}"
 
     @abstractmethod

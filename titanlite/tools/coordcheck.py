@@ -43,7 +43,7 @@ class Verdict(NamedTuple):
 
     quantity: str
     slopes: dict[str, float]
-    """By width and depth, as far as several were tried."""
+    """Slopes by width and by depth, for each of which several sizes were tried."""
     words: str
     """flat, grows or vanishes. Logits without a change may vanish: those of mup do before training."""
 
@@ -95,7 +95,7 @@ def coordcheck(
         charts = {"tables": [], "charts": [*_charts(found, verdicts)]}
         write_page(out, page([], above=charts, title="Coordinate check"))
     show(_lines(found, verdicts))
-    if wrong := [f"{it.quantity} {it.words}" for it in verdicts if it.words != "flat"]:
+    if wrong := [f"{verdict.quantity} {verdict.words}" for verdict in verdicts if verdict.words != "flat"]:
         raise RunError(f"not flat: {', '.join(wrong)}")
 
 
@@ -144,7 +144,7 @@ def _outputs(run: Run, batch: Batch) -> dict[str, Tensor]:
     blocks = [*filter(in_every_pass, run.model.layers)]
     modules = {"first block": blocks[0], "middle block": blocks[(len(blocks) - 1) // 2], "last block": blocks[-1]}
     found = forward_values(modules.items(), lambda: run.model(batch["tokens"], **document_arguments(batch)))
-    keys = {"embedding": "forward input first block"} | {it: f"forward output {it}" for it in (*modules, "logits")}
+    keys = {"embedding": "forward input first block"} | {key: f"forward output {key}" for key in (*modules, "logits")}
     return {name: found[key] for name, key in keys.items() if name != "first block"}
 
 

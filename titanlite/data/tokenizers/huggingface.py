@@ -50,10 +50,10 @@ class HuggingFaceTokenizer:
             later = FastTokenizer.from_str(json.dumps(without_prefix)) if without_prefix != spec else first
         except UserError:
             raise
-        except Exception as error:  # the library has no class of its own for what is wrong with a file
+        except Exception as error:  # tokenizers raises plain Exception for a wrong file
             raise UserError(f"data.tokenizer: {path} is not a tokenizer.json of Hugging Face: {error}") from None
         for tokenizer in (first, later):
-            tokenizer.encode_special_tokens = True  # that is: as plain text
+            tokenizer.encode_special_tokens = True  # names of special tokens are plain text
             tokenizer.no_truncation()
             tokenizer.no_padding()
         self._first, self._later = first, later
@@ -131,7 +131,7 @@ def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str])
             found = vocab.get(token)
         elif f"{key}_id" in about:
             token = about[f"{key}_id"]
-            token = token[0] if isinstance(token, list) else token  # the first is the one that training used
+            token = token[0] if isinstance(token, list) else token  # training used the first of them
             found = token if token in vocab.values() else None
         else:
             continue
@@ -142,7 +142,7 @@ def _document_end(key: str, path: Path, vocab: dict[str, int], names: list[str])
 
 
 def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
-    """The parts of a tokenizer that put a space before a text, without that."""
+    """Return the parts of a tokenizer that put a space before a text, changed so that they do not."""
 
     def changed(part: dict[str, Any]) -> dict[str, Any] | None:
         match part:
@@ -153,7 +153,7 @@ def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
                 return part | {key: value for key, value in never.items() if key in part}
             case {"type": "Sequence"}:
                 lists = {key: value for key, value in part.items() if isinstance(value, list)}
-                return part | {key: [it for it in value if it is not None] for key, value in lists.items()}
+                return part | {key: [member for member in value if member is not None] for key, value in lists.items()}
         return part
 
     changing = {key: spec[key] for key in ("normalizer", "pre_tokenizer") if key in spec}
@@ -163,7 +163,7 @@ def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
 def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
     parts: list[dict[str, Any]] = []
     json.loads(
-        json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")]), object_hook=lambda it: parts.append(it) or it
+        json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")]), object_hook=lambda obj: parts.append(obj) or obj
     )
     kinds, spaces = {part.get("type") for part in parts}, []
     for part in parts:

@@ -48,7 +48,7 @@ def check_folder(source: OpenedWeights, folder: Path, tensors: Sequence[Outgoing
     tokens = check_tokens(source)
     names: dict[str, str] = {}
     for tensor in tensors:
-        names.setdefault(tensor.ours, tensor.name)  # of the first expert
+        names.setdefault(tensor.ours, tensor.name)  # experts of a stack have one name: keep that of the first
     theirs = _of_transformers(folder, tokens, names)
     worst = compare(_of_model(source, tokens, tensors), theirs, names)
     return f"{same}; transformers computes the same on {tokens.numel()} tokens, {worst}"
@@ -99,7 +99,7 @@ def _of_transformers(folder: Path, tokens: Tensor, names: Mapping[str, str]) -> 
     model, info = loaded
     # transformers leaves out the module that predicts the token after the next, silently for some numbers of layers.
     others = [f"{name.rsplit('.', 2)[0]}." for ours, name in names.items() if ours.endswith(".next_norm.weight")]
-    info["unexpected_keys"] = {it for it in info["unexpected_keys"] if not it.startswith(tuple(others))}
+    info["unexpected_keys"] = {key for key in info["unexpected_keys"] if not key.startswith(tuple(others))}
     wrong = {key: sorted(map(str, value)) for key, value in info.items() if value and key != "error_msgs"}
     if wrong:
         lines = [f"  {key.removesuffix('_keys')}: {', '.join(names[:5])}" for key, names in wrong.items()]
@@ -150,12 +150,12 @@ def compare(here: Values, there: Values, tensors: Mapping[str, str]) -> str:
         CheckFailed: naming the first block that differs, its first module that does with its tensors, and by how much.
     """
     found = {key: difference(key, there[key], here[key], LIMIT) for key in here if key in there}
-    blocks = {key: f"hidden states after block {it[1]}" for key in here if (it := BLOCK.fullmatch(key))}
+    blocks = {key: f"hidden states after block {match[1]}" for key in here if (match := BLOCK.fullmatch(key))}
     hidden = {EMBEDDED: "hidden states after the embedding"} | blocks
     for key, what in (hidden | {LOGITS: "the logits"}).items():
         if not found[key].is_within:
-            inside = [it for it in found.values() if key in blocks and it.name.startswith(f"{found[key].name}.")]
-            first = next((it.key for it in inside if not it.is_within and it.most < inf), key)
+            inside = [diff for diff in found.values() if key in blocks and diff.name.startswith(f"{found[key].name}.")]
+            first = next((diff.key for diff in inside if not diff.is_within and diff.most < inf), key)
             raise CheckFailed(
                 f"{what} differ from those of transformers by {found[key].relative:.2e} of their size "
                 f"(at most {found[key].most:.3g}; allowed {LIMIT:g}), and everything before agrees\n"

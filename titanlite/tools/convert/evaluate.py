@@ -157,10 +157,10 @@ def _section(
     names = [source.title for source in own]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--data: two sources are called {twice}: name one, as --data NAME=PATH")
-    of_name = {name: field for name, _, field in (text.rpartition("=") for text in fields)}  # "": of all
+    of_name = {name: field for name, _, field in (text.rpartition("=") for text in fields)}  # "" is all sources
     if other := next((name for name in of_name if name not in ("", *names)), None):
         raise UserError(f"--text-field: no source is called {other}{did_you_mean(other, names)}")
-    found = [{"text_field": of_name.get(it.title) or of_name.get("") or it.text_field} for it in own]
+    found = [{"text_field": of_name.get(source.title) or of_name.get("") or source.text_field} for source in own]
     own = [source.model_copy(update=field) for source, field in zip(own, found, strict=True)]
     count = base.sequences if sequences is None else sequences
     section = {"enable": True, "path": None, "sources": own, "sequences": count, "tasks": tasks}
@@ -219,7 +219,7 @@ def _measure(
     """Return the validation metrics."""
     group, device = dist.group.WORLD, next(model.parameters()).device
     assert group is not None
-    total = sum(min(section.sequences or len(it.sequences), len(it.sequences)) for it in sources)
+    total = sum(min(section.sequences or len(source.sequences), len(source.sequences)) for source in sources)
     total += sum(len(task.answers) for task in tasks)
     validator = Validator(
         section,
@@ -250,8 +250,8 @@ def _check_finite(record: dict[str, Any]) -> None:
     Raises:
         RunError: a loss or a metric is NaN or infinite. Only a source without a token to predict has no loss.
     """
-    losses = [it["loss"] for it in record["sources"].values() if it["tokens"]]
-    metrics = [value for it in record.get("tasks", {}).values() for value in it.values()]
+    losses = [source["loss"] for source in record["sources"].values() if source["tokens"]]
+    metrics = [value for task in record.get("tasks", {}).values() for value in task.values()]
     if not all(map(math.isfinite, [*losses, *metrics])):
         raise RunError(NOT_FINITE)
 
@@ -262,15 +262,15 @@ def _print(record: dict[str, Any]) -> None:
     table = Table(Column("source", no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
     rows = [*record["sources"].items()]
     if len(rows) > 1:
-        totals = {key: sum(it[key] for _, it in rows) for key in ("tokens", "sequences")}
+        totals = {key: sum(row[key] for _, row in rows) for key in ("tokens", "sequences")}
         rows.append(("all", {"loss": record["loss"], "bits_per_byte": None, **totals}))
-    for name, it in rows:
-        perplexity = f"{math.exp(it['loss']):,.2f}" if it["loss"] < 50 else "-"
-        bits = "-" if it["bits_per_byte"] is None else f"{it['bits_per_byte']:.4f}"
-        table.add_row(name, f"{it['loss']:.4f}", perplexity, bits, f"{it['tokens']:,}", f"{it['sequences']:,}")
+    for name, row in rows:
+        perplexity = f"{math.exp(row['loss']):,.2f}" if row["loss"] < 50 else "-"
+        bits = "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
+        table.add_row(name, f"{row['loss']:.4f}", perplexity, bits, f"{row['tokens']:,}", f"{row['sequences']:,}")
     wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
     console = Console(width=wide, markup=False, emoji=False, highlight=False)
     if rows:
         console.print(table)
-    for name, it in record.get("tasks", {}).items():
-        console.print(f"{name}  {task_text(it)}")
+    for name, task in record.get("tasks", {}).items():
+        console.print(f"{name}  {task_text(task)}")

@@ -80,7 +80,7 @@ class Target:
             path.write_bytes(content)
         else:
             path.touch()
-            mode = path.stat().st_mode  # that of the umask: the library leaves files to their owner alone
+            mode = path.stat().st_mode  # safetensors makes files that only their owner can read
             save_file(dict(content), path, metadata={"format": "pt"})
             path.chmod(mode)
         sync(path)
@@ -324,7 +324,7 @@ def export_adapters(
     assert source.adapters is not None
     target.check()
     form, adapters = format_of(source), source.adapters
-    outgoing(source, form.tensors, dtype=None, drop=drop)  # a tensor that the base in this format would lack
+    outgoing(source, form.tensors, dtype=None, drop=drop)  # raises if the base in this format would lack a tensor
     modules = {layer: _module(form, layer) for layer in adapters.layers}
     tensors = {
         f"base_model.model.{module}.{theirs}.weight": _read(adapters, f"{layer}.{ours}", dtype)

@@ -64,7 +64,7 @@ def generate(
     if problem:
         raise UserError(f"titanlite generate: {problem}")
     texts = read_prompts(prompt, prompt_file)
-    if prompt_file != "-":  # else each line is answered before the next one is read
+    if prompt_file != "-":  # from standard input, each line is answered before the next one is read
         texts = [*texts]
     source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     known = tokenizer_of(source)
@@ -81,7 +81,7 @@ def generate(
     )
     if isinstance(prompts, list):
         for ids in prompts:
-            generator.check(ids)  # before the first answer, which may take minutes
+            generator.check(ids)  # check all prompts before the first answer, which may take minutes
     stops = stop_ids(known)
     for number, ids in enumerate(prompts):
         if number:

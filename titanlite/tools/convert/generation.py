@@ -129,7 +129,7 @@ class Generator:
         more: dict[str, Any] = {} if documents is None else {"documents": documents}
         with sdpa_kernel(BACKENDS):
             logits_V = self.model(tokens_BL, loss=self._last_logits, **more)
-        if not logits_V.max().isfinite():  # some may be -inf, of tokens that the model excludes
+        if not logits_V.max().isfinite():  # the model may exclude tokens by logits of -inf
             raise RunError(NOT_FINITE)
         return logits_V
 
@@ -186,7 +186,8 @@ class LayerCache:
         mask: AttentionMask | None,
         scores: Scores,
     ) -> Tensor:
-        """Causal attention of the new tokens, the first ones or one more, to all tokens so far -> [B, N, L, H].
+        """Compute the causal attention of the new tokens, the first ones or one more, to all tokens so far -> [B, N, L,
+        H].
 
         Args:
             mask: of the first tokens. That of one more is ignored, as it knows no others.
@@ -207,7 +208,7 @@ class LayerCache:
 
 
 def attend_to_all(q_BN1H: Tensor, k_BKSH: Tensor, v_BKSH: Tensor, scale: float | None) -> Tensor:
-    """Attention of one token to all keys -> [B, N, 1, H].
+    """Compute the attention of one token to all keys -> [B, N, 1, H].
 
     The query heads of a key head take the place of a sequence. So keys are not repeated, and no backend needs to know
     groups.

@@ -26,7 +26,7 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "tie_word_embeddings"
 ROWS = 4096
 """Rows of a matrix that are compared at once."""
-IGNORED = ".rotary_emb.inv_freq"  # tables of RoPE in older files
+IGNORED = ".rotary_emb.inv_freq"  # older files hold the tables of RoPE
 
 
 class HuggingFaceFolder(ForeignSource):
@@ -89,10 +89,10 @@ class HuggingFaceFolder(ForeignSource):
             raise UserError(f"{file} is a config of {family}: set model.name, or --model, to it")
         try:
             args = known.to_args(config)
-        except (ValueError, TypeError, AttributeError) as error:  # values of another type
+        except (ValueError, TypeError, AttributeError) as error:  # a value has another type
             raise UserError(f"{file}: {error}") from None
         tied = next((name for name, key in known.fields.items() if key == TIED), TIED)
-        if args.get(tied) and self._has_own_head(known.tensors):  # as transformers takes it
+        if args.get(tied) and self._has_own_head(known.tensors):  # transformers takes the head of the file as well
             args[tied] = False
         return args
 
@@ -175,7 +175,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _open(path: Path, names: list[str] | None) -> list[ForeignTensor]:
-    if path.exists() and not path.is_file():  # a named pipe would be waited for
+    if path.exists() and not path.is_file():  # opening a named pipe would wait
         raise UserError(f"{path} is not a file")
     try:
         file = safe_open(path, framework="pt")

@@ -143,7 +143,7 @@ def open_place(out: str) -> tuple[Storage, str]:
     try:
         storage = open_storage(out, owner=OWNER)
         listing = storage.list()
-    except (ValueError, ImportError) as error:  # of fsspec
+    except (ValueError, ImportError) as error:  # fsspec raises these
         raise UserError(f"--out: {error}") from None
     if taken := [name for name, files in listing.items() if manifests.step_of(name) is not None and MANIFEST in files]:
         raise UserError(f"--out: {storage.url_of(taken[0])} is there already: name another folder")
@@ -209,7 +209,7 @@ def write_weights(
                 files={name: file.record() for name, file in sorted(writer.written.items())},
             )
             if not is_shipped(tokenizer) and "://" not in storage.url:
-                with suppress(UserError):  # what cannot be read here needs --tokenizer
+                with suppress(UserError):  # without a readable tokenizer, commands need --tokenizer
                     if path := find_tokenizer(tokenizer):
                         copy_tokenizer(files_of(path), Path(storage.url, COPY))
             storage.publish(folder, manifest.to_json())

@@ -66,7 +66,7 @@ def outgoing(source: OpenedWeights, table: Table, *, dtype: torch.dtype | None, 
         stored = source.metadata.state_dict_metadata[f"model.{name}"].properties.dtype  # pyright: ignore
         kept = dtype if dtype and stored.is_floating_point and not entry.keeps_dtype else stored
         own = entry.shape_there(shape)
-        if entry.column == 1:  # after the tensor of the first columns
+        if entry.column == 1:  # the tensor of the first columns is there already
             found[theirs] = replace(found[theirs], other=name)
             continue
         if "{expert}" not in theirs:

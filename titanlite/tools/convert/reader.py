@@ -178,7 +178,7 @@ class ForeignReader(ForeignWeights):
         if chunks[0].place.expert is None:
             size, stored, pieces = shape, chunks[0].tensor, pieces[:1]
             if len(shape) == 3 and all(part.sizes[1:] == stored.shape[1:] for part in stored.parts):
-                # parts of a stack, of which one is in memory at a time
+                # a stack of experts: one part is in memory at a time
                 pieces = [
                     (part.offsets[0], (part.sizes[0], *shape[1:]), chunks[0]) for part in stored.parts if part.sizes[0]
                 ]

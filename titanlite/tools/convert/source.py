@@ -119,7 +119,7 @@ def open_source(
         url, folder, manifest = find_checkpoint(path)
         storage = open_storage(url)
         stored = ShardReader(storage, folder, manifest)
-    except (ValueError, ImportError, NotADirectoryError) as error:  # damage, and what fsspec raises
+    except (ValueError, ImportError, NotADirectoryError) as error:  # the file is damaged, or fsspec refuses the URL
         raise error if isinstance(error, UserError) else UserError(f"{path}: {error}") from None
     where = storage.url_of(folder)
     whole = AverageReader(stored, where) if average else stored
@@ -213,9 +213,9 @@ def _describe(source: ForeignSource, name: str | None, flavor: str | None) -> tu
         raise UserError(f"{source.where} does not describe its model: name it (--flavor, --config)")
     else:
         try:
-            resolve_model(name, None, described)  # checks the type of each value
+            resolve_model(name, None, described)  # this checks the type of each value
             spec = ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**described))
-        except (ValueError, TypeError) as error:  # values that fit no model
+        except (ValueError, TypeError) as error:  # the values fit no model
             raise UserError(f"{source.where}: {error}") from None
     args = vars(spec.args)
     flavor = flavor or find_flavor(model_cls, args)
@@ -312,7 +312,7 @@ def _read_config(
     except UserError as error:
         raise UnsafeCheckpoint(f"{where}: {error}") from None
     wrong = [problem for problem in found.draft.problems if not problem.key or problem.key.startswith("model")]
-    if wrong:  # other options of another version or machine do not matter here
+    if wrong:  # only the options of the model matter here
         lines = "\n".join(map(str, wrong))
         raise UserError(f"the config of {where} cannot be read:\n{lines}\nName one of the same model, with --config")
     return found.draft.config, found.refused
@@ -342,7 +342,7 @@ def _own_tokenizer(storage: Storage, named: str) -> tuple[Tokenizer | None, str]
 
 def _as_trained(spec: ModelSpec, manifest: Manifest, stored: Metadata) -> ModelSpec:
     """Return the model for the length of the training's sequences, if it has a parameter for each position."""
-    seq_len = manifest.settings.get("training.seq_len", spec.args.max_seq_len)  # imported weights have none
+    seq_len = manifest.settings.get("training.seq_len", spec.args.max_seq_len)  # imported weights have no such setting
     trained = spec._replace(args=replace(spec.args, max_seq_len=seq_len))
 
     def fits(one: ModelSpec) -> bool:

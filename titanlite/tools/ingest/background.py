@@ -106,13 +106,13 @@ class GrowingStore(TokenStore):
                 if index["key"] == self.key:
                     found.append((path.parent, sum(shard["tokens"] for shard in index["shards"]), index))
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # it was renamed just now
-        return max(found, key=lambda it: it[1], default=None)
+                continue  # the folder was renamed just now
+        return max(found, key=lambda candidate: candidate[1], default=None)
 
     def open_file(self, shard: int, kind: str) -> ArrayFile:
         try:
             return super().open_file(shard, kind)
-        except UserError:  # the folder has its place now
+        except UserError:  # the folder has been renamed to its final place
             self._refresh()
             return super().open_file(shard, kind)
 
@@ -148,7 +148,7 @@ def _supervise(work: Callable[[], object], folder: Path) -> None:
         with shielding_children():
             process = multiprocessing.get_context("spawn").Process(target=_run, args=(work, failed))
             process.start()
-        atexit.register(process.kill)  # otherwise Python would wait for its end
+        atexit.register(process.kill)  # at its own end, Python would wait for the process
         process.join()
         if (folder / INDEX).is_file():
             logger.info(f"data     {folder} is prepared")

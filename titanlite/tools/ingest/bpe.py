@@ -62,7 +62,7 @@ def train_bpe(texts: Iterable[str], *, vocab_size: int, out: Path) -> None:
         )
     bos, eos, *_ = LLAMA3_SPECIAL_TOKENS
     about = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": bos, "eos_token": eos}
-    about |= {"clean_up_tokenization_spaces": False}  # changes decoded text
+    about |= {"clean_up_tokenization_spaces": False}  # the clean-up would change decoded text
     staging = out.with_name(f".{out.name}.partial-{os.getpid()}")
     staging.mkdir(parents=True)
     try:

@@ -131,7 +131,7 @@ class ChatReader:
         starts, ends = np.array(encoding.offsets).reshape(-1, 2).T
         mask = np.zeros(len(encoding.ids), dtype=np.bool_)
         for begin, end in spans:
-            mask |= (starts < end) & (begin < ends)  # as transformers 5: a token counts if it shares a character
+            mask |= (starts < end) & (begin < ends)  # as in transformers 5, one shared character counts
         return ChatDocument(np.array(encoding.ids, dtype=np.uint32), mask, size)
 
 
@@ -144,7 +144,7 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
         if not isinstance(message, Mapping):
             raise Wrong(f"chat message {number} is not an object with role and content")
         names = SHARE_GPT if message.get("role") is None else {}
-        message = {names.get(key, key): it for key, it in message.items() if it is not None}  # as transformers
+        message = {names.get(key, key): value for key, value in message.items() if value is not None}  # as transformers
         if not isinstance(role := message.get("role"), str):
             raise Wrong(f"chat message {number} has no role")
         messages.append({**message, "role": ROLES.get(role, role) if names else role})
@@ -172,7 +172,7 @@ def _segments(text: str, spans: list[Sequence[int]]) -> Iterator[Segment]:
     """
     at = 0
     for begin, end in spans:
-        begin, end = max(begin, at), max(end, at)  # answers that a template writes within another one
+        begin, end = max(begin, at), max(end, at)  # a template may write an answer within another one
         for start, stop, counts in ((at, begin, False), (begin, end, True)):
             if start < stop:
                 yield text[start:stop], counts

@@ -137,7 +137,7 @@ def find_templates(tokenizer: Tokenizer) -> Templates:
         raise UserError(f"the tokenizer {tokenizer.name} has no chat template: {why}")
     found = read_json(folder / CONFIG).get("chat_template")
     if isinstance(found, list):
-        found = {it.get("name"): it.get("template") for it in found if isinstance(it, dict)}
+        found = {template.get("name"): template.get("template") for template in found if isinstance(template, dict)}
     more = file_inside(folder, "additional_chat_templates")
     files = {DEFAULT: folder / "chat_template.jinja"} | {file.stem: file for file in more.glob("*.jinja")}
     if files := {name: file_inside(file.parent, file.name) for name, file in files.items() if file.is_file()}:
@@ -157,7 +157,7 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     if "added_tokens_decoder" not in config:  # as transformers 5
         config |= read_json(folder / "special_tokens_map.json")
     tokens = {key: config[key] for key in SPECIAL if config.get(key) is not None}
-    return {key: str(it.get("content", "") if isinstance(it, dict) else it) for key, it in tokens.items()}
+    return {key: str(token.get("content", "") if isinstance(token, dict) else token) for key, token in tokens.items()}
 
 
 def _folder(tokenizer: Tokenizer) -> Path | None:

@@ -66,7 +66,7 @@ def read_values(part: Part, field: str) -> Iterator[tuple[str, Any, dict[str, An
 
 
 def read_texts(paths: Sequence[str], *, text_field: str) -> Iterator[str]:
-    """All text that the paths name, document by document, long ones in pieces.
+    """Yield all text that the paths name, document by document, long ones in pieces.
 
     Raises:
         UserError: something is not there, or cannot be read.
@@ -80,7 +80,7 @@ def read_texts(paths: Sequence[str], *, text_field: str) -> Iterator[str]:
 
 
 def _values(part: Part) -> Iterator[tuple[int, Any]]:
-    """(number of the line or row, what is there) of each document."""
+    """Yield (number of the line or row, what is there) of each document."""
     match part.kind:
         case "lines":
             for number, line in enumerate(part.data.split(b"\n"), start=part.first):
@@ -93,14 +93,14 @@ def _values(part: Part) -> Iterator[tuple[int, Any]]:
             try:
                 rows = table.to_pylist()
             except UnicodeDecodeError:
-                rows = [table.slice(row, 1) for row in range(len(table))]  # one by one, to see which
+                rows = [table.slice(row, 1) for row in range(len(table))]  # find the damaged row
             yield from enumerate(rows, start=part.first)
         case _:
             yield 0, part.data
 
 
 def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
-    """The text field of a document, whatever that is, and the JSON line or the row that it stands in."""
+    """Return the text field of a document, whatever that is, and the JSON line or the row that has it."""
     try:
         match kind:
             case "text":
@@ -125,8 +125,8 @@ def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
 def _without_nulls(value: Any) -> Any:
     """Return a value of a table without the keys whose value is null: Arrow gives all objects of a column each key."""
     if isinstance(value, dict):
-        return {key: _without_nulls(it) for key, it in value.items() if it is not None}
-    return [_without_nulls(it) for it in value] if isinstance(value, list) else value
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def _segments(value: Any, text_field: str) -> list[Segment]:

@@ -92,7 +92,7 @@ class Encoder:
             if part.kind == "binary":
                 count["left_out"] += 1
                 continue
-            for document in list(self._read(part)):  # 5 % faster than in turns
+            for document in list(self._read(part)):  # reading all first is 5 % faster than in turns
                 if isinstance(document, Bad):
                     count["errors"] += 1
                     out.errors.append(str(document))
@@ -147,7 +147,7 @@ class _Output:
         self.errors: list[str] = []
 
     def add_chat(self, chat: ChatDocument) -> int:
-        """Returns how many tokens there are more. The template has written what begins and ends the document."""
+        """Add a chat, whose template has written what begins and ends the document. Return the number of its tokens."""
         self.starts.append(self.size)
         self.pieces.append(chat.ids)
         edges = np.flatnonzero(np.diff(chat.mask, prepend=True, append=True))
@@ -182,7 +182,7 @@ def _mark(tokenizer: Tokenizer, token: int | None, wanted: bool, name: str, does
 def encode_chunks(
     chunks: Iterator[Chunk], encoder: Encoder, *, workers: int
 ) -> Generator[tuple[Chunk, Encoded], None, None]:
-    """Each chunk, emptied of its parts, with its tokens.
+    """Yield each chunk, emptied of its parts, with its tokens.
 
     Each process has a pipe of its own, and a thread here that waits for it. The processes of a `ProcessPoolExecutor`
     share one pipe for results, and it waits for ever if one is killed while it writes there (5 of 40 kills).
@@ -223,7 +223,7 @@ def encode_chunks(
             yield done, result.result()
     finally:
         for process in started:
-            process.kill()  # what it still has at hand is of no use
+            process.kill()  # its remaining work is of no use
         threads.shutdown(cancel_futures=True)
         for process in started:
             process.join()
@@ -236,7 +236,7 @@ def _start(started: list[SpawnProcess], encoder: Encoder) -> Connection:
     process = context.Process(target=_work, args=(there, encoder.tokenizer.name, encoder.options))
     with shielding_children():
         process.start()
-    there.close()  # the process holds the only one: its end is the end of the pipe
+    there.close()  # only the process holds this end, so the pipe ends with it
     started.append(process)
     return here
 

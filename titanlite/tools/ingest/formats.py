@@ -42,7 +42,7 @@ class File(NamedTuple):
     """True if a path names the file itself, False if it was found in a folder."""
     size: int = 0
     mtime_ns: int | str = 0
-    """At a URL: what its store says of the version."""
+    """Time of the last change; at a URL, the version that its store states."""
     identity: Any = None
     """Device and inode, to find two names of one file."""
 
@@ -109,12 +109,12 @@ def _read_text(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
             return
         data, begins, ends = data.removeprefix(codecs.BOM_UTF8), True, False
         while not ends:
-            more = chunk_bytes + PIECE_BYTES + 1 - len(data)  # enough for `cut`, also at the last place
+            more = chunk_bytes + PIECE_BYTES + 1 - len(data)  # `cut` looks so far beyond the last place
             data += stream.read(max(more, 0))
             end = 0
             while end < min(chunk_bytes, len(data)):
                 end = cut(data, end)
-            ends = end == len(data)  # then the stream has ended too
+            ends = end == len(data)  # if all data is cut, the stream has ended as well
             yield Part(file.source, file.path, "text", data[:end], begins=begins, ends=ends), stream.done
             data, begins = data[end:], False
 
@@ -154,7 +154,8 @@ def _read_json(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
 
 
 def first_object(path: str, packing: str) -> dict[str, Any] | None:
-    """The first line, if it is a JSON object and not longer than 1 MiB: the file is JSON lines then, or one line."""
+    """Return the first line, if it is a JSON object and not longer than 1 MiB: the file is JSON lines then, or one
+    line."""
     with Stream(path, packing) as stream:
         line = stream.read(2**20).partition(b"\n")[0]
     try:
@@ -202,8 +203,8 @@ def _read_parquet(file: File, text_field: str, chunk_bytes: int) -> Iterator[tup
         for group in range(table.num_row_groups):
             about = table.metadata.row_group(group)
             columns = [about.column(i) for i in range(about.num_columns)]
-            mine = [it for it in columns if it.path_in_schema.partition(".")[0] in names]
-            size = _batch_rows(chunk_bytes, sum(it.total_uncompressed_size for it in mine), about.num_rows)
+            mine = [column for column in columns if column.path_in_schema.partition(".")[0] in names]
+            size = _batch_rows(chunk_bytes, sum(column.total_uncompressed_size for column in mine), about.num_rows)
             for batch in table.iter_batches(size, row_groups=[group], columns=names, use_threads=False):
                 row += batch.num_rows
                 yield batch, file.size * row // table.metadata.num_rows
@@ -211,7 +212,7 @@ def _read_parquet(file: File, text_field: str, chunk_bytes: int) -> Iterator[tup
 
 @_table
 def _read_arrow(file: File, text_field: str, chunk_bytes: int) -> Iterator[tuple[Any, int]]:
-    """Arrow's file format, which Feather is too."""
+    """Read Arrow's file format, which Feather is too."""
     import pyarrow
 
     with open_binary(file.path) as stream:
@@ -250,7 +251,7 @@ def _columns(text_field: str, schema: Any) -> list[str]:
 
 
 def open_dataset(path: str) -> Any:
-    """A dataset of Hugging Face: the folder that `save_to_disk` wrote, or hf://NAME[:CONFIG][:SPLIT].
+    """Open a dataset of Hugging Face: the folder that `save_to_disk` wrote, or hf://NAME[:CONFIG][:SPLIT].
 
     Raises:
         UserError: it cannot be loaded.
@@ -260,9 +261,9 @@ def open_dataset(path: str) -> Any:
     try:
         if not path.startswith(HUGGING_FACE):
             return datasets.load_from_disk(path)
-        name, *rest = re.split(r":(?![^\[]*\])", path.removeprefix(HUGGING_FACE))  # test[:10%] is a split
+        name, *rest = re.split(r":(?![^\[]*\])", path.removeprefix(HUGGING_FACE))  # test[:10%] may follow
         return datasets.load_dataset(name, *rest[:-1], split=rest[-1] if rest else "train")
-    except Exception as error:  # of a hub, a network, a file: each has its own
+    except Exception as error:  # hubs, networks and files have errors of their own
         raise UserError(f"{path} cannot be loaded: {error}") from None
 
 
@@ -283,12 +284,13 @@ def _as_bytes(batch: Any) -> bytes:
 
 
 def _read_tar(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
-    """Samples of WebDataset: members of one name up to its first dot. The text is NAME.txt, else it is in NAME.json."""
+    """Read samples of WebDataset: members of one name up to its first dot. The text is NAME.txt, else it is in
+    NAME.json."""
     extensions: set[str] = set()
     damage = ""
     with Stream(file.path, file.packing) as stream:
-        try:  # by single blocks, so that what follows the last one is left in the stream
-            fileobj: Any = stream  # of which only `read` is called
+        try:  # tarfile reads single blocks, so that what follows the last one stays in the stream
+            fileobj: Any = stream  # tarfile calls only `read`
             with tarfile.open(fileobj=fileobj, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:
                 members = (member for member in archive if member.isfile())
                 for _key, sample in groupby(members, key=lambda member: _sample_name(member.name)[0]):
@@ -335,7 +337,7 @@ def _documents(function: Callable[[str, str], Iterable[Any]]) -> Reader:
                 data = json.dumps(row, default=str).encode()
                 done = min(done + len(data), file.size)
                 yield Part(file.source, f"{file.path}: document {number}", "json", data), done
-        except Exception as error:  # of a user's code or of a package: each has its own
+        except Exception as error:  # the user's code and packages have errors of their own
             why = f"{describe_error(error)}; what follows cannot be read"
             yield bad(file, why, f": document {number + 1}"), file.size
 
@@ -344,7 +346,7 @@ def _documents(function: Callable[[str, str], Iterable[Any]]) -> Reader:
 
 @_documents
 def _read_mds(path: str, text_field: str) -> Iterable[Any]:
-    """A folder that MosaicML's streaming wrote."""
+    """Read a folder that MosaicML's streaming wrote."""
     from streaming import LocalDataset  # pyright: ignore[reportMissingImports]
 
     dataset = LocalDataset(path)

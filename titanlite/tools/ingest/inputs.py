@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_VALIDATION = 16
 """Each file whose number is a multiple of this is for validation."""
-KINDS = {suffix: kind for kind, it in FORMATS.items() for suffix in it.suffixes}
+KINDS = {suffix: kind for kind, file_format in FORMATS.items() for suffix in file_format.suffixes}
 
 
 def local_folder(name: str) -> Path:
@@ -42,7 +42,7 @@ def local_folder(name: str) -> Path:
 
 
 def find_files(paths: Sequence[str]) -> list[File]:
-    """The files that the paths name, sorted within each path.
+    """Return the files that the paths name, sorted within each path.
 
     Raises:
         UserError: a path names nothing, or what cannot be read, or a file that another names too.
@@ -153,7 +153,7 @@ def _refuse(error: OSError) -> NoReturn:
 
 
 def _file(path: str, source: int, *, named: bool, state: tuple[int, int | str] | None = None) -> File:
-    """A file of this machine, or one at a URL, whose state is known."""
+    """Return a file of this machine, or one at a URL, whose state is known."""
     path = path if state else os.path.normpath(path)
     stem, suffix = os.path.splitext(os.path.basename(path).lower())
     if packing := PACKINGS.get(suffix, ""):

@@ -119,7 +119,7 @@ def _print_samples(
 
 
 def _load_tokenizer(name: str | None, made_by: dict[str, Any]) -> tuple[Tokenizer | None, str]:
-    """The tokenizer of the tokens, or why not."""
+    """Return the tokenizer of the tokens, or the reason why it cannot be loaded."""
     name = name or made_by.get("name") or ("bytes" if made_by["fingerprint"] == "bytes" else None)
     if name is None:
         return None, "the index does not name their tokenizer: name it with --tokenizer"
@@ -136,7 +136,7 @@ def _load_tokenizer(name: str | None, made_by: dict[str, Any]) -> tuple[Tokenize
 
 
 def _show(store: TokenStore, start: int, end: int, tokenizer: Tokenizer | None) -> str:
-    """Tokens as text, with what does not count in the loss in brackets."""
+    """Return tokens as text, with what does not count in the loss in brackets."""
     ids, learned = store.read(start, end - start).tolist(), store.read_mask(start, end - start).tolist()
     texts = []
     for counts, run in groupby(range(len(ids)), key=learned.__getitem__):

@@ -66,7 +66,7 @@ class _Task:
     @cached_property
     def key(self) -> str:
         """Hash of all that the tokens depend on. `on_error` is left out: it matters only after an error."""
-        real = lru_cache(os.path.realpath)  # of folders, since there can be a million files
+        real = lru_cache(os.path.realpath)  # only folders are resolved, since there can be a million files
         files = [
             (path if "://" in path else os.path.join(real(os.path.dirname(path)), os.path.basename(path)), *about)
             for path, *about, _ in self.files
@@ -92,7 +92,7 @@ def prepare_text(paths: Sequence[str], *, data: Data, tokenizer: Tokenizer, cach
     task = replace(task, folder=cache_folder / task.key, is_cache=True)
     if data.prepare == "background":
         if (task.folder / INDEX).is_file():
-            _made(task)  # again, if it is damaged
+            _made(task)  # this makes a damaged folder again
         work = partial(
             _prepare_again, paths, data.model_copy(update={"prepare": "before"}), tokenizer.name, cache_folder
         )
@@ -210,7 +210,7 @@ def _find(paths: Sequence[str]) -> list[File]:
 
 
 def _made(task: _Task) -> TokenStore:
-    """The tokens of a task: made now, unless they are there."""
+    """Return the tokens of a task, and make them unless they are there."""
     try:
         task.folder.parent.mkdir(parents=True, exist_ok=True)
         lock = task.folder.with_name(f".{task.folder.name}.lock")
@@ -223,7 +223,7 @@ def _made(task: _Task) -> TokenStore:
     except KeyboardInterrupt:
         task.report("stopped: finished shards are kept, and the same command resumes")
         raise
-    except OSError as error:  # of writing: what reading raises is of the documents
+    except OSError as error:  # errors of reading are counted with the documents, so this one is of writing
         raise RunError(
             f"{task.folder} cannot be written: {error}; finished shards are kept, and the same command resumes"
         ) from error
@@ -307,7 +307,7 @@ def _write(task: _Task) -> None:
                 rate = made / (time.monotonic() - started)
                 advance(chunk.done - read, f"tokenizing: {made:,} tokens, {rate:,.0f}/s")
                 read = chunk.done
-        notes |= {total: sum(it[name] for it in notes["inputs"]) for name, total in COUNTS.items()}
+        notes |= {total: sum(entry[name] for entry in notes["inputs"]) for name, total in COUNTS.items()}
         if writer.tokens == 0:
             raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {_left_out(notes)}")
     seconds = time.monotonic() - started
@@ -323,9 +323,9 @@ def report_lines(notes: dict[str, Any]) -> list[str]:
     """Return lines on the inputs in an index, and on what was left out."""
     inputs = notes["inputs"]
     lines = [
-        f"{it['path']}: {it['files']:,} files, {it['documents']:,} documents, {it['tokens']:,} tokens, "
-        f"{it['bytes']:,} bytes"
-        for it in inputs[:MOST_INPUTS]
+        f"{entry['path']}: {entry['files']:,} files, {entry['documents']:,} documents, {entry['tokens']:,} tokens, "
+        f"{entry['bytes']:,} bytes"
+        for entry in inputs[:MOST_INPUTS]
     ]
     if len(inputs) > MOST_INPUTS:
         lines.append(f"and {len(inputs) - MOST_INPUTS:,} more inputs, which the index lists")

@@ -49,11 +49,11 @@ class Stream:
         return self._file.tell()
 
     def read(self, count: int) -> bytes:
-        """Fewer than `count` only at the end."""
+        """Return `count` bytes, or fewer at the end."""
         return self._collect(count, lambda left: self._bytes.read1(min(left, BLOCK)))
 
     def read_lines(self, count: int) -> bytes:
-        """`count` bytes, and what is left of the line that they end in. A line that damage has cut is left out."""
+        """Return `count` bytes, and the rest of the line in which they end. A line that damage has cut is left out."""
         data = self.read(count)
         if data and not self.damage and not data.endswith(b"\n"):
             data += self._collect(1, lambda left: self._bytes.readline())
@@ -66,7 +66,7 @@ class Stream:
                 found.append(data)
                 count -= len(data)
         except (OSError, EOFError, zlib.error) as error:
-            if isinstance(error, OSError) and error.errno:  # of the disk
+            if isinstance(error, OSError) and error.errno:  # an error of the disk has a number
                 raise
             self.damage = str(error)
         return b"".join(found)
@@ -105,8 +105,8 @@ def state_of(path: str) -> tuple[int, int | str]:
     if "://" in path:
         [state] = states_at(path).values()
         return state
-    stats = [os.stat(it) for it in (os.scandir(path) if os.path.isdir(path) else [path])]
-    return sum(it.st_size for it in stats), max(it.st_mtime_ns for it in stats)
+    stats = [os.stat(file) for file in (os.scandir(path) if os.path.isdir(path) else [path])]
+    return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
 
 
 def states_at(url: str) -> dict[str, tuple[int, str]]:

@@ -148,7 +148,7 @@ class TokenWriter:
         write_atomically(self._staging / INDEX, json.dumps(index, indent=1))
         publish(self._staging, self.folder, last=INDEX)
         for name in (PROGRESS, GROWING):
-            (self.folder / name).unlink(missing_ok=True)  # wanted until here
+            (self.folder / name).unlink(missing_ok=True)  # a resume needs these files until here
 
 
 class _Shard:
@@ -207,7 +207,7 @@ def _open_as_it_is(path: str, flags: int) -> int:
 
 
 def unigram_entropy(counts: np.ndarray) -> float:
-    """Nats a token: the loss of a model that knows how often each token occurs, and nothing of their order."""
+    """Return nats a token: the loss of a model that knows how often each token occurs, and nothing of their order."""
     total = counts.sum()
     if total == 0:
         return 0.0

@@ -183,7 +183,7 @@ SOFTMAX_EXPERTS = {
     "softmax_scores": True, "n_shared_experts": 2, "n_groups": 1, "n_active_groups": 1, "routed_scaling_factor": 1.0,
     "balance_rate": 5e-3, "q_rank": 0, "norm_eps": 1e-5,
 }  # fmt: skip
-"""Of the models of DeepSeek-V2, which torchtitan has as flavors of deepseek_v3."""
+"""Arguments of the models of DeepSeek-V2, which torchtitan has as flavors of deepseek_v3."""
 SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
     **{f"llama3/{size}": ("llama3", size, {}) for size in ("8B", "70B", "405B")},
     **{f"qwen3/{size}": ("qwen3", size, {}) for size in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},

@@ -35,7 +35,7 @@ class Change(NamedTuple):
     storage: int
     stream: int
     bytes: int
-    """0: the storage is freed."""
+    """New size; 0 if the storage is freed."""
 
 
 def replay(changes: Iterable[Change]) -> dict[PoolName, PoolSize]:

@@ -55,8 +55,8 @@ def calibrate(out: Path) -> None:
     with process_group(ranks, device):
         values = measure_gpu(device) | measure_links(device, ranks)
     if ranks.rank == 0:
-        texts = {key: json.dumps(it) if isinstance(it, str) else f"{it:.4g}" for key, it in values.items()}
-        text = "".join(f"{key} = {it}\n" for key, it in texts.items())
+        texts = {key: json.dumps(value) if isinstance(value, str) else f"{value:.4g}" for key, value in values.items()}
+        text = "".join(f"{key} = {text}\n" for key, text in texts.items())
         write_atomically(out, text)
         print(f"{text}wrote {out}; use it with: titanlite plan my.toml --world-size N --gpu {out}")
 

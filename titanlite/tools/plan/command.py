@@ -69,7 +69,7 @@ def plan_config(
     planned = plan(loaded, layout, whole=True)
     found = find_suggestions(loaded, layout, planned) if suggest else []
     if json_:
-        record = {"suggestions": [asdict(it) for it in found]} if suggest else {}
+        record = {"suggestions": [asdict(candidate) for candidate in found]} if suggest else {}
         print(json_text(plan_record(planned) | record, indent=1))
     else:
         print("\n".join([*plan_lines(planned, loaded), *(suggestion_lines(found) if suggest else ())]))

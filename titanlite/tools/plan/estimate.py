@@ -83,7 +83,7 @@ class StageMemory(NamedTuple):
     """Memory of a rank of a pipeline, in bytes."""
 
     rank: int
-    """Among all ranks."""
+    """Number of the rank among all ranks."""
     allocated: int
     reserved: int
 
@@ -215,14 +215,15 @@ def plan_stages(config: Config, layout: Layout) -> Plan:
         found = replace(
             found,
             profile=with_buffers(found.profile, untraced * found.received),
-            parameters=sum(it.numel() for it in model.parameters()),
+            parameters=sum(parameter.numel() for parameter in model.parameters()),
             flops_per_token=model.flops_per_token(config.training.seq_len),
         )
         plans.append(estimate(found, config, layout))
         workloads.append(found.workload)
     stages = stages_of(model, parallelism)
     of_ranks = [
-        sum(len(it) for number, it in enumerate(stages) if rank_of_stage(number, parallelism) == rank) for rank in ranks
+        sum(len(blocks) for number, blocks in enumerate(stages) if rank_of_stage(number, parallelism) == rank)
+        for rank in ranks
     ]
     time = pipeline_time(
         workloads,
@@ -232,15 +233,17 @@ def plan_stages(config: Config, layout: Layout) -> Plan:
         accumulation=accumulation,
         stages_of_rank=len(stages) // degree,
     )
-    largest = max(plans, key=lambda it: it.reserved)
-    flops = sum(count * it.flops for count, it in zip(ranks.values(), plans, strict=True))
+    largest = max(plans, key=lambda plan: plan.reserved)
+    flops = sum(count * plan.flops for count, plan in zip(ranks.values(), plans, strict=True))
     return replace(
         largest,
         time=time,
         mfu=largest.mfu * largest.time.total / time.total,
         flops=flops / degree,
-        ends=blocks_of_ends([stage_work(it, layout.hardware) for it in workloads], of_ranks),
-        stages=[StageMemory(place * of_rank, it.peak, it.reserved) for place, it in zip(ranks, plans, strict=True)],
+        ends=blocks_of_ends([stage_work(workload, layout.hardware) for workload in workloads], of_ranks),
+        stages=[
+            StageMemory(place * of_rank, plan.peak, plan.reserved) for place, plan in zip(ranks, plans, strict=True)
+        ],
     )
 
 
@@ -267,7 +270,7 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     few = front + edge + (depth - front - edge) % period
     shapes: list[Any] = [spec.args]
     whole &= layout.is_gpu and not config.compile.enable
-    groups = config.parallelism.fsdp_min_unit_params > 0  # some blocks gather, others do not
+    groups = config.parallelism.fsdp_min_unit_params > 0  # only some blocks gather parameters
     if not whole and not groups and depth > few + period and can_vary(spec, config, few):
         varied: Any = spec.args
         shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
@@ -279,7 +282,9 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     return replace(
         found,
         parameters=sum(p.numel() for p in model.parameters()),
-        flops_per_token=sum(it.flops_per_token(seq_len) for it in (model, targets.frozen if targets else None) if it),
+        flops_per_token=sum(
+            network.flops_per_token(seq_len) for network in (model, targets.frozen if targets else None) if network
+        ),
     )
 
 
@@ -331,7 +336,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     )
     away = _away(config, layout)
     sizes = {category: traced.profile.most(category) for category in away}
-    host, disk = (sum(sizes[it] for it in away if away[it] == place) for place in ("host", "disk"))
+    host, disk = (sum(sizes[name] for name in away if away[name] == place) for place in ("host", "disk"))
     if host:
         time = replace(
             time,
@@ -353,7 +358,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         disk=disk,
         flops=layout.world_size
         * accumulation
-        * sum(it.flops for unit in workload.units for it in (*unit.forward, *unit.backward)),
+        * sum(kernel.flops for unit in workload.units for kernel in (*unit.forward, *unit.backward)),
         model_flops=model_flops,
         traffic=traced.traffic,
         time=time,
@@ -383,7 +388,8 @@ def _read_spec(path: str, config: str | None, section: str) -> ModelSpec:
 
 
 def period_of(config: Config, model: Model) -> int:
-    """Number of blocks after which activation checkpointing, and what the attention of layers sees, repeat."""
+    """Return the number of blocks after which activation checkpointing, and what the attention of layers sees,
+    repeat."""
     options = config.activation_checkpoint
     every_nth = options.selective_ac_option
     recomputed = every_nth if options.mode == "selective" and isinstance(every_nth, int) else 1
@@ -392,9 +398,9 @@ def period_of(config: Config, model: Model) -> int:
 
 
 def first_blocks(model: Model) -> int:
-    """Number of first blocks before those that all train the same parameters."""
+    """Return the number of first blocks before those that all train the same parameters."""
     trained = _trained_by_blocks(model)
-    return next(n for n in range(len(trained)) if all(it == trained[-1] for it in trained[n:]))
+    return next(n for n in range(len(trained)) if all(length == trained[-1] for length in trained[n:]))
 
 
 def can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
@@ -405,7 +411,7 @@ def can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
     args: Any = spec.args
     try:
         smaller = trained_model(spec._replace(args=replace(args, n_layers=few)), config)
-    except ConfigError:  # a pattern names a block beyond the few
+    except ConfigError:  # a pattern of the config names a block that the small model lacks
         return False
     return _trained_by_blocks(smaller) == _trained_by_blocks(model)[:few]
 

@@ -36,9 +36,9 @@ class _Kernel:
     after: set[int]
     """Tensors that are there before it runs: it depends on them through another kernel."""
     reduces: bool
-    """Presence of a sum over a dim among the operators."""
+    """Whether one of the operators sums over a dim."""
     whole: bool
-    """Sums over whole tensors are its only outputs."""
+    """Whether its only outputs are sums over whole tensors."""
 
 
 def fused_sizes(recorder: Recorder) -> dict[int, Sizes]:
@@ -64,11 +64,11 @@ class _Graph:
         self._storages = recorder.storages
         self._operators = operators
         self._end = operators[-1].time
-        matmuls = [it for it in operators if it.kind != "memory"]
-        self._read_by_matmuls = {number for it in matmuls for number, _ in it.reads}
-        reductions = [it for it in operators if it.kind == "memory" and self._is_reduction(it)]
-        self._reductions = {number for it in reductions for number, _ in it.writes}
-        self._whole = {number for it in reductions for number, size in it.writes if size <= SCALAR}
+        matmuls = [op for op in operators if op.kind != "memory"]
+        self._read_by_matmuls = {number for matmul in matmuls for number, _ in matmul.reads}
+        reductions = [op for op in operators if op.kind == "memory" and self._is_reduction(op)]
+        self._reductions = {number for reduction in reductions for number, _ in reduction.writes}
+        self._whole = {number for reduction in reductions for number, size in reduction.writes if size <= SCALAR}
         """Reductions of whole tensors, such as scales. No kernel that makes one can also read it."""
         self._sources: dict[int, set[int]] = {}
         """Stored tensors that each result of elementwise operators and reductions is computed from."""
@@ -90,10 +90,10 @@ class _Graph:
 
         The keys are the times of the matmuls.
         """
-        matmuls = [it for it in self._operators if it.kind != "memory"]
-        late = [it for it in matmuls if it.writes and all(self._outlives(number) for number, _ in it.writes)]
-        late.sort(key=lambda it: sum(size for _, size in it.writes))
-        return {it.time: self._end + (i + 1) / (len(late) + 1) for i, it in enumerate(late)}
+        matmuls = [op for op in self._operators if op.kind != "memory"]
+        late = [op for op in matmuls if op.writes and all(self._outlives(number) for number, _ in op.writes)]
+        late.sort(key=lambda op: sum(size for _, size in op.writes))
+        return {op.time: self._end + (i + 1) / (len(late) + 1) for i, op in enumerate(late)}
 
     def _outlives(self, number: int) -> bool:
         """Return whether a storage is there after the graph."""
@@ -130,12 +130,12 @@ class _Graph:
             delayed |= dict.fromkeys(kernel.outputs, kernel.time)
         for operator in self._operators:
             if operator.kind != "memory":
-                ready = [delayed[it] + 0.75 for it, _ in operator.reads if it in delayed]  # after that kernel
+                ready = [delayed[n] + 0.75 for n, _ in operator.reads if n in delayed]  # after the kernel that makes it
                 time = max(moved.get(operator.time, operator.time), *ready, 0)
-                read = time - 0.49 if operator.time in moved else time  # freed before the next one
+                read = time - 0.49 if operator.time in moved else time  # freed before the next operator
                 for number, _ in operator.reads:
                     last_read[number] = max(last_read.get(number, 0), read)
-                delayed |= {it: time for it, _ in operator.writes if time > operator.time}
+                delayed |= {number: time for number, _ in operator.writes if time > operator.time}
         for number in self._sources:
             if not self._is_stored(number):
                 changed[number] = []
@@ -175,11 +175,11 @@ class _Graph:
         after: dict[int, set[int]] = {}
         for operator in self._operators:
             reads = {number for number, _ in operator.reads}
-            upstream = reads.union(*(needs.get(it, ()) for it in reads))
+            upstream = reads.union(*(needs.get(number, ()) for number in reads))
             before = upstream
             if operator.kind == "memory":
-                before = set().union(*(after.get(it, ()) for it in reads))
-                before = before.union(*(needs[it] | {it} for it in reads & self._whole))
+                before = set().union(*(after.get(number, ()) for number in reads))
+                before = before.union(*(needs[number] | {number} for number in reads & self._whole))
             for number, _ in operator.writes:
                 needs[number], after[number] = upstream, before
         return after
@@ -202,18 +202,16 @@ class _Graph:
         A kernel can reduce what it reads anyway, as a norm does. Else another kernel has stored the result.
         """
         reads = {number for number, _ in operator.reads}
-        computed = {it for it in reads if not self._is_stored(it)}
+        computed = {number for number in reads if not self._is_stored(number)}
         most = max(size for _, size in (*operator.reads, *operator.writes))
-        small = {it for it in computed & reduced if 16 * self._storages[it].sizes[0][1] < most}
-        sources = (reads - computed).union(*(self._sources[it] for it in computed - small))
-        inner = {it for it in small if sources & self._sources[it]}
-        return sources.union(*(self._sources[it] for it in inner)), bool(inner or (computed - small) & reduced)
+        small = {number for number in computed & reduced if 16 * self._storages[number].sizes[0][1] < most}
+        sources = (reads - computed).union(*(self._sources[number] for number in computed - small))
+        inner = {number for number in small if sources & self._sources[number]}
+        return sources.union(*(self._sources[number] for number in inner)), bool(inner or (computed - small) & reduced)
 
     def _join(self, new: _Kernel) -> None:
         for kernel in self._kernels:
-            shared = any(
-                self._storages[it].sizes[0][1] > 2**20 for it in (kernel.sources | kernel.outputs) & new.sources
-            )
+            shared = any(self._storages[n].sizes[0][1] > 2**20 for n in (kernel.sources | kernel.outputs) & new.sources)
             both_reduce = kernel.reduces and new.reduces and not new.whole
             if shared and kernel.whole == new.whole and not kernel.outputs & new.after and not both_reduce:
                 kernel.reduces |= new.reduces
@@ -230,6 +228,8 @@ class _Graph:
     def _is_stored(self, number: int) -> bool:
         """Return whether a tensor has memory: it was there before, a matmul or a later graph reads it, or the compiler
         stores it because recomputing it takes long."""
-        if number not in self._sources or any(number in it for it in (self._read_by_matmuls, self._whole, self._long)):
+        if number not in self._sources or any(
+            number in ids for ids in (self._read_by_matmuls, self._whole, self._long)
+        ):
             return True
         return self._outlives(number)

@@ -143,7 +143,7 @@ def _matmul_rate(dtype: torch.dtype) -> float:
         a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
         seconds = _fastest(lambda a=a, b=b: a @ b)
         best = max(best, 2 * size**3 / seconds)
-        if 8 * seconds > 0.15:  # so the next may take
+        if 8 * seconds > 0.15:  # the next size takes 8 times as long
             break
     return best
 

@@ -63,7 +63,7 @@ def layouts_with(
     for found in product(*(degrees.get(axis, (1,)) for axis in AXES)):
         options = {**(more or {}), **dict(zip((CONTEXT, EXPERT, TENSOR, PIPELINE), found, strict=True))}
         if options[PIPELINE] > 1:
-            options["training.local_batch_size"] = 1  # a step needs several micro-batches
+            options["training.local_batch_size"] = 1  # a pipeline needs several micro-batches in a step
         if can_have(config, options, world_size):
             yield options
 
@@ -87,7 +87,7 @@ def pipelines(config: Config, layout: Layout, own: Options) -> Iterator[Options]
         own: options of the best layout without a pipeline, whose split of layers and recomputation are tried.
     """
     tensor = sorted({own.get(TENSOR, 1), layout.gpus_per_node})
-    kept = {key: it for key, it in own.items() if key.startswith(("activation_checkpoint.", "quantize."))}
+    kept = {key: value for key, value in own.items() if key.startswith(("activation_checkpoint.", "quantize."))}
     more = kept | data_parallel() | {"parallelism.fsdp_reshard_after_forward": "default"}
     for degree, ranks, schedule in product(powers_of_2(MOST_PIPELINE), tensor, SCHEDULES):
         more["parallelism.pipeline_parallel_schedule"] = schedule
@@ -141,14 +141,14 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
     parallelism = config.parallelism
     degrees, reduce_once = parallelism.degrees(layout.world_size), parallelism.fsdp_reduce_gradients == "last"
     keeps = layout.world_size > 1 and (parallelism.fsdp_reshard_after_forward == "never" or degrees.sharded == 1)
-    neighbours = layout.gpus_per_node // degrees.tensor  # ranks of a node that hold the same part of layers
+    neighbours = layout.gpus_per_node // degrees.tensor  # number of ranks of a node that hold the same part of layers
     replicas = Group(degrees.replicate, max(1, min(degrees.replicate, neighbours // degrees.sharded)))
 
     def is_frozen(unit: Unit) -> bool:
         return unit.name.startswith(f"{frozen}.")
 
     def shards(each: Collective) -> Group:
-        experts = full // each.group.size  # ranks with different experts, which are neighbours
+        experts = full // each.group.size  # number of ranks with different experts, which are neighbours
         size = degrees.sharded // experts
         return Group(size, max(1, min(size, neighbours // experts)))
 
@@ -156,7 +156,7 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
         return tuple(each._replace(group=shards(each)) for each in collectives if shards(each).size > 1)
 
     def laid_out(unit: Unit) -> Unit:
-        gradients = [it for it in (*unit.reduce, *unit.all_reduce) if it.op == "reduce_scatter"]
+        gradients = [collective for collective in (*unit.reduce, *unit.all_reduce) if collective.op == "reduce_scatter"]
         all_reduce = [Collective("all_reduce", each.bytes // shards(each).size, replicas) for each in gradients]
         return replace(
             unit,
@@ -172,7 +172,7 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
     profile, units = traced.profile, traced.workload.units
     factor = full / degrees.sharded
     shared = {*STATES, frozen}
-    kept = sum(it.bytes for unit in units for it in unit.gather if keeps and not is_frozen(unit))
+    kept = sum(collective.bytes for unit in units for collective in unit.gather if keeps and not is_frozen(unit))
     phases = {
         name: {
             category: round(size * factor) if category in shared else size + kept * (category == "all-gather")
@@ -188,7 +188,7 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
         name: PoolSize(pool.peak + added, pool.end + added) if name == COMPUTE_POOL else pool
         for name, pool in profile.pools.items()
     }
-    update = tuple(it._replace(bytes=it.bytes * full // degrees.sharded) for it in traced.workload.update)
+    update = tuple(kernel._replace(bytes=kernel.bytes * full // degrees.sharded) for kernel in traced.workload.update)
     return replace(
         traced,
         profile=replace(profile, phases=phases, pools=pools),

@@ -46,7 +46,7 @@ class Profile:
 
     @property
     def peak(self) -> int:
-        """Bytes."""
+        """Allocated bytes at the peak of the step."""
         return sum(self.breakdown.values())
 
     def most(self, category: str) -> int:
@@ -111,20 +111,20 @@ def _history(recorder: Recorder, changes: Sequence[_Resized], hidden: Sequence[s
     """Yield the changes of device memory in training: parameters, the optimizer's states, and two steps."""
     begin = next(time for time, name in recorder.phases if name == "step")
     end = recorder.phases[-1][0]
-    before = {it.storage: it.after for it in changes if it.time < begin}
+    before = {change.storage: change.after for change in changes if change.time < begin}
     for number, size in before.items():
         if size and recorder.storages[number].category not in hidden:
             yield Change(number, 0, size)
     yield Change(-1, 0, WORKSPACES)
-    in_steps = [it for it in changes if begin <= it.time < end]
-    in_steps = [it for it in in_steps if recorder.storages[it.storage].category not in hidden]
+    in_steps = [change for change in changes if begin <= change.time < end]
+    in_steps = [change for change in in_steps if recorder.storages[change.storage].category not in hidden]
     made = len(recorder.storages)
     for first in (True, False):
         alive: set[int] = set()
-        for it in in_steps:
-            number = it.storage if it.storage in before else it.storage + made * (1 + first)
-            yield Change(number, recorder.storages[it.storage].stream, it.after)
-            alive.add(number) if it.after else alive.discard(number)
+        for change in in_steps:
+            number = change.storage if change.storage in before else change.storage + made * (1 + first)
+            yield Change(number, recorder.storages[change.storage].stream, change.after)
+            alive.add(number) if change.after else alive.discard(number)
         yield from (Change(number, 0, 0) for number in alive if number >= made)
 
 

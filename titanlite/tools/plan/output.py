@@ -32,13 +32,13 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
         f"({phase_title(planned.peak_phase)})"
     )
     if planned.stages:
-        of_ranks = (f"rank {it.rank} {it.reserved / GIB:.1f} GiB" for it in planned.stages)
+        of_ranks = (f"rank {stage.rank} {stage.reserved / GIB:.1f} GiB" for stage in planned.stages)
         yield f"           reserved by stages: {', '.join(of_ranks)}"
     if planned.ends and planned.ends != (
         less.pipeline_parallel_first_stage_less_layers,
         less.pipeline_parallel_last_stage_less_layers,
     ):
-        first, last = (f"pipeline_parallel_{it}_stage_less_layers" for it in ("first", "last"))
+        first, last = (f"pipeline_parallel_{end}_stage_less_layers" for end in ("first", "last"))
         yield (
             f"stages   take equally long with parallelism.{first} = {planned.ends[0]} and {last} = {planned.ends[1]}, "
             "since embedding and head take as long as these numbers of blocks"
@@ -92,7 +92,7 @@ def _other_peaks(planned: Plan) -> Iterator[tuple[str, Breakdown]]:
     """Yield the peaks of forward, backward and update, without the peak of the step."""
     for prefix in ("forward", "backward", "update"):
         names = [name for name in planned.phases if name.startswith(prefix)]
-        name = max(names, key=lambda it: sum(planned.phases[it].values()))
+        name = max(names, key=lambda phase: sum(planned.phases[phase].values()))
         if name != planned.peak_phase:
             yield name, planned.phases[name]
 
@@ -123,7 +123,7 @@ def plan_record(planned: Plan) -> dict[str, Any]:
             "by_category": planned.breakdown,
             "by_phase": planned.phases,
         },
-        "stages": [it._asdict() for it in planned.stages],
+        "stages": [stage._asdict() for stage in planned.stages],
         "flops_of_all_ranks": planned.flops,
         "model_flops_of_all_ranks": planned.model_flops,
         "traffic": [

@@ -33,7 +33,7 @@ def with_buffers(profile: Profile, size: int) -> Profile:
 
 def stage_work(stage: Workload, hardware: Hardware) -> float:
     """Return the seconds of the kernels of a micro-batch in a stage."""
-    return sum(kernel_time(it, hardware) for unit in stage.units for it in (*unit.forward, *unit.backward))
+    return sum(kernel_time(kernel, hardware) for unit in stage.units for kernel in (*unit.forward, *unit.backward))
 
 
 def blocks_of_ends(work: Sequence[float], blocks: Sequence[int]) -> tuple[int, int]:
@@ -67,21 +67,21 @@ def pipeline_time(
     bubble = (ranks - 1) / stages_of_rank * (SPLIT_BUBBLE if schedule in SPLIT_BACKWARD else 1)
 
     def sent(collectives: Iterable[Collective]) -> float:
-        return sum(collective_time(it, hardware, gpus_per_node) for it in collectives)
+        return sum(collective_time(collective, hardware, gpus_per_node) for collective in collectives)
 
     of_stages = []
     for stage in stages:
         units = stage.units
         work = stage_work(stage, hardware)
-        inside = [collective for it in units for collective in (*it.forward_waits, *it.backward_waits)]
+        inside = [collective for unit in units for collective in (*unit.forward_waits, *unit.backward_waits)]
         each, waits = sent(inside), waiting_time(inside, hardware, gpus_per_node)
-        once = sum(sent((*it.reduce, *it.all_reduce)) for it in units) + sent(stage.whole)
-        gathers = sum(sent((*it.gather, *it.gather_again)) for it in units)
+        once = sum(sent((*unit.reduce, *unit.all_reduce)) for unit in units) + sent(stage.whole)
+        gathers = sum(sent((*unit.gather, *unit.gather_again)) for unit in units)
         if parallelism.keeps_gathered:
             once += gathers
         else:
             each, waits = each + gathers, waits + gathers
-        of_stages.append((work + waits, work, each, once, sum(kernel_time(it, hardware) for it in stage.update)))
+        of_stages.append((work + waits, work, each, once, sum(kernel_time(k, hardware) for k in stage.update)))
     micro_batch, work, each, once, update = max(of_stages)
     total = (accumulation + bubble) * micro_batch + once + update
     compute = accumulation * work

@@ -120,7 +120,7 @@ class Recorder(TorchDispatchMode):
         self._unit = ""
         self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
         self._on_the_way: dict[int, tuple[int, int]] = {}
-        """By the storage that is received: place in `sent`, and number of operators before."""
+        """{storage that is received: (place in `sent`, number of operators before)}."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -179,10 +179,10 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(tensor_cls is not FakeTensor for tensor_cls in types):
-            return NotImplemented  # the operator comes again with the local part of a DTensor, or the wrapped tensors
+            return NotImplemented  # the subclass calls the operator again with its plain tensors
         if inner := INNER.get(str(func.overloadpacket)):
             count = len(self.operators)
-            with self:  # for the memory of its tensors; as a kernel it is one operator
+            with self:  # record the memory of the inner tensors, but count one kernel
                 inner(*args)
             del self.operators[count:]
         # PyTorch 2.11 decomposes this operator wrongly for fake tensors. It allocates nothing.
@@ -265,7 +265,7 @@ class Recorder(TorchDispatchMode):
             return  # a view, or new memory without values
         kind, flops = flops_of(func, args, kwargs, result)
         kind = "flash" if kind == "attention" and self._flash else kind
-        operand = inputs[func.overloadpacket is aten.addmm][1] if inputs else outputs[0][1]  # addmm: after the sum
+        operand = inputs[func.overloadpacket is aten.addmm][1] if inputs else outputs[0][1]  # addmm: behind the term
         touched = args[2].numel() if func.overloadpacket in INDEXED else None
         reads = tuple((number, moved_bytes(tensor, touched)) for number, tensor in inputs)
         writes = tuple((number, moved_bytes(tensor, touched)) for number, tensor in outputs)
@@ -281,7 +281,7 @@ class Recorder(TorchDispatchMode):
     def _collective(self, func: Any, args: Any, inputs: list[Any], outputs: list[Any]) -> None:
         collective = COLLECTIVES.get(str(func.overloadpacket))
         if str(func.overloadpacket) == "_c10d_functional.wait_tensor":
-            for number, _ in inputs:  # none, if the tensor does not count
+            for number, _ in inputs:  # empty if the tensor is not recorded
                 if number in self._on_the_way:
                     place, begin = self._on_the_way.pop(number)
                     self.sent[place] = self.sent[place]._replace(beside=slice(begin, len(self.operators)))
@@ -294,12 +294,12 @@ class Recorder(TorchDispatchMode):
         if collective is None or not (is_inside or group or (False, name) in self._groups):
             return
         if self._unit and str(func.overloadpacket) == "c10d.alltoall_base_":
-            collective = "reduce_scatter"  # on gloo; those of optimizers are in no unit
+            collective = "reduce_scatter"  # FSDP reduces by all-to-alls on gloo
         if group and (False, name) not in self._groups:
             self.name_group(group, "neighbours")
         axis, ranks = self._groups[is_inside, name]
         size = max((tensor.numel() * tensor.element_size() for _, tensor in inputs), default=0)
-        if is_inside and collective == "all_gather":  # others have the whole tensor among their inputs
+        if is_inside and collective == "all_gather":  # other collectives have the whole tensor as an input
             size *= len(ranks)
         if is_inside and outputs:
             self._on_the_way[outputs[0][0]] = len(self.sent), len(self.operators)
@@ -374,7 +374,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[KernelKind
     if name.startswith("torch_attn._varlen_attn"):
         is_backward = name.endswith("backward")
         (T, N, H), (queries, keys) = args[is_backward].shape, args[8:10] if is_backward else args[5:7]
-        seen = keys - queries // 2  # on average, at most: as if each sequence were one document
+        seen = keys - queries // 2  # an upper limit: as if each sequence were one document
         place = 13 if is_backward else 9
         sides = kwargs.get("window_size", args[place] if len(args) > place else None) or (-1, 0)
         if sides[0] >= 0:
@@ -383,7 +383,7 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> tuple[KernelKind
         return "flash", int((10 if is_backward else 4) * T * N * H * seen)
     formula = flop_registry.get(packet) or (flop_registry[aten.addmm] if packet is aten.addmm_ else None)
     if formula is not None:
-        operands = args[:3] if packet is aten.addmm else args  # the dtype of the result may follow
+        operands = args[:3] if packet is aten.addmm else args  # an argument for the dtype of the result may follow
         return "matmul", int(formula(*operands, **kwargs, out_val=result))
     return "memory", 0
 

@@ -123,7 +123,7 @@ def add_pipelines(found: Found, config: Config, layout: Layout, pool: ProcessPoo
     work = own["activation_checkpoint.mode"], "", 1
     tried = [*pipelines(config, layout, own)]
     plans = [*pool.map(plan, (with_options(config, options) for options in tried), repeat(layout))]
-    fitting = [(Candidate(options, work, it), it) for options, it in zip(tried, plans, strict=True) if it.fits]
+    fitting = [(Candidate(options, work, plan), plan) for options, plan in zip(tried, plans, strict=True) if plan.fits]
     kept = [] if found.is_last_resort and fitting else found.best
     best = sorted([*kept, *fitting], key=lambda pair: -pair[1].tokens_per_second)
     return replace(
@@ -145,8 +145,8 @@ def best_axes(config: Config, layout: Layout, find: Callable[[Config, Layout], F
         except UserError as error:
             found = replace(found, failure=found.failure or error)
             continue
-        those = [it for it in (found, further) if it.best]
-        better = max(those, key=lambda it: (not it.is_last_resort, it.best[0][1].tokens_per_second))
+        those = [result for result in (found, further) if result.best]
+        better = max(those, key=lambda result: (not result.is_last_resort, result.best[0][1].tokens_per_second))
         found = replace(better, tried=found.tried + further.tried, failure=found.failure)
     return found
 
@@ -174,12 +174,12 @@ def _search(config: Config, layout: Layout, *, pool: ProcessPoolExecutor, count:
 
 def variants_of(config: Config, layout: Layout) -> dict[str, Options]:
     """Return the options of each combination of the variants that techniques offer, by its words for the table."""
-    offered = [it.variants(config, model_of(config), layout.hardware) for it in every_technique()]
+    offered = [technique.variants(config, model_of(config), layout.hardware) for technique in every_technique()]
     chosen = {
-        ", ".join(words for words, _ in variant if words): {key: it for _, some in variant for key, it in some.items()}
+        ", ".join(words for words, _ in variant if words): {key: v for _, some in variant for key, v in some.items()}
         for variant in product(*filter(None, offered))
     }
-    return {words: it for words, it in chosen.items() if not any(exclusions(with_options(config, it)))}
+    return {words: options for words, options in chosen.items() if not any(exclusions(with_options(config, options)))}
 
 
 class Layouts:
@@ -194,8 +194,8 @@ class Layouts:
         self.layout = layout
         parallelism = config.parallelism
         every = all_degrees(layout.world_size, parallelism.context_parallel_degree, parallelism.tensor_parallel_degree)
-        has_experts = parallelism.expert_parallel_degree > 1  # not on each number of ranks
-        self.degrees = [it for it in every if not has_experts or can_have(config, {}, layout.world_size, it.replicate)]
+        has_experts = parallelism.expert_parallel_degree > 1  # experts do not divide among each number of ranks
+        self.degrees = [d for d in every if not has_experts or can_have(config, {}, layout.world_size, d.replicate)]
         sizes = range(1, min(share, LARGEST_BATCH) + 1)
         self.batches = [size for size in sizes if share % size == 0 and not self._is_refused(size)]
         self.frozen = "teacher" if config.teacher.path else None
@@ -223,7 +223,7 @@ class Layouts:
         before = self.traced_config(work)
         for degrees, reshard in product(self.degrees, RESHARD):
             if degrees.sharded == 1 and reshard != RESHARD[0]:
-                continue  # nothing is gathered
+                continue  # parameters are not sharded, so resharding changes nothing
             options = {**self._options(work, degrees, reshard), LAST_RESORT: last_resort}
             config, found = with_options(self.config, options), traced
             if config != before:
@@ -252,25 +252,25 @@ def _confirm(
 ) -> list[tuple[Candidate, Plan]]:
     """Plan the best candidates in full, side by side, and return those that fit, the fastest first."""
     best: list[tuple[Candidate, Plan]] = []
-    ordered = sorted(candidates, key=lambda it: (-it.expected.tokens_per_second, it.expected.reserved))
-    rest = deque(it for it in ordered if may_fit(it.expected, layout))
+    ordered = sorted(candidates, key=lambda c: (-c.expected.tokens_per_second, c.expected.reserved))
+    rest = deque(candidate for candidate in ordered if may_fit(candidate.expected, layout))
     while rest and len(best) < count:
         chosen: list[Candidate] = []
         while rest and len(best) + len(chosen) < count:
-            it = rest.popleft()
-            if not any(is_no_better(it, other) for other in (*(one for one, _ in best), *chosen)):
-                chosen.append(it)
-        configs = [with_options(config, it.options) for it in chosen]
+            candidate = rest.popleft()
+            if not any(is_no_better(candidate, other) for other in (*(one for one, _ in best), *chosen)):
+                chosen.append(candidate)
+        configs = [with_options(config, candidate.options) for candidate in chosen]
         traces = pool.map(partial(trace, whole=True), configs, repeat(layout))
         plans = map(estimate, traces, configs, repeat(layout))
         best += [pair for pair in zip(chosen, plans, strict=True) if pair[1].fits]
     return sorted(best, key=lambda pair: -pair[1].tokens_per_second)
 
 
-def is_no_better(it: Candidate, other: Candidate) -> bool:
+def is_no_better(candidate: Candidate, other: Candidate) -> bool:
     """Return True if a candidate has the same work, is not noticeably faster, and needs no less memory."""
-    faster = it.expected.tokens_per_second > other.expected.tokens_per_second * WORTH
-    return it.work == other.work and not faster and it.expected.reserved >= other.expected.reserved
+    faster = candidate.expected.tokens_per_second > other.expected.tokens_per_second * WORTH
+    return candidate.work == other.work and not faster and candidate.expected.reserved >= other.expected.reserved
 
 
 def may_fit(expected: Plan, layout: Layout) -> bool:
@@ -280,11 +280,11 @@ def may_fit(expected: Plan, layout: Layout) -> bool:
 
 def nothing_fits(candidates: Sequence[Candidate], last_resort: Sequence[Candidate], layout: Layout) -> str:
     """Return the error: the least memory that the config needs, and the host memory that the last resort needs."""
-    least = min(candidates, key=lambda it: it.expected.reserved)
-    on_host = [it for it in last_resort if it.expected.reserved <= layout.usable]
+    least = min(candidates, key=lambda candidate: candidate.expected.reserved)
+    on_host = [candidate for candidate in last_resort if candidate.expected.reserved <= layout.usable]
     resort = ""
     if on_host:
-        of_node = min(it.expected.host_of_node for it in on_host)
+        of_node = min(candidate.expected.host_of_node for candidate in on_host)
         resort = (
             f"; {on_host[0].work[1]} needs {of_node / GIB:,.0f} GiB of host memory in a node, which has "
             f"{layout.hardware.node_memory / GIB:,.0f}"

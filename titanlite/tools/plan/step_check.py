@@ -61,7 +61,7 @@ def _try_data(config: Config, resolved: ResolvedConfig) -> str:
     """
     seq_len, opened, others = config.training.seq_len, 0, 0
     for section in (config.data, config.validation):
-        local = [it for it in section.all_sources() if _is_at_hand(it.path)]
+        local = [source for source in section.all_sources() if _is_at_hand(source.path)]
         others += len(section.all_sources()) - len(local)
         sources = _open(section, local, config, resolved)
         for source in sources:
@@ -87,7 +87,7 @@ def _open(section: Data | Validation, local: list[Any], config: Config, resolved
         return []
     return open_sources(
         section.model_copy(update={"sources": local}),
-        config.data.model_copy(update={"packing": "stream"}),  # a plan of packing takes long, and would be written
+        config.data.model_copy(update={"packing": "stream"}),  # packing takes long, and writes its plan
         tokenizer=resolved.tokenizer,
         seq_len=config.training.seq_len,
         cache_folder=Path(config.job.dump_folder),
@@ -110,7 +110,7 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
     compiler = config.compile.model_copy(update={"enable": False})
     small = config.model_copy(update={"training": training, "compile": compiler})
     spec = resolved.model
-    if not config.model.file and stages == 1:  # else each block is tried
+    if not config.model.file and stages == 1:  # an own model's blocks and those of pipelines are all tried
         spec = _few_blocks(spec, config, period_of(config, spec.build()))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
     targets = copy(resolved.targets)
@@ -161,7 +161,7 @@ def _has_a_step(spec: ModelSpec) -> bool:
     try:
         model = small_decoder(spec, 1).train()
         model(torch.zeros(1, 8, dtype=torch.int64)).sum().backward()
-    except Exception:  # whatever its layers raise; or it is large
+    except Exception:  # layers may raise anything, and the model may be too large
         return False
     return True
 
@@ -169,7 +169,7 @@ def _has_a_step(spec: ModelSpec) -> bool:
 def _suspect(config: Config) -> str:
     """Return the option to which the mistake of a step belongs: code of the user's own, or else the model."""
     optimizers = [config.optimizer.name, *(group.name or "" for group in config.optimizer.groups)]
-    has_own_optimizer = any("." in it or ":" in it for it in optimizers)
+    has_own_optimizer = any("." in name or ":" in name for name in optimizers)
     options = {
         "model.file": config.model.file, "training.loss": config.training.loss, "optimizer.name": has_own_optimizer,
         "model.path": config.model.path,
@@ -182,6 +182,6 @@ def _describe(error: BaseException) -> str:
     words = " ".join(f"{type(error).__name__}: {error}".split())
     words = words if len(words) <= MOST_CHARACTERS else f"{words[:MOST_CHARACTERS]}..."
     ours = f"{Path(str(torch.__file__)).parent}/", f"{PACKAGE}/"
-    frames = [it for it in traceback.extract_tb(error.__traceback__) if not it.filename.startswith((*ours, "<"))]
-    frames = [it for it in frames if "/site-packages/" not in it.filename] or frames  # wandb wraps sys.exit
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith((*ours, "<"))]
+    frames = [frame for frame in frames if "/site-packages/" not in frame.filename] or frames  # wandb wraps sys.exit
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}: {words}" if frames else words

@@ -34,7 +34,7 @@ class Suggestion:
     @property
     def text(self) -> str:
         """The options as command-line arguments."""
-        texts = {key: str(it).lower() if isinstance(it, bool) else it for key, it in self.options.items()}
+        texts = {key: str(value).lower() if isinstance(value, bool) else value for key, value in self.options.items()}
         return " ".join(f"--{key}={text}" for key, text in texts.items())
 
 
@@ -61,9 +61,9 @@ def suggest(config: Config, layout: Layout, present: Plan) -> list[Suggestion]:
             if suggestion.fits:
                 break
         found += [best] if best else []
-        if sum(it.fits for it in found) == ENOUGH:
+        if sum(suggestion.fits for suggestion in found) == ENOUGH:
             break
-    return sorted(found, key=lambda it: not it.fits)
+    return sorted(found, key=lambda suggestion: not suggestion.fits)
 
 
 def _candidates(config: Config, layout: Layout) -> Iterator[tuple[list[Options], str]]:
@@ -84,11 +84,11 @@ def _candidates(config: Config, layout: Layout) -> Iterator[tuple[list[Options],
         yield [data_parallel()], "shards over all processes: collectives across nodes"
     if config.optimizer.state_dtype != "bfloat16":
         yield [{"optimizer.state_dtype": "bfloat16"}], "rounds AdamW's moments"
-    offered = [it for technique in every_technique() for it in technique.suggestions(config, is_gpu=layout.is_gpu)]
+    offered = [own for technique in every_technique() for own in technique.suggestions(config, is_gpu=layout.is_gpu)]
     if config.optimizer.name == "AdamW" and find_spec("torchao"):
         eight = {"optimizer.name": "torchao.optim.AdamW8bit"}
         offered.append((EIGHT_BITS, eight, "rounds AdamW's moments to 8 bits; a compiled update"))
-    yield from (([options], cost) for _, options, cost in sorted(offered, key=lambda it: it[0]))
+    yield from (([options], cost) for _, options, cost in sorted(offered, key=lambda offer: offer[0]))
 
 
 def _attempt(config: Config, layout: Layout, options: Options, cost: str) -> Suggestion | None:
@@ -111,6 +111,6 @@ def suggestion_lines(found: list[Suggestion]) -> Iterator[str]:
         yield "No option needs less memory: use more processes and a higher shard degree."
         return
     yield "Options that fit, cheapest first:" if found[0].fits else "No single option fits. These need less memory:"
-    width = max(len(it.text) for it in found)
-    for it in found:
-        yield f"  {it.text:{width}}  {format_size(it.peak):>10}  {it.cost}"
+    width = max(len(suggestion.text) for suggestion in found)
+    for suggestion in found:
+        yield f"  {suggestion.text:{width}}  {format_size(suggestion.peak):>10}  {suggestion.cost}"

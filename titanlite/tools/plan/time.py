@@ -116,7 +116,7 @@ def kernel_time(kernel: Kernel, hardware: Hardware) -> float:
 
 
 def _bandwidth(hardware: Hardware) -> float:
-    """Memory bandwidth that kernels reach."""
+    """Return the memory bandwidth that kernels reach."""
     return hardware.memory_bandwidth * (1 if hardware.measured else MEMORY_EFFICIENCY)
 
 
@@ -134,7 +134,7 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
     if size == 1:
         return 0.0
     nodes = -(-size // per_node)
-    if collective.op == "send":  # to a neighbour
+    if collective.op == "send":  # the stage sends to a neighbour
         is_near = nodes == 1
         rate = hardware.link_bandwidth if is_near else hardware.network_bandwidth
         return collective.bytes / (rate * BUS_EFFICIENCY) + (HOP_SECONDS if is_near else NETWORK_HOP_SECONDS)
@@ -153,9 +153,9 @@ def collective_time(collective: Collective, hardware: Hardware, gpus_per_node: i
 def waiting_time(collectives: Iterable[Collective], hardware: Hardware, gpus_per_node: int) -> float:
     """Return the seconds by which collectives of activations make a unit longer. Kernels beside them are slower."""
     total = 0.0
-    for it in collectives:
-        seconds = collective_time(it, hardware, gpus_per_node)
-        beside = sum(kernel_time(kernel, hardware) for kernel in it.beside) if hardware.overlaps else 0.0
+    for collective in collectives:
+        seconds = collective_time(collective, hardware, gpus_per_node)
+        beside = sum(kernel_time(kernel, hardware) for kernel in collective.beside) if hardware.overlaps else 0.0
         total += seconds - (1 - CONTENTION) * min(seconds, beside)
     return total
 
@@ -177,7 +177,7 @@ def host_time(
     Args:
         ranks: of a machine, which share its memory.
     """
-    link, memory = zip(*(it.host_traffic(config, sizes, accumulation) for it in techniques), strict=True)
+    link, memory = zip(*(technique.host_traffic(config, sizes, accumulation) for technique in techniques), strict=True)
     return sum(link) / HOST_LINK + sum(memory) * ranks / HOST_MEMORY
 
 
@@ -238,7 +238,7 @@ def step_time(
     assert accumulation > 0
 
     def sent(collectives: Sequence[Collective]) -> float:
-        return sum(collective_time(it, hardware, gpus_per_node) for it in collectives)
+        return sum(collective_time(collective, hardware, gpus_per_node) for collective in collectives)
 
     def computed(kernels: Sequence[Kernel]) -> float:
         return sum(kernel_time(kernel, hardware) for kernel in kernels)
@@ -246,14 +246,14 @@ def step_time(
     def waits(collectives: Sequence[Collective]) -> float:
         return waiting_time(collectives, hardware, gpus_per_node)
 
-    passes = [_Pass(computed(it.forward), sent(it.gather), waits=waits(it.forward_waits)) for it in units]
-    for index, it in enumerate(reversed(units)):  # the last unit still has its parameters when backward begins
-        collectives = sent(it.gather_again), sent(it.reduce), sent(it.all_reduce)
-        passes.append(_Pass(computed(it.backward), *collectives, ahead=index > 0, waits=waits(it.backward_waits)))
-    compute = accumulation * sum(it.compute for it in passes)
-    once, outside = sum(it.all_reduce for it in passes), sent(whole)
-    inside = sum(sent((*it.forward_waits, *it.backward_waits)) for it in units)
-    communication = accumulation * (sum(it.gather + it.reduce for it in passes) + inside) + once + outside
+    passes = [_Pass(computed(unit.forward), sent(unit.gather), waits=waits(unit.forward_waits)) for unit in units]
+    for index, unit in enumerate(reversed(units)):  # the last unit still has its parameters when backward begins
+        collectives = sent(unit.gather_again), sent(unit.reduce), sent(unit.all_reduce)
+        passes.append(_Pass(computed(unit.backward), *collectives, ahead=index > 0, waits=waits(unit.backward_waits)))
+    compute = accumulation * sum(pass_.compute for pass_ in passes)
+    once, outside = sum(pass_.all_reduce for pass_ in passes), sent(whole)
+    inside = sum(sent((*unit.forward_waits, *unit.backward_waits)) for unit in units)
+    communication = accumulation * (sum(pass_.gather + pass_.reduce for pass_ in passes) + inside) + once + outside
     worked = compute + communication
     if hardware.overlaps:
         each, last = (_micro_batch(passes, is_last=is_last) for is_last in (False, True))

@@ -80,7 +80,7 @@ def trace_step(
             other = parallelize_frozen(frozen, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
             models[f"{frozen.section}."] = other
             targets.use(other)
-        loss_group(mesh)  # is made here, because its ranks are values, which a fake tensor lacks
+        loss_group(mesh)  # the group is made here, because its ranks are values, which fake tensors lack
         parts = parts_of(config, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
             recorder = Recorder(fakes, gpu=gpu, flash=attention == "flash" or config.debug.is_deterministic)
@@ -88,15 +88,15 @@ def trace_step(
             for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
                 recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
             phases = ExitStack()
-            for prefix, it in models.items():
-                observe_fsdp(it, recorder, prefix=prefix)
-                phases.enter_context(_forward_phases(it, recorder, prefix=prefix))
+            for prefix, network in models.items():
+                observe_fsdp(network, recorder, prefix=prefix)
+                phases.enter_context(_forward_phases(network, recorder, prefix=prefix))
             with recorder, phases:
-                for prefix, it in models.items():
+                for prefix, network in models.items():
                     with recorder.category("other"):
-                        allocate(it, torch.device("cpu"), torch.device("cpu"))
+                        allocate(network, torch.device("cpu"), torch.device("cpu"))
                     category = targets.frozen.section if targets and prefix else "parameters"
-                    recorder.label((p for _, p in unique_parameters(it)), category)
+                    recorder.label((p for _, p in unique_parameters(network)), category)
                 optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
                 after_update = recorder.during("other", parts.after_update(model))
                 with recorder.category("other"):
@@ -114,10 +114,10 @@ def trace_step(
                 step.loss_function = recorder.during("logits", step.loss_function)
                 untraced = step.partial_sums(accumulation) - step.partial_sums(len(batches))
                 with recorder.category("reduce-scatter"):
-                    parts = [local_tensor(it) for it in _trained(optimizer)]
-                    waiting = [torch.empty_like(it) for it in parts for _ in range(untraced)]
+                    parts = [local_tensor(parameter) for parameter in _trained(optimizer)]
+                    waiting = [torch.empty_like(part) for part in parts for _ in range(untraced)]
                 recorder.unit("step")
-                after_update()  # of the step before
+                after_update()  # the call after the update of the step before
                 step(batches, on_phase=recorder.phase)
                 recorder.unit("end")
                 del waiting
@@ -145,8 +145,8 @@ def parallelized(
 
 def _groups_of_parameters(model: Model) -> dict[str, dist.ProcessGroup]:
     """Return the process groups of the axes that parameters know, by name. Those of experts are no axes of the mesh."""
-    meshes = {it.device_mesh for it in model.parameters() if isinstance(it, DTensor)}
-    return {axis: it.get_group(axis) for it in meshes for axis in it.mesh_dim_names or ()}
+    meshes = {parameter.device_mesh for parameter in model.parameters() if isinstance(parameter, DTensor)}
+    return {axis: mesh.get_group(axis) for mesh in meshes for axis in mesh.mesh_dim_names or ()}
 
 
 def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.optim.Optimizer:
@@ -156,7 +156,7 @@ def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.opti
         ConfigError: its options are wrong.
     """
     on_gpu = isinstance(kernels, GpuKernels) and "parameters" not in places(config)
-    with without_fake_tensors():  # some optimizers read their part of a mesh, which is not fake
+    with without_fake_tensors():  # some optimizers read their mesh, which is no fake tensor
         if problems := check_optimizer(config.optimizer, None, dtype=config.training.dtype):  # may allocate, once
             raise ConfigError(problems)
         return build_optimizer(
@@ -178,7 +178,7 @@ def _update_as_one(
 class _TracedOptimizer:
     """Optimizer that makes every step, without a compiler. Fake tensors have no values to decide a skip by."""
 
-    _step_supports_amp_scaling = True  # accepts `found_inf`, and ignores it
+    _step_supports_amp_scaling = True  # this optimizer accepts `found_inf`, and ignores it
 
     def __init__(self, optimizer: torch.optim.Optimizer, recorder: Recorder) -> None:
         self._optimizer = optimizer
@@ -266,7 +266,7 @@ def _forward_phases(model: Model, recorder: Recorder, *, prefix: str) -> Iterato
     def begin_forward(module: nn.Module, _: Any) -> None:
         recorder.unit(f"forward {prefix}{names[module]}")
 
-    hook: Any = torch.compiler.disable(begin_forward)  # else it would be recompiled for each phase
+    hook: Any = torch.compiler.disable(begin_forward)  # the compiler would recompile the hook for each phase
     with ExitStack() as stack:
         for unit in fsdp_units(model):
             stack.callback(unit[0].register_forward_pre_hook(hook, prepend=True).remove)

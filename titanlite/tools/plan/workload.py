@@ -38,9 +38,9 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
             operators[recorder.phases[operator.phase][1]].append(operator)
     sent: dict[str, list[Sent]] = defaultdict(list)
     reduced_once = _reduced_once(recorder)
-    for it in recorder.sent:
-        if it.phase in firsts or _is_once(it, reduced_once):
-            sent[recorder.phases[it.phase][1] if it.is_inside else it.unit].append(it)
+    for call in recorder.sent:
+        if call.phase in firsts or _is_once(call, reduced_once):
+            sent[recorder.phases[call.phase][1] if call.is_inside else call.unit].append(call)
 
     def kernels(direction: str, unit: str, found: Sequence[Operator] | None = None) -> tuple[Kernel, ...]:
         found = operators[f"{direction} {unit}"] if found is None else found
@@ -48,15 +48,15 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
 
     def collectives(unit: str, op: str, *, forward: bool) -> tuple[Collective, ...]:
         return tuple(
-            _collective(it, gpus_per_node)
-            for it in sent[unit]
-            if it.collective == op and recorder.phases[it.phase][1].startswith("forward") == forward
+            _collective(call, gpus_per_node)
+            for call in sent[unit]
+            if call.collective == op and recorder.phases[call.phase][1].startswith("forward") == forward
         )
 
     def waits(direction: str, unit: str) -> tuple[Collective, ...]:
         return tuple(
-            _collective(it, gpus_per_node)._replace(beside=kernels(direction, unit, recorder.operators[it.beside]))
-            for it in sent[f"{direction} {unit}"]
+            _collective(call, gpus_per_node)._replace(beside=kernels(direction, unit, recorder.operators[call.beside]))
+            for call in sent[f"{direction} {unit}"]
         )
 
     units = []
@@ -81,7 +81,7 @@ def workload_of(recorder: Recorder, *, fuse: bool, gpus_per_node: int) -> Worklo
             )
         )
     update = tuple(map(_kernel, operators["update"]))
-    return Workload(tuple(units), update, tuple(_collective(it, gpus_per_node) for it in sent[""]))
+    return Workload(tuple(units), update, tuple(_collective(call, gpus_per_node) for call in sent[""]))
 
 
 def traffic_of(recorder: Recorder, *, accumulation: int, gathers_once: bool = False) -> Traffic:
@@ -93,10 +93,10 @@ def traffic_of(recorder: Recorder, *, accumulation: int, gathers_once: bool = Fa
     """
     total: Traffic = {}
     reduced_once = _reduced_once(recorder)
-    for it in recorder.sent:
-        each_micro_batch = it.is_inside or (it.unit and not gathers_once and not _is_once(it, reduced_once))
-        size = it.bytes * accumulation // recorder.micro_batches if each_micro_batch else it.bytes
-        total[it.collective, it.axis] = total.get((it.collective, it.axis), 0) + size
+    for call in recorder.sent:
+        each_micro_batch = call.is_inside or (call.unit and not gathers_once and not _is_once(call, reduced_once))
+        size = call.bytes * accumulation // recorder.micro_batches if each_micro_batch else call.bytes
+        total[call.collective, call.axis] = total.get((call.collective, call.axis), 0) + size
     return total
 
 
@@ -126,9 +126,9 @@ def extend_workload(small: Workload, large: Workload, *, blocks: int, few: int, 
         return round(many + (many - few) * factor)
 
     update = tuple(
-        Kernel(kernel.kind, extend(it.flops, kernel.flops), extend(it.bytes, kernel.bytes), kernel.dtype,
-               extend(it.launches, kernel.launches))
-        for it, kernel in ((less[key], more[key]) for key in more)
+        Kernel(kernel.kind, extend(lesser.flops, kernel.flops), extend(lesser.bytes, kernel.bytes), kernel.dtype,
+               extend(lesser.launches, kernel.launches))
+        for lesser, kernel in ((less[key], more[key]) for key in more)
     )  # fmt: skip
     return Workload(tuple(units), update, large.whole)
 
@@ -136,11 +136,11 @@ def extend_workload(small: Workload, large: Workload, *, blocks: int, few: int, 
 def _by_kind(kernels: Iterable[Kernel]) -> dict[tuple[str, str], Kernel]:
     """Return one kernel with all the work of each kind and dtype."""
     found: dict[tuple[str, str], Kernel] = {}
-    for it in kernels:
-        key = it.kind, it.dtype
-        sum_ = found.get(key, it._replace(flops=0, bytes=0, launches=0))
-        found[key] = it._replace(
-            flops=sum_.flops + it.flops, bytes=sum_.bytes + it.bytes, launches=sum_.launches + it.launches
+    for kernel in kernels:
+        key = kernel.kind, kernel.dtype
+        sum_ = found.get(key, kernel._replace(flops=0, bytes=0, launches=0))
+        found[key] = kernel._replace(
+            flops=sum_.flops + kernel.flops, bytes=sum_.bytes + kernel.bytes, launches=sum_.launches + kernel.launches
         )
     return found
 
@@ -157,8 +157,8 @@ def _first_of_each_name(recorder: Recorder) -> Iterator[int]:
 def _reduced_once(recorder: Recorder) -> set[str]:
     """Return the units whose gradients are not reduced after the first micro-batch, but after the last."""
     firsts = set(_first_of_each_name(recorder))
-    reductions = [it for it in recorder.sent if it.collective == "reduce_scatter" and not it.is_inside]
-    return {it.unit for it in reductions} - {it.unit for it in reductions if it.phase in firsts}
+    reductions = [call for call in recorder.sent if call.collective == "reduce_scatter" and not call.is_inside]
+    return {call.unit for call in reductions} - {call.unit for call in reductions if call.phase in firsts}
 
 
 def _is_once(sent: Sent, reduced_once: Container[str]) -> bool:

@@ -46,7 +46,7 @@ def _charts(runs: Sequence[RunRecords]) -> Iterator[Chart]:
     yield {**_chart("validation", "Validation by source", "nats a token"), "traces": [*_validation(runs)]}
     for name, (title, unit, is_log) in LINES.items():
         traces = [_line(run, name, color) for color, run in enumerate(runs)]
-        yield {**_chart(name, title, unit), "log": is_log, "traces": [it for it in traces if it]}
+        yield {**_chart(name, title, unit), "log": is_log, "traces": [trace for trace in traces if trace]}
     yield {**_chart("data_shares", "Data, share of all sequences", "share of 1"), "traces": [*_shares(runs)]}
     yield {**_chart("phases", "Time by phase", "hours"), "kind": "bars", "traces": [*_phases(runs)]}
     yield {**_chart("slowest", "Slowest rank", "records"), "kind": "bars", "traces": [*_slowest(runs)]}
@@ -73,18 +73,18 @@ def _loss(runs: Sequence[RunRecords]) -> dict[str, Any]:
         losses = run.column("loss")
         traces.append({"name": f"{run.name}: each record", "x": run.steps, "y": losses, "color": color, "thin": True})
         traces.append({"name": run.name, "x": run.steps, "y": smoothed(losses), "color": color})
-        averages = [{"step": it["step"], **it["average"]} for it in run.validation if it.get("average")]
+        averages = [{"step": record["step"], **record["average"]} for record in run.validation if record.get("average")]
         for what, symbol, records in (
             ("validation", "circle", run.validation),
             ("validation, average of weights", "circle-open", averages),
         ):
             if records:
-                x, y = [it["step"] for it in records], [it.get("loss") for it in records]
+                x, y = [record["step"] for record in records], [record.get("loss") for record in records]
                 traces.append({"name": f"{run.name}: {what}", "x": x, "y": y, "color": color, "points": symbol})
         low = min((loss for loss in losses if loss is not None), default=0)
         for what, symbol, steps in (
-            ("checkpoint", "triangle-up", [it["step"] for it in run.saves]),
-            ("skipped step", "x", [it["step"] for it in run.skipped]),
+            ("checkpoint", "triangle-up", [save["step"] for save in run.saves]),
+            ("skipped step", "x", [skip["step"] for skip in run.skipped]),
         ):
             if steps:
                 name = f"{run.name}: {what}"
@@ -207,7 +207,7 @@ def _in_steps(run: RunRecords) -> str:
 
 def _compared_hashes(run: RunRecords, first: RunRecords) -> str:
     """Say how far the hashes of a run's state are those of the first run."""
-    common = {it["step"] for it in run.hashes} & {it["step"] for it in first.hashes}
+    common = {record["step"] for record in run.hashes} & {record["step"] for record in first.hashes}
     if run is first or not common:
         return ""
     found = first_difference(run.hashes, first.hashes)

@@ -66,7 +66,7 @@ class Difference:
     """L2 norm of the difference, relative to that of the reference."""
     is_within: bool
     dtypes: tuple[torch.dtype, torch.dtype]
-    """Of the tensor and of its reference."""
+    """Dtypes of the tensor and of its reference."""
 
     @property
     def direction(self) -> str:
@@ -122,7 +122,7 @@ class ValueDump(StepCapture):
         self._values: dict[str, list[Tensor]] = {}
         self._count(12 * sum(parameter.numel() for _, parameter in unique_parameters(model)))
         compiled = tuple(f"{name}." for name, module in model.named_modules() if is_compiled(module))
-        modules = [("", it) for it in model.stages or [model]]
+        modules = [("", stage) for stage in model.stages or [model]]
         for name, module in model.named_modules():
             if name and not name.startswith(compiled) and not isinstance(module, nn.Identity):
                 modules.append((name, module))
@@ -152,7 +152,7 @@ class ValueDump(StepCapture):
         """Keep the values of a micro-batch, and hook the gradients of its tensors."""
         keys, calls = dict[int, str](), dict[str, int]()
         for key, tensor, value in self._seen:
-            if key.startswith("forward input") and id(tensor) in keys:  # the output of another module
+            if key.startswith("forward input") and id(tensor) in keys:  # this input is the output of another module
                 continue
             calls[key] = calls.get(key, 0) + 1
             name = key if calls[key] == 1 else f"{key} (call {calls[key]})"
@@ -226,7 +226,7 @@ class Dump(NamedTuple):
 
     step: int
     dtype: str
-    """In which matmuls computed."""
+    """Dtype in which matmuls computed."""
     values: Values
 
 
@@ -272,8 +272,8 @@ def _join_files(files: list[dict[str, Any]]) -> Dump:
         return key != TOKENS, DIRECTIONS.index(direction), stage, places.get(module, places[key])
 
     facts, sequences = files[0], len(parts[TOKENS][0])
-    complete = [key for key, it in parts.items() if len(it) == (1 if " parameter " in key else facts["ranks"])]
-    values = {it: _join(it, parts[it], sequences, facts["contexts"]) for it in sorted(complete, key=place)}
+    complete = [key for key, held in parts.items() if len(held) == (1 if " parameter " in key else facts["ranks"])]
+    values = {key: _join(key, parts[key], sequences, facts["contexts"]) for key in sorted(complete, key=place)}
     return Dump(facts["step"], facts["dtype"], values)
 
 
@@ -284,7 +284,7 @@ def _join(key: str, parts: list[Tensor], sequences: int, contexts: int) -> Tenso
     if " parameter " in key:
         return parts[0]
     if key.startswith("gradient"):
-        parts = [part / len(parts) for part in parts]  # FSDP averages, so the loss has a factor
+        parts = [part / len(parts) for part in parts]  # FSDP averages, so the loss is scaled
     if contexts == 1:
         return torch.cat(parts)
     is_flat = len(parts[0]) > sequences
@@ -314,7 +314,7 @@ class Compared:
     @property
     def first(self) -> Difference | None:
         """The first difference beyond the tolerance."""
-        return next((it for it in self.differences if not it.is_within), None)
+        return next((difference for difference in self.differences if not difference.is_within), None)
 
 
 def compare_dumps(dump: Dump, reference: Dump, *, tolerance: float | None = None) -> Compared:
@@ -329,8 +329,8 @@ def compare_dumps(dump: Dump, reference: Dump, *, tolerance: float | None = None
     if dump.step != reference.step:
         raise UserError(f"--where: one dump is of step {dump.step}, the other of step {reference.step}")
     if tolerance is None:
-        known = [DTYPES.get(it.dtype) or DTYPES["float32"] for it in (dump, reference)]
-        tolerance = max(it.tolerance or 0 for it in known)
+        known = [DTYPES.get(tensors.dtype) or DTYPES["float32"] for tensors in (dump, reference)]
+        tolerance = max(dtype.tolerance or 0 for dtype in known)
     keys = [key for key in reference.values if key in dump.values]
     if {*keys} <= {TOKENS}:
         raise UserError("--where: the dumps have no module in common: are they of the same model?")
@@ -346,11 +346,11 @@ def report(compared: Compared) -> Iterator[str]:
     """Yield the table by block (largest absolute difference, and largest relative norm of one), and the result."""
     shown = DIRECTIONS[1:]
     blocks: dict[str, dict[str, list[Difference]]] = {}
-    for it in compared.differences:
-        if it.direction in shown:
-            block = re.match(r"(.*\.)?layers\.\d+|[^.]*", it.name)
-            blocks.setdefault(block[0] if block else "", {}).setdefault(it.direction, []).append(it)
-    yield _row("block", *(f"{it} {what}" for it in shown for what in ("max abs", "relative")))
+    for difference in compared.differences:
+        if difference.direction in shown:
+            block = re.match(r"(.*\.)?layers\.\d+|[^.]*", difference.name)
+            blocks.setdefault(block[0] if block else "", {}).setdefault(difference.direction, []).append(difference)
+    yield _row("block", *(f"{direction} {what}" for direction in shown for what in ("max abs", "relative")))
     for block, found in blocks.items():
         yield _row(block, *(cell for direction in shown for cell in _cells(found.get(direction))))
     yield (
@@ -361,7 +361,7 @@ def report(compared: Compared) -> Iterator[str]:
     if (first := compared.first) is None:
         yield "equal"
         return
-    beyond = Counter(it.direction for it in compared.differences if not it.is_within)
+    beyond = Counter(difference.direction for difference in compared.differences if not difference.is_within)
     yield "beyond it (*): " + ", ".join(f"{count:,} of {direction}" for direction, count in beyond.items())
     one, other = (str(dtype).removeprefix("torch.") for dtype in first.dtypes)
     yield f"first difference: {first.key}" + (f" ({one} in A, {other} in B)" if one != other else "")
@@ -370,8 +370,8 @@ def report(compared: Compared) -> Iterator[str]:
 def _cells(found: list[Difference] | None) -> tuple[str, str]:
     if not found:
         return "", ""
-    mark = " " if all(it.is_within for it in found) else "*"
-    return f"{max(it.most for it in found):.1e}", f"{max(it.relative for it in found):.1e}{mark}"
+    mark = " " if all(diff.is_within for diff in found) else "*"
+    return f"{max(diff.most for diff in found):.1e}", f"{max(diff.relative for diff in found):.1e}{mark}"
 
 
 def _row(block: str, *cells: str) -> str:

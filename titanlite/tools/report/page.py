@@ -91,7 +91,7 @@ def page(runs: Sequence[RunRecords], *, above: Mapping[str, Any] | None = None, 
         "report": to_json(shown),
         "plotly": get_plotlyjs().replace("</script", "<\\/script"),
     }
-    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(values)  # in one pass: a run may be called $report
+    return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(values)  # a run may be called $report
 
 
 def to_json(report: dict[str, Any]) -> str:

@@ -105,8 +105,8 @@ def inspect_ranks(config: Config, *, world_size: int, rank: int = 0) -> dict[str
             with torch.compiler.set_stance("force_eager"):
                 fill_states(optimizer, one_by_one=config.optimizer.in_backward)
             rows = rows_of(model, optimizer, config, mesh)
-        names = dict.fromkeys(it["unit"] for it in rows)
-        units = {name: _totals(it for it in rows if it["unit"] == name) for name in names}
+        names = dict.fromkeys(row["unit"] for row in rows)
+        units = {name: _totals(row for row in rows if row["unit"] == name) for name in names}
         facts = {"name": str(config.job.name), "rank": rank, "mesh": axis_sizes(mesh)}
         return facts | {"parameters": rows, "units": units, "total": _totals(rows)}
 
@@ -123,12 +123,12 @@ def rows_of(model: Model, optimizer: torch.optim.Optimizer, config: Config, mesh
         optimizer: its states count, so it must have made a step.
     """
     policies = zip(model.layers, recompute_policies(config.activation_checkpoint, len(model.layers)), strict=True)
-    recompute = {it: policy for block, policy in policies for it in block.parameters()}
-    compiled = {it for module in model.modules() if is_compiled(module) for it in module.parameters()}
-    facts = [(it.facts, it.parameter_facts(model, config)) for it in every_technique()]
+    recompute = {parameter: policy for block, policy in policies for parameter in block.parameters()}
+    compiled = {parameter for module in model.modules() if is_compiled(module) for parameter in module.parameters()}
+    facts = [(technique.facts, technique.parameter_facts(model, config)) for technique in every_technique()]
     of_groups = parameter_groups(config.optimizer, model)
-    groups = {it: group for group in of_groups for it in group.parameters.values()}
-    names: dict[Hashable, list[str]] = {}  # modules of one unit share its name
+    groups = {parameter: group for group in of_groups for parameter in group.parameters.values()}
+    names: dict[Hashable, list[str]] = {}  # the modules of each FSDP unit
     units: dict[nn.Parameter, tuple[Hashable, MixedPrecisionPolicy | None]] = {}
     for name, module in model.named_modules():
         if isinstance(module, FSDPModule) and (unit := unit_of(module)) is not None:
@@ -179,7 +179,7 @@ def _placements(parameter: Tensor, mesh: DeviceMesh) -> dict[str, str]:
 
 def _totals(rows: Iterable[Row]) -> dict[str, int]:
     rows = [*rows]
-    return {name: sum(it[name] for it in rows) for name in SIZES}
+    return {name: sum(row[name] for row in rows) for name in SIZES}
 
 
 # Output
@@ -188,7 +188,7 @@ def _totals(rows: Iterable[Row]) -> dict[str, int]:
 def _lines(record: dict[str, Any]) -> Iterator[str | Table]:
     """Yield what the console prints. Rows that differ in their block only are one."""
     rows, mesh = record["parameters"], record["mesh"]
-    elements, here = (sum(math.prod(it[shape]) for it in rows) for shape in ("shape", "local_shape"))
+    elements, here = (sum(math.prod(row[shape]) for row in rows) for shape in ("shape", "local_shape"))
     axes = " x ".join(f"{axis} {size}" for axis, size in mesh.items())
     yield f"{record['name']}: {elements:,} parameters in {len(rows):,} tensors"
     yield f"mesh       {axes}; rank {record['rank']} holds {here:,} of the parameters"
@@ -202,8 +202,8 @@ def _lines(record: dict[str, Any]) -> Iterator[str | Table]:
     for row in rows:
         alike.setdefault(BLOCK.sub("", str(row)), []).append(row)
     for first, *others in alike.values():
-        numbers = (BLOCK.search(it["name"]) for it in (first, *others))
-        blocks = ",".join(runs_of(int(it[0]) for it in numbers if it))
+        numbers = (BLOCK.search(row["name"]) for row in (first, *others))
+        blocks = ",".join(runs_of(int(match[0]) for match in numbers if match))
         name, unit = (BLOCK.sub(blocks, first[key]) for key in ("name", "unit"))
         dtypes = [first[key] for key in ("dtype", "compute_dtype", "reduce_dtype")]
         table.add_row(

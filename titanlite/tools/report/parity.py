@@ -116,7 +116,7 @@ def variants(
         ("activation checkpoint: full", "activation_checkpoint.mode=full"),
         ("CPU offload", "training.enable_cpu_offload=true"),
     ):
-        same_kernels = not (on_gpu and "offload" in option)  # the optimizer is another one there
+        same_kernels = not (on_gpu and "offload" in option)  # the optimizer runs on the CPU there
         found.append(Variant(f"FSDP, {name}", processes, (*_degrees(1), option), fsdp, same_kernels))
     if processes % 2 == 0 and processes > 2:
         found += [
@@ -135,10 +135,10 @@ def further_layouts(path: str, overrides: Sequence[str], processes: int) -> Iter
     tried = [{"context": some}, {"expert": some}, {"tensor": [2]}, *({one: [2], other: [2]} for one, other in pairs)]
     for axes in [*tried, {"pipeline": [2], "tensor": [1, 2]}]:
         for options in layouts_with(config, processes, axes):
-            degrees = {axis: it for axis in axes if (it := options[f"parallelism.{axis}_parallel_degree"]) > 1}
+            degrees = {axis: degree for axis in axes if (degree := options[f"parallelism.{axis}_parallel_degree"]) > 1}
             rest = processes // math.prod(degree for axis, degree in degrees.items() if axis != "expert")
-            name = " x ".join([*(f"{axis} {it}" for axis, it in degrees.items()), f"FSDP {rest}"])
-            yield name, tuple(f"{key}={it}" for key, it in options.items())
+            name = " x ".join([*(f"{axis} {degree}" for axis, degree in degrees.items()), f"FSDP {rest}"])
+            yield name, tuple(f"{key}={value}" for key, value in options.items())
 
 
 def with_equal_bits(found: Iterable[Variant]) -> list[Variant]:
@@ -147,8 +147,8 @@ def with_equal_bits(found: Iterable[Variant]) -> list[Variant]:
     Those that compute with other kernels (compiled ones, an optimizer on another device) stay as they are. Those with
     another local batch size are left out, since the option needs 1.
     """
-    kept = (it for it in found if not any(option.startswith("training.local_batch_size") for option in it.options))
-    return [replace(it, exact=it.exact or (it.reference == ONE and it.name != "compile")) for it in kept]
+    kept = (run for run in found if not any(option.startswith("training.local_batch_size") for option in run.options))
+    return [replace(run, exact=run.exact or (run.reference == ONE and run.name != "compile")) for run in kept]
 
 
 def _degrees(replicate: int) -> tuple[str, ...]:
@@ -365,7 +365,7 @@ def _run(command: list[str], processes: int, run: Path) -> Curve | str:
     if error := start(command, processes, run):
         return error
     found = read_run(run)
-    return Curve(found.column("loss"), found.column("grad_norm"), [it["hash"] for it in found.hashes])
+    return Curve(found.column("loss"), found.column("grad_norm"), [record["hash"] for record in found.hashes])
 
 
 def start(command: list[str], processes: int, folder: Path) -> str | None:

@@ -70,7 +70,7 @@ def read_run(path: str | Path) -> RunRecords:
     metrics = files["metrics"]
     if not metrics:
         raise UserError(f"{path}/metrics.jsonl has no records yet")
-    if other := next((it for it in metrics if it.get("schema", 1) != SCHEMA), None):
+    if other := next((record for record in metrics if record.get("schema", 1) != SCHEMA), None):
         raise UserError(
             f"{path}/metrics.jsonl has records of schema {other.get('schema', 1)}, of another version of titanlite, "
             f"and this one reads {SCHEMA}"
@@ -156,7 +156,7 @@ def first_difference(hashes: Sequence[Record], others: Sequence[Record]) -> tupl
 
     None if they are equal at every step at which both runs wrote a hash.
     """
-    by_step = {it["step"]: it for it in others}
+    by_step = {record["step"]: record for record in others}
     for record in hashes:
         other = by_step.get(record["step"])
         if other and record.get("hash") != other.get("hash"):

@@ -1,0 +1,77 @@
+"""Links of the Markdown pages lead to files and headings: on a code host, and on the site (mkdocs.yml).
+
+Functions that the page about the architecture names exist.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+PAGES = [
+    *Path().glob("*.md"),
+    *(
+        page
+        for folder in ("docs", "examples", "benchmarks", "tests", ".github")
+        for page in sorted(Path(folder).rglob("*.md"))
+    ),
+]
+FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+CODE = re.compile(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", re.DOTALL)
+LINK = re.compile(r"""\]\(\s*([^)\s]+)|^\[[^\]]+\]:\s*(\S+)|(?:href|src)=["']([^"']+)""", re.MULTILINE)
+
+
+def links_of(page: Path) -> Iterator[str]:
+    for match in LINK.finditer(CODE.sub("", FENCED.sub("", page.read_text()))):
+        link = next(filter(None, match.groups()))
+        if not re.match(r"[a-z]+:", link):
+            yield link
+
+
+def on_a_code_host(heading: str) -> str:
+    """Return the anchor that GitHub gives to a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-")
+
+
+def on_the_site(heading: str) -> str:
+    """Return the anchor that Python-Markdown gives to a heading."""
+    return re.sub(r"[-\s]+", "-", re.sub(r"[^\w\s-]", "", heading).strip().lower())
+
+
+def anchors_of(page: Path, slug: Callable[[str], str]) -> set[str]:
+    text = FENCED.sub("", page.read_text())
+    headings = [
+        re.sub(r"\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", heading) for heading in re.findall(r"^#+ +(.+?) *$", text, re.M)
+    ]
+    named = re.findall(r"""(?:id|name)=["']([^"']+)""", text)
+    once = {name for name, times in Counter(map(slug, headings)).items() if times == 1}
+    return once | {*named}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=str)
+def test_links_lead_to_files_and_headings(page: Path) -> None:
+    dead = []
+    for link in links_of(page):
+        path, _, anchor = link.partition("#")
+        target = page.parent / path if path else page
+        anchors = (anchors_of(target, slug) for slug in (on_a_code_host, on_the_site) if target.suffix == ".md")
+        if not target.exists() or (anchor and not all(anchor in names for names in anchors)):
+            dead.append(link)
+    assert dead == []
+
+
+def names_in(tree: ast.AST, before: str = "") -> Iterator[str]:
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ClassDef | ast.FunctionDef):
+            yield f"{before}{node.name}"
+            yield from names_in(node, f"{before}{node.name}.")
+
+
+def test_the_architecture_names_functions_that_exist() -> None:
+    named = re.findall(r"`([\w/]+\.py): ([\w.]+)`", Path("docs/architecture.md").read_text())
+    assert len(named) > 40
+    modules = {file: {*names_in(ast.parse(Path("titanlite", file).read_text()))} for file, _ in named}
+    assert [(file, name) for file, name in named if name not in modules[file]] == []
