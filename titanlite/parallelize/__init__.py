@@ -1,11 +1,8 @@
 # pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
-The order matters. First the dtype of the weights, and which of them are frozen, or get an adapter. Then float8. Both
-swap linear layers: all later techniques must see the new ones. Then layers are split over ranks, and blocks that other
-ranks have are left out. Checkpointing of activations before compile, so that the compiler sees what is recomputed.
-Compile before sharding, so that FSDP's hooks stay outside of compiled code. Sharding last, bottom up. All change the
-model in place, and no parameter's name.
+The order matters, and comments say why each stands where it does. All change the model in place, and no parameter's
+name.
 
 Each technique of `titanlite.techniques` is imported where the config asks for it, so that a plain run reads as short as
 it is.
@@ -46,13 +43,17 @@ def parallelize(
     is_compiled = config.compile.enable
     # Blocks meet other shapes if a frozen model runs beside this one, or sequences get longer.
     has_other_sizes = config.teacher.path is not None or (bool(training.seq_len_ramp) and not config.data.document_mask)
+
+    # What is trained, and in which dtype. Adapters are linear layers, which all that follows must see.
     set_dtype(model, DTYPES[training.dtype])
     choose_trained(model, config)
     set_kernels(model, kernels)
+    # Attention to keys of other ranks. It replaces no layer.
     if context_group(mesh) and debug.reproducible_context_degree == 1:
         from titanlite.techniques.context.sequences import split_attention
 
         split_attention(model, mesh)
+    # Float8 replaces linear layers before they are split.
     if float8.enable:
         from titanlite.techniques.float8.layers import convert_to_float8
 
@@ -60,11 +61,12 @@ def parallelize(
             model, float8=float8, shard_degree=shard_degree_of(mesh), tensor=tensor_mesh(mesh),
             on_host=training.enable_cpu_offload,
         )  # fmt: skip
+    # Layers, experts and sequences of this rank.
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import split_layers
 
         split_layers(model, mesh)
-    separate = None
+    expert_units = None
     if (degree := parallelism.expert_parallel_degree) > 1:
         from titanlite.techniques.expert.exchange import distribute_experts
 
@@ -73,30 +75,34 @@ def parallelize(
             from titanlite.techniques.reproducible.experts import ExchangeOfMicroBatches
 
             exchange = partial(ExchangeOfMicroBatches, dtype=DTYPES[training.mixed_precision_reduce])
-        sharding, parts = expert_meshes(mesh, degree, with_replicas=not debug.reproducible_layouts)
-        separate = distribute_experts(
-            model, mesh=sharding, parts=parts, kernels=kernels, is_compiled=is_compiled, exchange=exchange
+        sharding, experts = expert_meshes(mesh, degree, with_replicas=not debug.reproducible_layouts)
+        expert_units = distribute_experts(
+            model, mesh=sharding, parts=experts, kernels=kernels, is_compiled=is_compiled, exchange=exchange
         )
     if (parts := debug.reproducible_context_degree) > 1:
         from titanlite.techniques.reproducible.parts import compute_by_parts
 
         compute_by_parts(model, mesh, parts=parts, dtype=DTYPES[training.mixed_precision_reduce])
+    # Blocks of this rank's stages. The policies are of all blocks, so they are chosen before.
     policies = recompute_policies(recomputed, len(model.layers))
     if pipeline_mesh(mesh):
         from titanlite.techniques.pipeline.stages import cut_to_stages
 
         cut_to_stages(model, mesh, parallelism)
-    kept: list[RecomputePolicy] = [policies[int(layer)] for layer, _ in model.layers.named_children()]
+    own: list[RecomputePolicy] = [policies[int(layer)] for layer, _ in model.layers.named_children()]
+    # Recomputation within compiled blocks, so that the compiler sees what is recomputed. A block that exchanges tokens
+    # is compiled in parts around the exchange, and recomputation surrounds these.
     if is_compiled:
         compile_around_exchange(model, backend=compile_backend, has_other_sizes=has_other_sizes)
-    apply_activation_checkpoint(model, kept, is_compiled=is_compiled)
+    apply_activation_checkpoint(model, own, is_compiled=is_compiled)
     if is_compiled:
         compile_blocks(model, backend=compile_backend, has_other_sizes=has_other_sizes)
-    reduce = None
+    # FSDP last, so that its hooks stay outside of compiled code.
+    reduce_scatter = None
     if debug.reproducible_layouts:
-        from titanlite.techniques.reproducible.sums import tree_reduce_scatter as reduce
-    shard(model, config, mesh=mesh, kernels=kernels, separate=separate, reduce=reduce)
-    if tensor_mesh(mesh):
+        from titanlite.techniques.reproducible.sums import tree_reduce_scatter as reduce_scatter
+    shard(model, config, mesh=mesh, kernels=kernels, expert_units=expert_units, reduce_scatter=reduce_scatter)
+    if tensor_mesh(mesh):  # hooks that run within FSDP's
         from titanlite.techniques.tensor.layers import use_local_parts
 
         use_local_parts(model, mesh)

@@ -32,24 +32,20 @@ from titanlite.step import reduces_once
 if TYPE_CHECKING:
     from titanlite.techniques.expert.exchange import SeparateUnits
 
-# Decisions about the reduction of gradients over ranks, from the sizes of a step.
-
-
 GPUS_OF_A_NODE = 8
 """Largest shard group that is taken to be connected by NVLink."""
 MANY_TOKENS = 2**14
 """Tokens of a micro-batch from which on blocks need more memory in backward than the loss."""
 
 
-def can_wait(config: Config, mesh: DeviceMesh) -> bool:
-    """Return True if backward can wait for the reduce-scatter of the head.
+def waits_for_head(config: Config, mesh: DeviceMesh) -> bool:
+    """Return True if backward stops until the gradients of the head are reduced.
 
     FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
     8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
     """
-    training = config.training
-    sequences = training.local_batch_size or training.global_batch_size // data_parallel_rank(mesh)[1]
-    tokens = sequences * training.seq_len // context_rank(mesh)[1]
+    sequences, _ = config.training.batch_split(data_parallel_rank(mesh)[1])
+    tokens = sequences * config.training.seq_len // context_rank(mesh)[1]
     return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
 
 
@@ -79,14 +75,14 @@ def shard(
     *,
     mesh: DeviceMesh,
     kernels: Kernels,
-    separate: "SeparateUnits | None" = None,
-    reduce: Reduce | None = None,
+    expert_units: "SeparateUnits | None" = None,
+    reduce_scatter: Reduce | None = None,
 ) -> None:
     """Apply `fully_shard` to every FSDP unit and to the root, in place. FSDP averages gradients over the mesh.
 
     Args:
-        separate: units that are sharded over other ranks.
-        reduce: adds gradients over shards, and the step must add them over micro-batches and replicas. Default:
+        expert_units: those that are sharded over other ranks.
+        reduce_scatter: adds gradients over shards, and the step must add them over micro-batches and replicas. Default:
             FSDP averages them over all.
     """
     parallelism = config.parallelism
@@ -95,7 +91,7 @@ def shard(
     precision, offload = _precision(model, config.training), _offload(config, mesh)
     apply = partial(
         fully_shard,
-        mesh=sharding_mesh(mesh, with_replicas=reduce is None),
+        mesh=sharding_mesh(mesh, with_replicas=reduce_scatter is None),
         mp_policy=precision,
         offload_policy=offload,
     )
@@ -106,33 +102,33 @@ def shard(
             unit if len(unit) > 1 else unit[0],
             reshard_after_forward=False if keeps else reshard,
             shard_placement_fn=partial(placement_of, shard_degree=shard_degree),
-            ignored_params=separate.parameters if separate else None,
+            ignored_params=expert_units.parameters if expert_units else None,
         )
     for root in roots:
         apply(root, reshard_after_forward=reshard)
+    # Last, because FSDP leaves out modules that are units already: so the units above ignore these parameters, and the
+    # root does not find them.
     others: Sequence[FSDPModule] = ()
-    if separate:
-        others = separate.shard(not parallelism.keeps_gathered, precision=precision, offload=offload)
+    if expert_units:
+        others = expert_units.shard(not parallelism.keeps_gathered, precision=precision, offload=offload)
 
-    blocks, outer = _sharded(unit[0] for unit in units), _sharded(roots)
-    choose = partial(
+    inner, outer = _sharded(unit[0] for unit in units), _sharded(roots)
+    axes = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    set_reductions_of = partial(
         set_reductions,
         on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),
         keeps_gradients=keeps_reduced_gradients(config, mesh),
         reduces_in_backward=has_replicas(mesh) or config.training.dtype != config.training.mixed_precision_reduce,
-        is_alone=parallelism.context_parallel_degree
-        == parallelism.tensor_parallel_degree
-        == parallelism.expert_parallel_degree
-        == 1,
-        awaited=head if [head] in units and can_wait(config, mesh) else None,
-        reduce=reduce,
+        is_alone=max(axes) == 1,
+        awaited=head if [head] in units and waits_for_head(config, mesh) else None,
+        reduce=reduce_scatter,
     )
-    choose(blocks, shard_degree=shard_degree)
-    choose(outer, shard_degree=shard_degree)  # which no unit gathers ahead
-    if separate:
-        choose(others, shard_degree=separate.mesh.size(-1))
-    _prefetch(blocks, parallelism)
-    for unit in blocks:
+    set_reductions_of(inner, shard_degree=shard_degree)
+    set_reductions_of(outer, shard_degree=shard_degree)  # which no unit gathers ahead
+    if expert_units:
+        set_reductions_of(others, shard_degree=expert_units.mesh.size(-1))
+    _prefetch(inner, parallelism)  # over the depths that `set_reductions` sets
+    for unit in inner:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
 
@@ -183,7 +179,7 @@ def fsdp_units(model: Model, *, min_params: int = 0) -> list[list[nn.Module]]:
     unit_of: dict[nn.Parameter, list[nn.Module]] = {}
     for child in model.children():
         if child is model.layers:
-            size = min_params
+            size = min_params  # so that the first block begins a unit
             for block in model.layers:
                 if size >= min_params or not in_every_pass(block):
                     units.append([])

@@ -182,7 +182,7 @@ class Technique:
         """
 
     def resume_settings(self, config: Config) -> dict[str, Any]:
-        """Return settings that must match when a run resumes, by key, because another value makes another experiment."""
+        """Return the settings that must match when a run resumes, by key: another value is another experiment."""
         return {}
 
     def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
