@@ -74,7 +74,7 @@ def build(folder: Path) -> None:
     source.write_text("\n".join(["void null_gpu_launch(const char *);", *map(_function, sorted(rest)), ""]))
     library = folder / "libnull_gpu.so"
     flags = ["-shared", "-fPIC", "-O1", "-w", "-fno-builtin"]
-    _run("gcc", *flags, "-o", str(library), str(written), str(source), "-ldl", "-lpthread")
+    _run("gcc", *flags, "-o", str(library), str(written), str(source), "-ldl", "-lpthread", "-lrt")
     for name in ("libcuda.so", "libcuda.so.1", "libnvidia-ml.so.1"):
         link = folder / "lib" / name
         link.unlink(missing_ok=True)

@@ -17,6 +17,7 @@
 #include <cuda_runtime_api.h>
 #include <cudnn.h>
 #include <dlfcn.h>
+#include <fcntl.h>
 #include <nccl.h>
 #include <pthread.h>
 #include <stdatomic.h>
@@ -941,18 +942,21 @@ size_t cudnnGetCudartVersion(void) { return DRIVER_VERSION; }
 const char *cudnnGetErrorString(cudnnStatus_t status) { return "an error of the null GPU"; }
 
 // ---------------------------------------------------------------------------------------------------------------------
-// NCCL: a communicator knows its size. A collective is recorded, and returns as if all ranks had come.
+// NCCL: a communicator knows its size. A collective is recorded, and returns as if all ranks had come. Only a split needs
+// the other ranks.
 // ---------------------------------------------------------------------------------------------------------------------
 
 struct ncclComm {
     int ranks, rank;
     int parent;  // ranks of the communicator that it was split from; 0: it was not
+    int splits;  // of this communicator, so far
+    ncclUniqueId id;
     char reserved[4096];  // PyTorch reads some of NCCL's fields beyond
 };
 
-static ncclResult_t new_communicator(ncclComm_t *communicator, int ranks, int rank) {
+static ncclResult_t new_communicator(ncclComm_t *communicator, int ranks, ncclUniqueId id, int rank) {
     *communicator = calloc(1, sizeof **communicator);
-    (*communicator)->ranks = ranks, (*communicator)->rank = rank;
+    (*communicator)->ranks = ranks, (*communicator)->rank = rank, (*communicator)->id = id;
     char detail[64];
     snprintf(detail, sizeof detail, "of %d", ranks);
     record("communicator", detail, 0);
@@ -965,7 +969,9 @@ ncclResult_t ncclGetVersion(int *version) {
 }
 
 ncclResult_t ncclGetUniqueId(ncclUniqueId *id) {
-    memset(id, 1, sizeof *id);
+    struct timespec now;
+    clock_gettime(CLOCK_REALTIME, &now);
+    snprintf(id->internal, sizeof id->internal, "%d-%ld-%ld", getpid(), (long)now.tv_sec, now.tv_nsec);
     return ncclSuccess;
 }
 
@@ -974,25 +980,70 @@ const char *ncclGetErrorString(ncclResult_t result) { return "an error of the nu
 const char *ncclGetLastError(ncclComm_t communicator) { return "an error of the null GPU"; }
 
 ncclResult_t ncclCommInitRank(ncclComm_t *communicator, int ranks, ncclUniqueId id, int rank) {
-    return new_communicator(communicator, ranks, rank);
+    return new_communicator(communicator, ranks, id, rank);
 }
 
 ncclResult_t ncclCommInitRankConfig(ncclComm_t *communicator, int ranks, ncclUniqueId id, int rank,
                                     ncclConfig_t *config) {
-    return new_communicator(communicator, ranks, rank);
+    return new_communicator(communicator, ranks, id, rank);
 }
 
 ncclResult_t ncclCommInitRankScalable(ncclComm_t *communicator, int ranks, int rank, int id_count, ncclUniqueId *ids,
                                       ncclConfig_t *config) {
-    return new_communicator(communicator, ranks, rank);
+    return new_communicator(communicator, ranks, ids[0], rank);
 }
 
-// How many ranks have the same color, only the other ranks know. NULL_GPU_PART_RANKS tells it; else the result has its
-// parent's size. PyTorch 2.15 asks communicators for their size.
+// What the ranks of a communicator tell each other when they split it. It is in memory that their processes share.
+enum { MAX_RANKS = 64, SECONDS_FOR_A_SPLIT = 120 };
+
+typedef struct {
+    atomic_int done;  // ranks that have read all entries
+    struct {
+        atomic_int is_there;
+        int color, key;
+    } of_rank[MAX_RANKS];
+} Split;
+
+// Find the size of this rank's part and its place there, once all ranks have come. Returns 0 if they do not.
+static int place_in_part(ncclComm_t communicator, const char *name, int color, int key, int *ranks, int *rank) {
+    int file = shm_open(name, O_RDWR | O_CREAT, 0600);
+    if (file < 0 || communicator->ranks > MAX_RANKS || ftruncate(file, sizeof(Split))) return 0;
+    Split *split = mmap(NULL, sizeof(Split), PROT_READ | PROT_WRITE, MAP_SHARED, file, 0);
+    close(file);
+    if (split == MAP_FAILED) return 0;
+    split->of_rank[communicator->rank].color = color, split->of_rank[communicator->rank].key = key;
+    split->of_rank[communicator->rank].is_there = 1;
+    *ranks = *rank = 0;
+    int polls = 1000 * SECONDS_FOR_A_SPLIT;
+    for (int other = 0; other < communicator->ranks; other++) {
+        while (!split->of_rank[other].is_there && polls) usleep(1000), polls--;
+        if (!polls || split->of_rank[other].color != color) continue;
+        int its_key = split->of_rank[other].key;
+        *ranks += 1;
+        *rank += its_key < key || (its_key == key && other < communicator->rank);
+    }
+    if (++split->done == communicator->ranks || !polls) shm_unlink(name);
+    munmap(split, sizeof(Split));
+    return polls;
+}
+
+// PyTorch 2.15 asks a communicator for its size, which only the ranks of the same color know together. A single process
+// that stands for one of many ranks is told the size by NULL_GPU_PART_RANKS.
 ncclResult_t ncclCommSplit(ncclComm_t communicator, int color, int key, ncclComm_t *part, ncclConfig_t *config) {
     record("communicator", "split", 0);
+    char name[256];
+    snprintf(name, sizeof name, "/null-gpu-%.120s.%d", communicator->id.internal, communicator->splits++);
     const char *told = getenv("NULL_GPU_PART_RANKS");
-    ncclResult_t result = new_communicator(part, told ? atoi(told) : communicator->ranks, communicator->rank);
+    int ranks = told ? atoi(told) : 0, rank = communicator->rank;
+    if (!told && !place_in_part(communicator, name, color, key, &ranks, &rank)) {
+        fprintf(stderr, "null GPU: a split of %d ranks: not all came\n", communicator->ranks);
+        return ncclSystemError;
+    }
+    *part = NULL;
+    if (color == NCCL_SPLIT_NOCOLOR) return ncclSuccess;
+    ncclUniqueId id;
+    snprintf(id.internal, sizeof id.internal, "%.100s.%d", name + strlen("/null-gpu-"), color);
+    ncclResult_t result = new_communicator(part, ranks, id, rank);
     (*part)->parent = communicator->parent ? communicator->parent : communicator->ranks;
     return result;
 }

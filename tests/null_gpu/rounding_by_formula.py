@@ -1,13 +1,17 @@
 """Run AdamW's Triton kernel in Triton's interpreter (TRITON_INTERPRET=1), and count values that differ from a formula.
 
 The formula is `_fused_adamw_`'s on GPUs, operation by operation in NumPy's float32, with `random_bits` and
-`round_stochastically`. The interpreter has no FMA: it rounds after each multiplication, as NumPy does.
+`round_stochastically`. An FMA rounds once, as on a GPU; the interpreter of older Triton also rounds the product.
 """
 
+# pyright: reportMissingImports=false, reportIndexIssue=false
 import json
+from typing import Any
 
 import numpy as np
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from titanlite.ops.hash_random import random_bits, salt
@@ -57,10 +61,11 @@ def formula(*tensors: Tensor, first: int) -> list[Tensor]:
     weight, gradient, mean, square = (tensor.float().numpy() for tensor in tensors)
     lr, beta1, beta2, eps, decay = map(np.float32, (LR, *BETAS, EPS, DECAY))
     step, correction1, root2 = CORRECTIONS[:, NUMBER].numpy()
-    weight = -(lr * decay) * weight + weight
-    mean = beta1 * mean + (-beta1 * gradient + gradient)
+    fma = fma_of_interpreter()
+    weight = fma(-(lr * decay), weight, weight)
+    mean = fma(beta1, mean, fma(-beta1, gradient, gradient))
     squared = gradient * gradient
-    square = beta2 * square + (-beta2 * squared + squared)
+    square = fma(beta2, square, fma(-beta2, squared, squared))
     weight = weight - (lr / correction1 * mean) / (np.sqrt(square) / root2 + eps)
     bits = random_bits(int(step) + salt("0/weight"), torch.arange(first, first + SIZE))
     return [
@@ -68,6 +73,19 @@ def formula(*tensors: Tensor, first: int) -> list[Tensor]:
         torch.from_numpy(new)
         for number, (old, new) in enumerate(zip((tensors[0], *tensors[2:]), (weight, mean, square), strict=True))
     ]  # fmt: skip
+
+
+def fma_of_interpreter() -> Any:
+    """Return NumPy's x y + z with the roundings of the interpreter's FMA. A product of float32 is exact in 64 bits."""
+    x, z, found = torch.tensor([1 + 2**-12]), torch.tensor([-1 - 2**-11]), torch.zeros(1)
+    _fma[(1,)](x, z, found)
+    wide = np.longdouble if found else np.float32
+    return lambda x, y, z: (wide(x) * wide(y) + wide(z)).astype(np.float32)
+
+
+@triton.jit
+def _fma(x, z, found):
+    tl.store(found, tl.fma(tl.load(x), tl.load(x), tl.load(z)))
 
 
 def count_different(one: list[Tensor], other: list[Tensor]) -> list[int]:

@@ -70,7 +70,7 @@ def test_groups_of_the_mesh_are_split_from_the_first_communicator(run_python: Ru
         dict(line.split("\t")[1:3] for line in path.read_text().splitlines() if line.startswith("communicator"))
         for path in tmp_path.glob("record.*")
     ]
-    assert [found for found in by_rank if found] == [{"of 2": "2", "split": "1"}] * 2
+    assert [found for found in by_rank if found] == [{"of 2": "1", "split": "1", "of 1": "1"}] * 2
     assert "ProcessGroupGloo::split" not in result.stderr
 
 

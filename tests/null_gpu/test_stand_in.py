@@ -102,3 +102,44 @@ def test_collectives_of_ranks_that_are_not_there(run_python: RunPython) -> None:
         "import os; os._exit(0)",
     )
     assert result.stdout.strip() == str(["all-gather, bfloat16, of 8", "all-reduce sum, float32, of 8"])
+
+
+SPLIT = """
+import ctypes, multiprocessing, os
+library = ctypes.CDLL(os.environ["LD_PRELOAD"])
+
+class Id(ctypes.Structure):
+    _fields_ = [("bytes", ctypes.c_char * 128)]
+
+def split(communicator, color, key):
+    part, size, place = ctypes.c_void_p(), ctypes.c_int(), ctypes.c_int()
+    assert not library.ncclCommSplit(communicator, color, key, ctypes.byref(part), None)
+    if not part:
+        return None, None
+    library.ncclCommCount(part, ctypes.byref(size)), library.ncclCommUserRank(part, ctypes.byref(place))
+    return part, [size.value, place.value]
+
+def found(rank, answers):
+    whole = ctypes.c_void_p()
+    library.ncclCommInitRank(ctypes.byref(whole), 5, known, rank)
+    pair, of_pair = split(whole, rank // 2 if rank < 4 else -1, rank)
+    _, again = split(pair, rank % 2, 0) if pair else (None, None)
+    _, reversed_ = split(whole, 0, 5 - rank)
+    answers.put((rank, of_pair, again, reversed_))
+
+known, answers = Id(), multiprocessing.Queue()
+library.ncclGetUniqueId(ctypes.byref(known))
+processes = [multiprocessing.Process(target=found, args=(rank, answers)) for rank in range(5)]
+[it.start() for it in processes]
+print(sorted(answers.get(timeout=60) for _ in processes))
+[it.join() for it in processes]
+"""
+
+
+def test_ranks_that_split_a_communicator_find_their_part(run_python: RunPython) -> None:
+    """Pairs of ranks, parts of a pair, and all ranks in the reverse order. One rank is in no pair."""
+    pairs = [[2, 0], [2, 1], [2, 0], [2, 1], None]
+    alone = [[1, 0]] * 4 + [None]
+    backwards = [[5, 4 - rank] for rank in range(5)]
+    expected = [(rank, *found) for rank, found in enumerate(zip(pairs, alone, backwards, strict=True))]
+    assert run_python("-c", SPLIT).stdout.strip() == str(expected)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import pairwise
 
-from titanlite.runtime.errors import did_you_mean
+from titanlite.runtime.errors import SUGGESTED, did_you_mean
 from titanlite.runtime.files import is_file_url
 from titanlite.schema import BatchStage, Config, Data, DataStage, LengthStage, LRScheduler, Training, Validation
 from titanlite.techniques import asked_for, exclusions
@@ -134,15 +134,17 @@ def _ends(key: str, stages: Sequence[BatchStage | DataStage | LengthStage]) -> I
 
 
 def _data_stages(data: Data) -> Iterator[Conflict]:
-    names = [source.title for source in data.all_sources()]
+    names = {source.title: None for source in data.all_sources()}
     if data.sources and not any(source.weight for source in data.sources):
         yield "data.sources", "all weights are 0: give a source another one"
     yield from _ends("data.stages", data.stages)
     for number, stage in enumerate(data.stages):
         key = f"data.stages.{number}.weights"
-        for name in stage.weights:
-            if name not in names:
-                yield f"{key}.{name}", f"no source is called {name!r}{did_you_mean(name, names)}"
+        unknown = [name for name in stage.weights if name not in names]
+        for name in unknown[:SUGGESTED]:
+            yield f"{key}.{name}", f"no source is called {name!r}{did_you_mean(name, names)}"
+        if rest := unknown[SUGGESTED:]:
+            yield key, f"{len(rest)} more names are those of no source"
         if not any(stage.weights.values()):
             yield key, "all weights are 0: give a source another one"
 

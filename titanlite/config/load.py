@@ -15,7 +15,7 @@ from pydantic_core import ErrorDetails
 from titanlite.config.checks import find_conflicts
 from titanlite.config.keys import REMOVED, nearest_key
 from titanlite.config.source import Key, Tree, WrittenConfig, read_source
-from titanlite.runtime.errors import DEFAULT_PLACE, ConfigError, Place, Problem, did_you_mean
+from titanlite.runtime.errors import DEFAULT_PLACE, SUGGESTED, ConfigError, Place, Problem, did_you_mean
 from titanlite.schema import Config
 
 # Recognition of configs of torchtitan, which have the same form and other keys.
@@ -142,6 +142,7 @@ def _validate(source: WrittenConfig, draft: Draft) -> None:
         section, _, name = dotted.rpartition(".")
         if isinstance(options := tree.get(section), dict) and name in options and options[name] == default:
             del options[name]
+    unknown = 0
     while errors := _errors(tree):
         by_key: dict[Key, list[ErrorDetails]] = {}
         for error in errors:
@@ -154,11 +155,14 @@ def _validate(source: WrittenConfig, draft: Draft) -> None:
                 continue
             wrong.append(key)
             dotted = ".".join(part if re.fullmatch(r"[\w-]+", part) else _as_toml(part) for part in key)
-            message, meant = _explain(dotted, details)
+            unknown += details[0]["type"] == "extra_forbidden"
+            message, meant = _explain(dotted, details, suggests=unknown <= SUGGESTED)
             draft.problems.append(Problem(dotted, message, draft.place(key)))
             draft.bad_keys.update({dotted, meant or dotted})
         for key in wrong:
             _remove(tree, key)
+    if (rest := unknown - SUGGESTED) > 0:
+        draft.problems.append(Problem("", f"the nearest name was not looked for: of {rest} more unknown keys"))
 
 
 def _errors(tree: Tree) -> list[ErrorDetails]:
@@ -225,13 +229,13 @@ WORDS = {
 """What an option should be, by Pydantic's types of errors, where Pydantic's own words are not those of TOML."""
 
 
-def _explain(dotted: str, details: list[ErrorDetails]) -> tuple[str, str | None]:
-    """Return the problem in words, and for an unknown key the key that was probably meant."""
+def _explain(dotted: str, details: list[ErrorDetails], *, suggests: bool) -> tuple[str, str | None]:
+    """Return the problem in words, and for an unknown key the key that was probably meant, if `suggests`."""
     first = details[0]
     if (name := ".".join(part for part in dotted.split(".") if not part.isdecimal())) in REMOVED:
         return f"is gone: {REMOVED[name][1]}", None
     if first["type"] == "extra_forbidden":
-        near = nearest_key(dotted)
+        near = nearest_key(dotted) if suggests else None
         return f"unknown key, did you mean {near}?" if near else "unknown key", near
     if first["type"] == "missing":
         return f"{first['loc'][-1]} is missing", None

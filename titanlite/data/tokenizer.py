@@ -44,6 +44,8 @@ BESIDE = (
     "chat_template.json",
 )  # fmt: skip
 """Files that belong to a tokenizer.json."""
+TEMPLATES = "additional_chat_templates"
+"""Folder beside a tokenizer.json. NAME.jinja in it is the chat template of that name."""
 OF_MODEL = "config.json", "generation_config.json"
 """Files of a model beside its tokenizer.json, which name the tokens that begin and end a text."""
 SHIPPED = Path(__file__).parent / "tokenizers"
@@ -238,12 +240,14 @@ def files_of(path: Path, beside: Iterable[str] = (*BESIDE, *OF_MODEL)) -> dict[s
     """Return the content of a tokenizer's file and of those beside it, under the names by which a folder is read.
 
     Raises:
-        UserError: a file beside it is a link that leads out of its folder.
+        UserError: a file beside it, or in the folder of templates, is a link that leads out of its folder.
         OSError: a file cannot be read.
     """
     if path.suffix != ".json":
         return {"tokenizer.model": read_small(path)}
+    named = sorted(file_inside(path.parent, TEMPLATES).glob("*.jinja"))
     found = {name: file_beside(path, name) for name in beside}
+    found |= {f"{TEMPLATES}/{file.name}": file_beside(file, file.name) for file in named}
     return {"tokenizer.json": read_small(path), **{name: read_small(file) for name, file in found.items() if file}}
 
 
@@ -262,6 +266,7 @@ def copy_tokenizer(files: Mapping[str, bytes], folder: Path, *, fingerprint: str
         shutil.rmtree(old, ignore_errors=True)
     staging.mkdir(parents=True)
     for name, content in files.items():
+        (staging / name).parent.mkdir(exist_ok=True)
         write_atomically(staging / name, content)
     if fingerprint is not None and load_tokenizer(str(staging)).fingerprint != fingerprint:
         shutil.rmtree(staging)
@@ -292,6 +297,7 @@ def find_copy(places: Sequence[Path], named: str) -> Path:
 def is_copy(files: Mapping[str, bytes], folder: Path) -> bool:
     """Return whether a folder has exactly these files."""
     try:
-        return {file.name: read_small(file) for file in folder.iterdir()} == files
+        found = [file for file in folder.rglob("*") if not file.is_dir()]
+        return {file.relative_to(folder).as_posix(): read_small(file) for file in found} == files
     except OSError:
         return False

@@ -8,6 +8,10 @@ from typing import ClassVar, NamedTuple
 
 # Suggestions for misspelt names.
 
+SUGGESTED = 20
+"""Names of a file for which the nearest known one is looked for, which takes milliseconds. A file with thousands of
+unknown names was not misspelt."""
+
 
 def nearest_name(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """Return the known name that `name` is most like, ignoring case; None if it is like none.

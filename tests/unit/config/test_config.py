@@ -14,7 +14,7 @@ from titanlite.config import source
 from titanlite.config.keys import REMOVED, dotted_keys
 from titanlite.config.load import FOREIGN_KEYS, load, read
 from titanlite.config.warnings import find_warnings
-from titanlite.runtime.errors import ConfigError, Problem
+from titanlite.runtime.errors import SUGGESTED, ConfigError, Problem
 from titanlite.schema import Config
 from titanlite.tools.migrate.rules import RULES
 
@@ -70,6 +70,23 @@ lr = true
         ("metrics.log_freq", "command line", 1, 0),
         ("compile.enabel", "command line", "compile.enable"),
     )
+
+
+def test_nearest_names_are_looked_for_a_few_times(tmp_path: Path) -> None:
+    """It takes milliseconds each. All keys are reported, with the number of the others."""
+    count, others = 60, 60 - SUGGESTED
+    keys = [f"stepss{number}" for number in range(count)]
+    *unknown, rest = problems(tmp_path, "[training]\n" + "".join(f"{key} = 1\n" for key in keys))
+    assert [problem.key for problem in unknown] == [f"training.{key}" for key in keys]
+    assert [mentions(problem.message, "training.steps") for problem in unknown] == [True] * SUGGESTED + [False] * others
+    assert (rest.key, mentions(rest.message, others)) == ("", True)
+    sources = "".join(f"[[data.sources]]\nname = 'wiki{key}'\npath = 'x'\nweight = 1\n" for key in keys)
+    stage = "[[data.stages]]\nuntil_tokens = 9\nweights = {" + ", ".join(f"wik{key} = 1" for key in keys) + "}\n"
+    found = [problem for problem in problems(tmp_path, sources + stage) if problem.key.startswith("data.stages")]
+    assert [mentions(problem.message, f"wiki{key}") for problem, key in zip(found, keys, strict=False)] == (
+        [True] * SUGGESTED + [False]
+    )
+    assert mentions(found[-1].message, others)
 
 
 def test_unreadable_files_are_one_line(tmp_path: Path) -> None:

@@ -47,6 +47,12 @@ class _Stage(PipelineStage):
     def _warmup_backward_result(self, *args: Any, **options: Any) -> Any:
         return YES if self.is_alone else super()._warmup_backward_result(*args, **options)
 
+    def _output_slot_is_releasable(self, output: Any) -> Any:
+        """Return whether what was sent is freed before backward. PyTorch 2.15 asks, and denies it to fake tensors."""
+        if self.is_alone:
+            return not self.is_last, ""
+        return super()._output_slot_is_releasable(output)  # pyright: ignore[reportAttributeAccessIssue]
+
     def forward_maybe_with_nosync(self, *args: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.compute(self.submod, args[0])
 

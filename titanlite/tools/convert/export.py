@@ -70,12 +70,15 @@ class Target:
         except OSError as error:
             raise UserError(f"--out: {self.place} cannot be written: {error.strerror or error}") from None
         for left in self.staging.iterdir():
-            if left.name != ".lock":
+            if left.is_dir():
+                shutil.rmtree(left)
+            elif left.name != ".lock":
                 left.unlink()
 
     def write(self, name: str, content: bytes | Mapping[str, Tensor]) -> None:
         """Write a file, of safetensors if the content is tensors. It is durable on return."""
         path = self.staging / name
+        path.parent.mkdir(exist_ok=True)
         if isinstance(content, bytes):
             path.write_bytes(content)
         else:
@@ -84,6 +87,7 @@ class Target:
             save_file(dict(content), path, metadata={"format": "pt"})
             path.chmod(mode)
         sync(path)
+        sync(path.parent)
 
     def commit(self) -> None:
         """Make the export count."""

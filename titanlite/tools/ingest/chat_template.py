@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from titanlite.data.tokenizer import Tokenizer, find_tokenizer
+from titanlite.data.tokenizer import TEMPLATES, Tokenizer, find_tokenizer
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
@@ -138,7 +138,7 @@ def find_templates(tokenizer: Tokenizer) -> Templates:
     found = read_json(folder / CONFIG).get("chat_template")
     if isinstance(found, list):
         found = {template.get("name"): template.get("template") for template in found if isinstance(template, dict)}
-    more = file_inside(folder, "additional_chat_templates")
+    more = file_inside(folder, TEMPLATES)
     files = {DEFAULT: folder / "chat_template.jinja"} | {file.stem: file for file in more.glob("*.jinja")}
     if files := {name: file_inside(file.parent, file.name) for name, file in files.items() if file.is_file()}:
         found = {name: read_small(file).decode(errors="replace") for name, file in files.items()}

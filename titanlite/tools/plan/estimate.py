@@ -76,7 +76,7 @@ class Trace:
     flops_per_token: float = 0.0
     """FLOPs as MFU counts them, those of a frozen model included."""
     received: int = 0
-    """Bytes that a stage of a pipeline receives of a micro-batch."""
+    """Bytes that a stage of a pipeline receives of a micro-batch, in memory that lasts."""
 
 
 class StageMemory(NamedTuple):
@@ -302,7 +302,7 @@ def trace_model(
         profile(recorder, gpu=layout.is_gpu, compiled=fuse, hidden=[*_away(config, layout)]),
         workload_of(recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
         traffic_of(recorder, accumulation=accumulation, gathers_once=parallelism.keeps_gathered and is_pipeline),
-        received=recorder.received // recorder.micro_batches,
+        received=recorder.kept_of_received() // recorder.micro_batches,
     )
 
 

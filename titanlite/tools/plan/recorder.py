@@ -109,8 +109,6 @@ class Recorder(TorchDispatchMode):
         self.sent: list[Sent] = []
         self.micro_batches = 0
         """Number of recorded micro-batches."""
-        self.received = 0
-        """Bytes that this rank has received from single ranks."""
         self.phases: list[tuple[int, str]] = [(0, "start")]
         """(time, name of the phase from then on)."""
         self._number_of: dict[Hashable, int] = {}
@@ -121,6 +119,8 @@ class Recorder(TorchDispatchMode):
         self._streams: dict[torch.cpu.Stream, int] = {torch.cpu.current_stream(): 0}
         self._on_the_way: dict[int, tuple[int, int]] = {}
         """{storage that is received: (place in `sent`, number of operators before)}."""
+        self._received: set[int] = set()
+        """Storages that this rank receives from single ranks."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -170,6 +170,12 @@ class Recorder(TorchDispatchMode):
     def unit(self, name: str) -> None:
         self.time += 1
         self.phases.append((self.time, name))
+
+    def kept_of_received(self) -> int:
+        """Return the bytes received from single ranks whose memory lasts until the newest phase. PyTorch 2.15 frees
+        the buffers of a stage when it has used them."""
+        end, _ = self.phases[-1]
+        return sum([size for time, size in self.storages[it].sizes if time <= end][-1] for it in self._received)
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
         """Change the category of the tensors' memory."""
@@ -287,7 +293,7 @@ class Recorder(TorchDispatchMode):
                     self.sent[place] = self.sent[place]._replace(beside=slice(begin, len(self.operators)))
             return
         if str(func.overloadpacket) == "c10d.recv_":
-            self.received += sum(tensor.numel() * tensor.element_size() for _, tensor in inputs)
+            self._received.update(number for number, _ in inputs)
         group = next((group for leaf in args if (group := unboxed_group(leaf)) is not None), None)
         name = group.group_name if group else args[-1]
         is_inside = (group is None or collective == "send") and (True, name) in self._groups

@@ -14,13 +14,14 @@ import pytest
 import tomlkit
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AutoTokenizer
 
 from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.helpers import TinyRun, mentions, train_on_this_rank
 from tests.support.manifests import forge
 from tests.support.weights import save_random, small_toml
 from titanlite.config.foreign import read_foreign
-from titanlite.data.tokenizer import SHIPPED, load_tokenizer
+from titanlite.data.tokenizer import SHIPPED, TEMPLATES, files_of, is_copy, load_tokenizer
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import checked_name, file_inside
 from titanlite.tools import cli
@@ -251,6 +252,35 @@ def test_an_import_keeps_the_tokenizer(download: Path, tokenizer: Path, tmp_path
     assert (found.name, found.fingerprint) == (str(tmp_path / "ours/tokenizer"), expected)
 
 
+def test_named_templates_go_with_a_tokenizer(saved: Path, tmp_path: Path) -> None:
+    """From an export to its import, and to the export of that. What a killed export has left does no harm."""
+    folder = tmp_path / "tokenizer"
+    more = folder / TEMPLATES
+    more.mkdir(parents=True)
+    write_chat_tokenizer(folder, None)
+    texts = {name: name + ": {{ messages[0].content }}" for name in ("rag", "tool_use")}
+    (folder / "chat_template.jinja").write_text("{{ messages }}")
+    for name, text in texts.items():
+        (more / f"{name}.jinja").write_text(text)
+    (more / "notes.txt").write_text("mine")
+    (more / "folder.jinja").mkdir()
+    left = tmp_path / ".hf.staging" / TEMPLATES
+    left.mkdir(parents=True)
+    (left / "old.jinja").write_text("old")
+    hf, ours, again = (tmp_path / name for name in ("hf", "ours", "again"))
+    assert cli.run(["checkpoint", "export", str(saved), "--tokenizer", str(folder), "--out", str(hf)]) == 0
+    assert cli.run(["checkpoint", "import", str(hf), "--out", str(ours)]) == 0
+    assert cli.run(["checkpoint", "export", str(ours), "--out", str(again)]) == 0
+    for found in (hf, ours / "tokenizer", again):
+        assert {file.name: file.read_text() for file in (found / TEMPLATES).iterdir()} == {
+            f"{name}.jinja": text for name, text in texts.items()
+        }
+    theirs: Any = AutoTokenizer.from_pretrained(again)
+    chat = [{"role": "user", "content": "hi"}]
+    assert theirs.apply_chat_template(chat, chat_template="rag", tokenize=False) == "rag: hi"
+    assert theirs.apply_chat_template(chat, tools=[{}], tokenize=False) == "tool_use: hi"
+
+
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_keeps_its_tokenizer(tiny: TinyRun, tokenizer: Path, caplog: pytest.LogCaptureFixture) -> None:
     options = [f"--data.tokenizer={tokenizer}", "--model.args.vocab_size=260", "--training.seq_len=16"]
@@ -273,11 +303,16 @@ def test_a_run_keeps_its_tokenizer(tiny: TinyRun, tokenizer: Path, caplog: pytes
     assert (copy / "tokenizer.json").stat().st_mtime_ns == written, "another start leaves it"
     (copy / "tokenizer.json").unlink()
     (tokenizer / "chat_template.jinja").write_text("new")
+    (tokenizer / TEMPLATES).mkdir()
+    (tokenizer / TEMPLATES / "rag.jinja").write_text("rag")
     train_on_this_rank(tiny.config(*options, "--training.steps=4"), 0, 1)
     assert (copy / "tokenizer.json").exists()
     assert (copy / "chat_template.jinja").read_text() == "new"
     assert (run / "tokenizer-until-step-3" / "tokenizer_config.json").exists()
     assert str(run / "tokenizer-until-step-3") in caplog.text
+    assert is_copy(files_of(tokenizer / "tokenizer.json"), copy)
+    (copy / TEMPLATES / "rag.jinja").unlink()
+    assert not is_copy(files_of(tokenizer / "tokenizer.json"), copy)
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -319,6 +354,16 @@ def test_an_export_copies_nothing_that_a_link_leads_to(
         assert f"{folder}: {name!r} " in line
         assert not (tmp_path / "out").exists()
     (folder / name).unlink()
+    elsewhere, templates = tmp_path / "elsewhere", folder / TEMPLATES
+    elsewhere.mkdir()
+    (elsewhere / "rag.jinja").write_text(SECRET)
+    for link, leads in ((templates, elsewhere), (templates / "rag.jinja", elsewhere / "rag.jinja")):
+        link.parent.mkdir(exist_ok=True)
+        link.symlink_to(leads)
+        assert cli.run([*export, str(folder)]) == 2
+        assert repr(link.name) in capfd.readouterr().err
+        assert not (tmp_path / "out").exists()
+        link.unlink()
     shutil.copy(private, folder / "inside")
     (folder / name).symlink_to("inside")
     assert cli.run([*export, str(folder)]) == 0

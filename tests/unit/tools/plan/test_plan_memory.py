@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.support.helpers import mentions
 from tests.support.plans import planned
@@ -16,6 +17,7 @@ from titanlite.tools.plan.gpu_kernels import attention_scratch
 from titanlite.tools.plan.hardware import find_hardware
 from titanlite.tools.plan.recorder import Operator, Recorder, Storage
 from titanlite.tools.plan.search import Candidate, may_fit, nothing_fits
+from titanlite.tools.plan.trace import fake_ranks
 
 MIB = 2**20
 GIB = 2**30
@@ -72,6 +74,18 @@ def test_what_lives_in_a_kernel_has_no_memory_and_its_inputs_live_to_its_end() -
     assert found[0] == [(10, 8 * MIB), (42 - 1.5, 0)], "gate is read by the kernel of h, at 40"
     assert found[3][0] == (40, 8 * MIB)
     assert 4 not in found
+
+
+def test_only_buffers_that_last_are_added_for_untraced_micro_batches() -> None:
+    """Stages of a pipeline keep the buffers of what they receive, or free them, as since PyTorch 2.15."""
+    with fake_ranks(2), FakeTensorMode() as fakes, Recorder(fakes) as recorder:
+        kept, freed = torch.empty(10), torch.empty(20)
+        for buffer in (kept, freed, kept):
+            dist.recv(buffer, 1)
+        del freed, buffer
+        recorder.unit("end")
+        del kept
+    assert recorder.kept_of_received() == 10 * 4
 
 
 def test_gradients_of_weights_come_last_where_that_takes_less_memory() -> None:
