@@ -28,7 +28,8 @@ from record import Better, add_record_option, ratios, record
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from titanlite.checkpoint.manager import CheckpointManager, Progress
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.manifest import Progress
 from titanlite.checkpoint.save_overhead import SaveClock
 from titanlite.checkpoint.state import flat, state_of
 from titanlite.checks.preflight import preflight

@@ -11,8 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -28,6 +31,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.private_torch.checkpoint import MemoryFormat, StorageInfo, StoredProperties
+from titanlite.runtime.ranks import calling_dcp
 from titanlite.storage.storage import Storage
 
 # Base of DCP's storage readers here: each rank reads for itself.
@@ -67,6 +71,17 @@ class RankReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def read_tensors(reader: StorageReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Read tensors in place, every rank of a group its own part; without a group, in this process alone.
+
+    Raises:
+        DamagedCheckpoint, UserError, RunError: of `reader`; the same on every rank.
+    """
+    planner = DefaultLoadPlanner(allow_partial_load=False)
+    with calling_dcp(group):
+        load({**tensors}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 def covers(shape: torch.Size, pieces: Sequence[ChunkStorageMetadata]) -> bool:

@@ -1,14 +1,13 @@
 """Decisions about checkpoints: when to save, when to wait for a save, what to do when one fails."""
 
 import hashlib
-import json
 import logging
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
 from typing import Any
 
@@ -18,10 +17,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.load import ForeignWeights, Loader
-from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
+from titanlite.checkpoint.initial import ForeignWeights, load_initial
+from titanlite.checkpoint.manifest import FileRecord, Manifest, Progress, Settings, folder_name
+from titanlite.checkpoint.resume import Resumption
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
+from titanlite.checkpoint.settings import RunSettings
 from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
 from titanlite.models.base import added_parameters
 from titanlite.optim.state_memory import WeightAverage
@@ -33,23 +34,6 @@ from titanlite.storage.storage import Storage
 from titanlite.version import __version__
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class Progress:
-    """Position of a run."""
-
-    step: int = 0
-    samples_seen: int = 0
-    """Sequences consumed: the position in the data."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """`Samples.state`."""
-    guard: dict[str, Any] = field(default_factory=dict)
-    """`StepGuard.state`."""
-
-
-def _progress_of(manifest: Manifest) -> Progress:
-    return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
 
 
 class CheckpointManager:
@@ -76,7 +60,7 @@ class CheckpointManager:
         average: WeightAverage | None = None,
         mesh: DeviceMesh,
         device: torch.device,
-        settings: Callable[[int], dict[str, Any]],
+        settings: Callable[[int], Settings],
         may_change: Sequence[str] = (),
         whole_config: str,
         timeout_seconds: float = 1800,
@@ -89,7 +73,6 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.average = average or WeightAverage()
         self.mesh = mesh
-        self._settings = lambda samples: json.loads(json.dumps(settings(samples)))  # as in a manifest that was read
         self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
         # A save runs in a thread: its collectives must not mix with training's.
         timeout = timedelta(seconds=timeout_seconds)
@@ -104,11 +87,9 @@ class CheckpointManager:
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
         pin = pin and device.type != "cpu"
         self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
-        may_change = [*config.allow_changes, *may_change]
-        self._loader = Loader(
-            config, storage, group=group, settings=self._settings, may_change=may_change, open_weights=open_weights,
-            is_cut=bool(getattr(model, "stages", ())),
-        )  # fmt: skip
+        self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
+        self._open_weights = open_weights
+        self._is_cut = bool(getattr(model, "stages", ()))
         self._group = group
         self._clock = SaveClock(device)
         self._in_flight: tuple[int, Future[Saved]] | None = None
@@ -134,31 +115,34 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            while (manifest := self._loader.find()) is not None:
+            run = Resumption(self.config, self.storage, self._settings, group=self._group, is_cut=self._is_cut)
+            while (manifest := run.find()) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = self.state()
                 try:
-                    self._loader.load(manifest, state)
+                    run.load(manifest, state)
                 except DamagedCheckpoint as damage:
-                    self._loader.quarantine(manifest, damage)
+                    run.quarantine(manifest, damage)
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
                 self.newest = manifest.step
-                return _progress_of(manifest)
+                return manifest.progress
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
                     f"this run has saved checkpoints, and none is in {self.storage.url}. Is that the right place, and "
                     "is it mounted? To begin anew, give another job.name, or delete the run's folder"
                 )
-        if self.config.initial_load_path is not None:
-            if any(name.startswith("optimizer") for name in self.config.initial_load):
-                complete_optimizer_state(self.model, self.optimizer)
-            state = state_of(self.model, self.optimizer)
-            manifest = self._loader.load_initial(state, added=added_parameters(self.model))
-            put_back_numbers(self.model, self.optimizer, state)
-            if manifest is not None:
-                return _progress_of(manifest)
-        return Progress()
+        if self.config.initial_load_path is None:
+            return Progress()
+        if any(name.startswith("optimizer") for name in self.config.initial_load):
+            complete_optimizer_state(self.model, self.optimizer)
+        state = state_of(self.model, self.optimizer)
+        manifest = load_initial(
+            self.config, state, settings=self._settings, added=added_parameters(self.model),
+            open_weights=self._open_weights, group=self._group, is_cut=self._is_cut,
+        )  # fmt: skip
+        put_back_numbers(self.model, self.optimizer, state)
+        return manifest.progress if manifest is not None else Progress()
 
     def watch(self) -> list[dict[str, Any]]:
         """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.
@@ -210,7 +194,7 @@ class CheckpointManager:
                 data=progress.data,
                 guard=progress.guard,
                 run_id=self.storage.owner,
-                settings=self._settings(progress.samples_seen),
+                settings=self._settings.at(progress.samples_seen),
                 config_hash=self.config_hash,
                 mesh=mesh,
                 versions={"titanlite": __version__, "torch": torch.__version__},

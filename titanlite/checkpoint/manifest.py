@@ -13,7 +13,7 @@ from typing import Any
 
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import SMALL, checked_name
-from titanlite.storage.storage import MANIFEST, Storage
+from titanlite.storage.storage import MANIFEST, Listing, Storage
 
 CHECKSUMS = "checksums.json"
 CONFIG = "config.toml"
@@ -22,6 +22,8 @@ FORMAT = 2
 DAMAGED, SUPERSEDED = "damaged", "superseded"  # reasons of a quarantine
 CHUNK = 1 << 24  # bytes to read at once
 
+Settings = dict[str, Any]
+"""Settings of a run by name, as JSON has them."""
 TYPES: dict[str, type] = {
     "step": int, "samples": int, "run_id": str, "settings": dict, "config_hash": str, "mesh": dict, "versions": dict,
     "files": dict, "data": dict, "guard": dict,
@@ -38,14 +40,27 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Position of a run."""
+
+    step: int = 0
+    samples_seen: int = 0
+    """Sequences that the run has consumed: the position in the data."""
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`Samples.state`: where the data was changed on the way."""
+    guard: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`StepGuard.state`."""
+
+
+@dataclass(frozen=True)
 class Manifest:
     """Description of a checkpoint, in the order of the keys of manifest.json."""
 
     step: int
     samples: int
-    """Sequences that the run has consumed, `Progress.samples_seen`: the position in the data."""
+    """`Progress.samples_seen`."""
     run_id: str
-    settings: dict[str, Any]
+    settings: Settings
     """Settings that must match on resume: the model's shape, the data, sequence length, batch, seed."""
     config_hash: str
     """SHA-256 of the resolved config."""
@@ -58,11 +73,13 @@ class Manifest:
     load_step: int | None
     """checkpoint.load_step of the process that saved it."""
     files: dict[str, FileRecord]
-    data: dict[str, Any] = field(default_factory=dict)
-    """`Samples.state`: where the data was changed on the way."""
-    guard: dict[str, Any] = field(default_factory=dict)
-    """`StepGuard.state`."""
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    guard: dict[str, Any] = field(default_factory=dict[str, Any])
     format: int = FORMAT
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.step, self.samples, self.data, self.guard)
 
     @property
     def size(self) -> int:
@@ -106,13 +123,13 @@ def step_of(folder: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
+def committed_steps(listing: Listing) -> list[int]:
     """Return the steps of the checkpoints that count, oldest first."""
     steps = [step_of(folder) for folder, files in listing.items() if MANIFEST in files]
     return sorted(step for step in steps if step is not None)
 
 
-def without_manifest(listing: dict[str, dict[str, int]], *, since: int) -> list[str]:
+def without_manifest(listing: Listing, *, since: int) -> list[str]:
     """Return the folders of steps after `since` that have no manifest, not even one set aside."""
     steps = {
         folder: step_of(folder) for folder, files in listing.items() if not any(MANIFEST in name for name in files)

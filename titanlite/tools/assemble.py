@@ -21,7 +21,7 @@ from titanlite.schema import Config, Data
 from titanlite.train import Run, build
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.load import ForeignWeights
+    from titanlite.checkpoint.initial import ForeignWeights
     from titanlite.data.tokens import TokenStore
     from titanlite.tasks import Task
 

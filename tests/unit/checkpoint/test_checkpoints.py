@@ -10,6 +10,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -28,18 +29,18 @@ from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tests.support.foreign import Payload
 from tests.support.helpers import TinyRun, mentions
-from tests.support.manifests import flip, forge
+from tests.support.manifests import flip, forge, manifest_of
 from tests.support.object_stores import Flaky
 from tests.support.whole_runs import assert_equal, trained
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging as staging_module
 from titanlite.checkpoint.dcp_read import UnsafeCheckpoint, unpickle_metadata
 from titanlite.checkpoint.dcp_write import ShardWriter
-from titanlite.checkpoint.load import find_checkpoint
+from titanlite.checkpoint.initial import find_checkpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, folder_name
 from titanlite.checkpoint.save_overhead import SaveClock
+from titanlite.checkpoint.settings import RunSettings
 from titanlite.checkpoint.staging import Staging
-from titanlite.checkpoint.state import check_settings
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.private_torch.checkpoint import StorageInfo
@@ -416,10 +417,12 @@ def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
 
 
 def test_a_setting_that_an_older_version_did_not_know_is_off() -> None:
-    then = {"model.args.dim": 32, "model.args.gone": 0}
-    check_settings({"model.args.dim": 32, "model.args.new": None, "model.args.gate": False}, then, (), "it")
+    then = replace(manifest_of(1, {}), settings={"model.args.dim": 32, "model.args.gone": 0})
+    now: dict[str, Any] = {"model.args.dim": 32, "model.args.new": None, "model.args.gate": False}
+    RunSettings(lambda samples: now, []).check(then, "it")
+    now["model.args.gate"] = True
     with pytest.raises(UserError, match=r"model\.args\.gate\b.*\bNone\b.*\bTrue\b"):
-        check_settings({"model.args.dim": 32, "model.args.gate": True}, then, (), "it")
+        RunSettings(lambda samples: now, []).check(then, "it")
 
 
 @pytest.mark.long

@@ -4,7 +4,6 @@ The metadata has the names and shapes of our model. So `dcp.load` plans as for a
 of the other format is undone region by region.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,12 +22,12 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from titanlite.checkpoint.load import ForeignWeights
+from titanlite.checkpoint.dcp_read import read_tensors
+from titanlite.checkpoint.initial import ForeignWeights
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Place, Table
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import file_inside
-from titanlite.runtime.ranks import error_of_ranks
 
 Region = tuple[slice, ...]
 """Start and stop in each dim."""
@@ -272,14 +268,10 @@ def load_tensors(reader: StorageReader, tensors: dict[str, Tensor]) -> None:
     Raises:
         UserError: one is damaged.
     """
-    planner = DefaultLoadPlanner(allow_partial_load=False)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"model": tensors}, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        reason = error_of_ranks(error)
-        raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
+        read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()}, None)
+    except DamagedCheckpoint as damage:
+        raise UserError(str(damage)) from None
 
 
 def read_whole(reader: StorageReader, name: str) -> Tensor:

@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader, UnsafeCheckpoint
-from titanlite.checkpoint.load import find_checkpoint, stored_tensors
+from titanlite.checkpoint.initial import find_checkpoint, stored_tensors
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import AVERAGE, difference, model_state
 from titanlite.checks.preflight import check_decoder, select_model

@@ -1,0 +1,170 @@
+"""Resumption of a run: the choice of its checkpoint, the checks of it, and loading in place.
+
+Rank 0 chooses for all: a network file system may show other ranks an older list, and checks on every rank would flood
+it.
+"""
+
+import logging
+from contextlib import suppress
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
+from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
+from titanlite.checkpoint.settings import RunSettings
+from titanlite.checkpoint.state import AVERAGE, Difference, State, difference, flat, names_of_ranks
+from titanlite.optim.quantized import MIN_ELEMENTS
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.ranks import on_each, on_rank_0
+from titanlite.schema import Checkpoint
+from titanlite.storage.storage import MANIFEST, Listing, Storage, open_storage
+
+logger = logging.getLogger(__name__)
+
+
+class Resumption:
+    """Search for the checkpoint at which a run resumes, newest first, until one has loaded.
+
+    Args:
+        is_cut: ranks have tensors of different names.
+    """
+
+    def __init__(
+        self, config: Checkpoint, storage: Storage, settings: RunSettings, *, group: dist.ProcessGroup, is_cut: bool
+    ) -> None:
+        self.config = config
+        self.storage = storage
+        self.settings = settings
+        self.group = group
+        self.is_cut = is_cut
+
+    def find(self) -> Manifest | None:
+        """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.
+
+        Raises:
+            UserError: only damaged checkpoints are left, the one that load_step names is damaged, or settings changed.
+            RunError: the store returns less than it lists. No checkpoint is taken for damaged then.
+        """
+        return on_rank_0(self.group, self._find)
+
+    def load(self, manifest: Manifest, state: State) -> None:
+        """Load all of a state, in place, on every rank.
+
+        Raises:
+            DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
+            UserError: the checkpoint belongs to another model, or is not safe to load.
+        """
+        folder = folder_name(manifest.step)
+        where = self.storage.url_of(folder)
+        reader = on_each(self.group, lambda: ShardReader(self.storage, folder, manifest))
+        everywhere = names_of_ranks(state, self.group if self.is_cut else None)
+        found = difference(flat(state), reader.metadata, ["*"], everywhere=everywhere)
+        wrong = found.without(missing=[AVERAGE], unexpected=[AVERAGE])
+        if AVERAGE in state and found != wrong:
+            for tensor in state[AVERAGE].values():
+                tensor.zero_()  # what a damaged checkpoint has left
+            state = {part: tensors for part, tensors in state.items() if part != AVERAGE}
+            logger.info(f"{where} has no such average of the weights: it begins anew at step {manifest.step}")
+        on_each(self.group, lambda: _check_same(wrong, manifest, where))
+        read_tensors(reader, flat(state), self.group)
+        if self.config.load_step is not None:
+            on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
+
+    def quarantine(self, manifest: Manifest, damage: DamagedCheckpoint) -> None:
+        """Quarantine a checkpoint in which `load` has found damage, so that `find` returns the one before."""
+        on_rank_0(self.group, lambda: self._quarantine(manifest.step, damage))
+
+    def _find(self) -> Manifest | None:
+        listing = self.storage.list()
+        steps = manifests.committed_steps(listing)
+        damaged = [folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names]
+        if self.config.load_step is not None:
+            steps = self._of_branch(steps, self.config.load_step, listing)
+        for step in reversed(steps):
+            folder = folder_name(step)
+            try:
+                manifest = manifests.read_complete(self.storage, folder, listing[folder])
+            except DamagedCheckpoint as damage:
+                self._quarantine(step, damage)
+                damaged.append(folder)
+                continue
+            where = self.storage.url_of(folder)
+            for lost in sorted(manifests.without_manifest(listing, since=step)):
+                logger.warning(f"{self.storage.url_of(lost)} has lost its {MANIFEST}, and does not count")
+            self.settings.check(manifest, where)
+            if manifest.run_id != self.storage.owner:
+                logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
+            return manifest
+        if damaged:
+            raise UserError(
+                f"no good checkpoint is left in {self.storage.url} (damaged: {', '.join(sorted(damaged))}). Restore "
+                "one, or begin anew under another job.name"
+            )
+        return None
+
+    def _of_branch(self, steps: list[int], load_step: int, listing: Listing) -> list[int]:
+        """Return the steps that count if load_step is set: that step, and what this setting has saved since.
+
+        So the same command can be started again and again.
+        """
+        since = [step for step in steps if step > load_step and self._load_step_of(step, listing) == load_step]
+        if load_step not in steps and not since:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UserError(
+                f"checkpoint.load_step: {self.storage.url} has no checkpoint of step {load_step} (has: {there})"
+            )
+        return [step for step in steps if step == load_step or step in since]
+
+    def _load_step_of(self, step: int, listing: Listing) -> int | None:
+        folder = folder_name(step)
+        try:
+            return manifests.read_manifest(self.storage, folder, listing[folder][MANIFEST]).load_step
+        except DamagedCheckpoint:
+            return None
+
+    def _quarantine_newer(self, step: int) -> None:
+        for newer in manifests.committed_steps(self.storage.list()):
+            if newer > step:
+                self.storage.quarantine(folder_name(newer), SUPERSEDED)
+                logger.warning(f"resuming from step {step}: {self.storage.url_of(folder_name(newer))} no longer counts")
+
+    def _quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
+        if step == self.config.load_step:
+            raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
+        logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
+        self.storage.quarantine(folder_name(step), DAMAGED)
+
+
+def _check_same(wrong: Difference, manifest: Manifest, where: str) -> None:
+    """Refuse a checkpoint of the run with other tensors."""
+    if not wrong:
+        return
+    if wrong.is_of_quantization():
+        mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items())
+        raise UserError(
+            f"{where} keeps moments that this layout keeps in another format:\n{wrong}\n"
+            f"Shards below {MIN_ELEMENTS:,} elements keep float32 moments, larger ones quantized moments, so the state "
+            f"of the same optimizer differs with another number of shards. Use the number that saved it ({mesh}), or "
+            "begin a new run with another optimizer for these parameters in [[optimizer.groups]]"
+        )
+    section = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
+    raise UserError(
+        f"{where} is of another {section}:\n{wrong}\nRestore [{section}], or give the new run another job.name"
+    )
+
+
+def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:
+    """Return (step, run id) of the newest checkpoint whose manifest is not damaged; (0, None) if there is none.
+
+    Args:
+        run: folder of the run.
+    """
+    storage = open_storage(config.folder or str(run / "checkpoints"))
+    listing = storage.list()
+    for step in reversed(manifests.committed_steps(listing)):
+        with suppress(DamagedCheckpoint):
+            newest = manifests.read_manifest(storage, folder_name(step), listing[folder_name(step)][MANIFEST])
+            return newest.step, newest.run_id
+    return 0, None
