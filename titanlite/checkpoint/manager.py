@@ -2,7 +2,6 @@
 
 import hashlib
 import logging
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
@@ -16,9 +15,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.initial import ForeignWeights, load_initial
-from titanlite.checkpoint.manifest import FileRecord, Manifest, Progress, Settings, folder_name
+from titanlite.checkpoint.manifest import Manifest, Progress, Settings
 from titanlite.checkpoint.resume import Resumption
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
@@ -79,14 +77,15 @@ class CheckpointManager:
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc=CHECKPOINT_GROUP)
         assert isinstance(group, dist.ProcessGroup)
         self.is_background = config.async_mode != "disabled" and flush is None
-        self._flush = flush
         if config.enable and config.async_mode != "disabled" and flush is not None:
             logger.info("checkpoint.async_mode: states on disk are saved as they are, and training waits for that")
         pin = self.is_background and config.async_mode == "async_with_pinned_mem"
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
-        pin = pin and device.type != "cpu"
-        self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
+            pin = False
+        self._saver = Saver(
+            config, storage, group=group, device=device, pin=pin, flush=flush, whole_config=whole_config
+        )
         self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
         self._open_weights = open_weights
         self._is_cut = bool(getattr(model, "stages", ()))
@@ -94,7 +93,7 @@ class CheckpointManager:
         self._clock = SaveClock(device)
         self._in_flight: tuple[int, Future[Saved]] | None = None
         """Step of the save that has begun and not ended, and its result."""
-        self._ended: list[tuple[int, Saved, SaveOverhead]] = []
+        self._ended: list[tuple[Saved, SaveOverhead]] = []
         self.newest = 0
         """Step that was loaded, or committed last."""
         optimizer.register_step_pre_hook(lambda *_: self.wait_until_staged())
@@ -169,7 +168,7 @@ class CheckpointManager:
 
     def wait_until_staged(self) -> None:
         """Return when the state may change."""
-        self._saver.wait_until_staged()
+        self._saver.staging.wait()
 
     def is_saving(self) -> bool:
         """Return whether a save has begun and not ended."""
@@ -183,33 +182,23 @@ class CheckpointManager:
         """
         self._end_save()
         self._clock.begin_save()
-        started = time.perf_counter()
-        names = self.mesh.mesh_dim_names or ()
-        mesh = dict(zip(names, self.mesh.shape, strict=True))
-
-        def manifest(files: dict[str, FileRecord]) -> Manifest:
-            return Manifest(
-                step=progress.step,
-                samples=progress.samples_seen,
-                data=progress.data,
-                guard=progress.guard,
-                run_id=self.storage.owner,
-                settings=self._settings.at(progress.samples_seen),
-                config_hash=self.config_hash,
-                mesh=mesh,
-                versions={"titanlite": __version__, "torch": torch.__version__},
-                saved_at=time.time(),
-                elapsed_seconds=time.perf_counter() - started,
-                load_step=self.config.load_step,
-                files=files,
-            )
-
-        if self._flush is not None:
-            self._flush()
-        state = self.state()
+        draft = Manifest(
+            step=progress.step,
+            samples=progress.samples_seen,
+            data=progress.data,
+            guard=progress.guard,
+            run_id=self.storage.owner,
+            settings=self._settings.at(progress.samples_seen),
+            config_hash=self.config_hash,
+            mesh=dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+            versions={"titanlite": __version__, "torch": torch.__version__},
+            saved_at=0.0,
+            elapsed_seconds=0.0,
+            load_step=self.config.load_step,
+            files={},
+        )
         background = self.is_background and not last
-        save = self._saver.start(state, folder_name(progress.step), manifest, background=background)
-        self._in_flight = progress.step, save
+        self._in_flight = progress.step, self._saver.start(self.state(), draft, background=background)
         if not background:
             self._end_save()
 
@@ -226,7 +215,8 @@ class CheckpointManager:
             self.save(progress, last=True)
 
     def finish(self) -> list[dict[str, Any]]:
-        """Wait for deletions in flight. Returns records of finished saves."""
+        """Wait for a save and deletions in flight. Returns records of finished saves."""
+        self._end_save(must_succeed=False)
         self._saver.close()
         return self._records(wait=True)
 
@@ -248,40 +238,24 @@ class CheckpointManager:
         error = save.exception() if save.done() else RunError("another rank failed")
         if error is None:
             self.newest = step
-            self._ended.append((step, save.result(), overhead))
-            if dist.get_rank() == 0:
-                self._saver.later(lambda: self._retain(step))
+            self._ended.append((save.result(), overhead))
             return
         text = f"the checkpoint of step {step} could not be saved: {error}"
         if must_succeed:
             raise RunError(text) from error
         logger.warning(f"{text}. Continuing without it")
 
-    def _retain(self, step: int) -> None:
-        """Delete checkpoints by the retention rule, if the newest is that of this step, and complete."""
-        try:
-            listing = self.storage.list()
-            steps = manifests.committed_steps(listing)
-            newest = folder_name(steps[-1])
-            if steps[-1] != step:
-                logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
-                return
-            manifests.read_complete(self.storage, newest, listing[newest])
-            old = manifests.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
-            for unwanted in old:
-                self.storage.delete(folder_name(unwanted))
-        except Exception as error:
-            logger.warning(f"old checkpoints could not be deleted: {error}")
-
     def _records(self, *, wait: bool = False) -> list[dict[str, Any]]:
-        records = []
-        while self._ended and (wait or self._ended[0][2].is_known()):
-            step, saved, blocking = self._ended.pop(0)
-            if wait and not blocking.is_known():
+        records: list[dict[str, Any]] = []
+        while self._ended and (wait or self._ended[0][1].is_known()):
+            saved, overhead = self._ended.pop(0)
+            if wait and not overhead.is_known():
                 torch.cuda.synchronize()
-            seconds = blocking.seconds()
+            seconds = overhead.seconds()
             blocked = "" if seconds is None else f", training was held up for {max(seconds, 0):.2f} s"
             size = saved.bytes / 2**20
-            logger.info(f"saved checkpoint of step {step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}")
-            records.append({"step": step, "blocking_seconds": seconds, **asdict(saved)})
+            logger.info(
+                f"saved checkpoint of step {saved.step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}"
+            )
+            records.append({"step": saved.step, "blocking_seconds": seconds} | asdict(saved))
         return records

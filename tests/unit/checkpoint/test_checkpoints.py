@@ -157,7 +157,7 @@ def test_staging_is_one_allocation_that_is_used_again() -> None:
 def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> None:
     """Uneven shards of FSDP are views of padded ones."""
     storage, whole = open_storage(str(tmp_path)), torch.randn(100_000)
-    writer = ShardWriter(storage, storage.begin("step-00000001"), rank=0, read=lambda item: whole[10:20])
+    writer = ShardWriter(storage, storage.begin("step-00000001"), 0, lambda name: whole[10:20])
     [result] = writer._write([WriteItem(index=MetadataIndex("a"), type=WriteItemType.TENSOR)])
     assert result.size_in_bytes < 10_000
     data = (tmp_path / writer.folder / writer.name).read_bytes()
