@@ -6,8 +6,9 @@ import pathlib
 import pickle
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -38,9 +39,19 @@ from titanlite.storage.storage import Storage
 
 
 class RankReader(StorageReader):
-    """StorageReader that takes the planner's plans as they are, and is opened for one checkpoint."""
+    """StorageReader that takes the planner's plans as they are, and is opened for one checkpoint.
 
+    What another program wrote is read under the names and in the layout of a model of ours.
+    """
+
+    where: str
+    """Place, for errors."""
     metadata: Metadata
+    """Our names and shapes of the tensors."""
+    kept: Collection[str] = ()
+    """Our tensors that another program's format does not know: they keep their initial values."""
+    unknown: Mapping[str, str] = MappingProxyType({})
+    """Description of each tensor that our model does not know, by the name in another program's format."""
 
     @abstractmethod
     def read_item(self, item: ReadItem) -> Tensor:
@@ -238,6 +249,7 @@ class ShardReader(RankReader):
         self.storage = storage
         self.folder = folder
         self.manifest = manifest
+        self.where = storage.url_of(folder)
         self.metadata = self._read_metadata()
         listed = self._read_small(manifests.CHECKSUMS)
         try:

@@ -5,6 +5,7 @@ Beside the checksum of each whole file there are those of its beginning up to th
 continued from any of them, so a reader checks one tensor by reading that tensor alone.
 """
 
+import hashlib
 import io
 import json
 import time
@@ -38,6 +39,7 @@ from titanlite.runtime.private_torch.checkpoint import (
 )
 from titanlite.runtime.ranks import calling_dcp
 from titanlite.storage.storage import Storage
+from titanlite.version import __version__
 
 BUFFER = 1 << 20
 
@@ -146,7 +148,7 @@ class ShardWriter(StorageWriter):
         """Write the files that concern all ranks, and return the manifest, which is ready to be published.
 
         Args:
-            draft: manifest without files and times.
+            draft: manifest without what this writer knows.
             config: TOML of which the checkpoint keeps a copy.
             started: when the save began, by `time.perf_counter`.
             others: files that other ranks have written.
@@ -160,6 +162,8 @@ class ShardWriter(StorageWriter):
         self.write_file(manifests.CONFIG, config.encode())
         manifest = replace(
             draft,
+            config_hash=hashlib.sha256(config.encode()).hexdigest(),
+            versions={"titanlite": __version__, "torch": torch.__version__},
             files={name: file.record() for name, file in sorted(self.written.items())},
             saved_at=time.time(),
             elapsed_seconds=time.perf_counter() - started,

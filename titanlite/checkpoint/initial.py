@@ -10,8 +10,6 @@ from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader, read_tensors
@@ -30,19 +28,6 @@ PROGRESS = "progress"
 """Part of `initial_load` that is no tensor: the position of the run."""
 
 
-class ForeignWeights(RankReader):
-    """Reader of weights that another program wrote, under the names and in the layout of a model of ours."""
-
-    where: str
-    """Place, for errors."""
-    metadata: Metadata
-    """Our names and shapes of all tensors that the other format names."""
-    unknown: dict[str, str]
-    """Description of each tensor that it does not name, by the name there."""
-    kept: set[str]
-    """Our tensors that the other format does not know: they keep their initial values."""
-
-
 class OpenWeights(Protocol):
     """Open weights of another program: `titanlite.tools.convert.weights.open_weights`, which training is handed.
 
@@ -50,7 +35,11 @@ class OpenWeights(Protocol):
     model. `allow_changes` are globs of arguments of the model that may differ.
     """
 
-    def __call__(self, path: str, spec: ModelSpec, allow_changes: list[str], /) -> ForeignWeights | None: ...
+    def __call__(self, path: str, spec: ModelSpec, allow_changes: list[str], /) -> RankReader | None: ...
+
+
+Opener = Callable[[str], RankReader | None]
+"""`OpenWeights` for the model of this run."""
 
 
 def load_initial(
@@ -59,7 +48,7 @@ def load_initial(
     *,
     settings: RunSettings,
     added: Collection[str],
-    open_weights: Callable[[str], ForeignWeights | None] | None,
+    open_weights: Opener | None,
     group: dist.ProcessGroup,
     is_cut: bool,
 ) -> Manifest | None:
@@ -81,7 +70,8 @@ def load_initial(
     everywhere = names_of_ranks(state, group if is_cut else None)
     if nothing := [glob for glob in wanted if not any(selected(name, [glob]) for name in everywhere)]:
         raise UserError(f"checkpoint.initial_load: nothing here is called {', '.join(nothing)}")
-    where, reader = _open(str(config.initial_load_path), open_weights, group)
+    reader = _open(str(config.initial_load_path), open_weights, group)
+    where = reader.where
     manifest = reader.manifest if isinstance(reader, ShardReader) else None
     if continues:
         if manifest is None:
@@ -90,12 +80,11 @@ def load_initial(
     new = {f"model.{name}" for name in added} - reader.metadata.state_dict_metadata.keys()
     if manifest is not None and len(new) < len(added):
         _check_scale(manifest, settings, where)
-    kept, unknown = _of_other_program(reader)
     chosen = {name: tensor for name, tensor in flat(state).items() if selected(name, wanted)}
-    chosen = {name: tensor for name, tensor in chosen.items() if name not in new | kept}
+    chosen = {name: tensor for name, tensor in chosen.items() if name not in new and name not in reader.kept}
     found = difference(chosen, reader.metadata, wanted, everywhere=everywhere)
     if selected("model", wanted):
-        found = Difference(found.missing, found.unexpected | unknown)
+        found = Difference(found.missing, {**found.unexpected, **reader.unknown})
     if further := of_further_token(found):
         left_out = "the module that predicts the token after the next is left out"
         logger.info(f"from {where}, {left_out}: training.multi_token_weight is 0")
@@ -113,25 +102,17 @@ def load_initial(
     return manifest if continues else None
 
 
-def _open(
-    path: str, open_weights: Callable[[str], ForeignWeights | None] | None, group: dist.ProcessGroup
-) -> tuple[str, ShardReader | ForeignWeights]:
-    """Open the weights at a path on every rank, and return them with their place."""
+def _open(path: str, open_weights: Opener | None, group: dist.ProcessGroup) -> RankReader:
+    """Open the weights at a path on every rank."""
     if open_weights is not None:
         try:
             weights = on_each(group, lambda: open_weights(path))
         except UserError as error:
             raise UserError(f"checkpoint.initial_load_path: {error}") from None
         if weights is not None:
-            return weights.where, weights
+            return weights
     url, folder, manifest = on_rank_0(group, lambda: find_checkpoint(path, "checkpoint.initial_load_path: "))
-    storage = open_storage(url)
-    return storage.url_of(folder), on_each(group, lambda: ShardReader(storage, folder, manifest))
-
-
-def _of_other_program(reader: StorageReader) -> tuple[set[str], dict[str, str]]:
-    """Return (`kept`, `unknown`) of `ForeignWeights`; nothing of other readers."""
-    return (reader.kept, reader.unknown) if isinstance(reader, ForeignWeights) else (set(), {})
+    return on_each(group, lambda: ShardReader(open_storage(url), folder, manifest))
 
 
 def _check_scale(manifest: Manifest, settings: RunSettings, where: str) -> None:
@@ -147,7 +128,7 @@ def _check_fits(wrong: Difference, where: str) -> None:
         raise UserError(f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.options()}")
 
 
-def read_model(model: nn.Module, reader: StorageReader, *, where: str, key: str, group: dist.ProcessGroup) -> None:
+def read_model(model: nn.Module, reader: RankReader, *, where: str, key: str, group: dist.ProcessGroup) -> None:
     """Read all parameters and persistent buffers of a (sharded) model in place, every rank its own part. Buffers that
     another program does not have keep their values.
 
@@ -164,17 +145,16 @@ def read_model(model: nn.Module, reader: StorageReader, *, where: str, key: str,
         raise UserError(f"{key}: {error}") from None
 
 
-def stored_tensors(reader: StorageReader, model: dict[str, Tensor], *, where: str) -> dict[str, Tensor]:
+def stored_tensors(reader: RankReader, model: dict[str, Tensor], *, where: str) -> dict[str, Tensor]:
     """Return the tensors of a model that its weights hold: all but buffers that another program does not have.
 
     Raises:
         UserError: the weights have other tensors than the model.
     """
-    kept, unknown = _of_other_program(reader)
-    stored = {name: tensor for name, tensor in model.items() if f"model.{name}" not in kept}
-    found = difference(flat({"model": stored}), reader.read_metadata(), ["model"])
+    stored = {name: tensor for name, tensor in model.items() if f"model.{name}" not in reader.kept}
+    found = difference(flat({"model": stored}), reader.metadata, ["model"])
     found = found.without(unexpected=of_further_token(found))
-    if wrong := Difference(found.missing, found.unexpected | unknown):
+    if wrong := Difference(found.missing, {**found.unexpected, **reader.unknown}):
         raise UserError(f"{where} belongs to another model:\n{wrong}")
     return stored
 

@@ -1,6 +1,5 @@
 """Decisions about checkpoints: when to save, when to wait for a save, what to do when one fails."""
 
-import hashlib
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
@@ -15,7 +14,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.checkpoint.initial import ForeignWeights, load_initial
+from titanlite.checkpoint.initial import Opener, load_initial
 from titanlite.checkpoint.manifest import Manifest, Progress, Settings
 from titanlite.checkpoint.resume import Resumption
 from titanlite.checkpoint.save import Saved, Saver
@@ -29,7 +28,6 @@ from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import Storage
-from titanlite.version import __version__
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +61,7 @@ class CheckpointManager:
         whole_config: str,
         timeout_seconds: float = 1800,
         flush: Callable[[], None] | None = None,
-        open_weights: Callable[[str], ForeignWeights | None] | None = None,
+        open_weights: Opener | None = None,
     ) -> None:
         self.config = config
         self.storage = storage
@@ -71,7 +69,6 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.average = average or WeightAverage()
         self.mesh = mesh
-        self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
         # A save runs in a thread: its collectives must not mix with training's.
         timeout = timedelta(seconds=timeout_seconds)
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc=CHECKPOINT_GROUP)
@@ -189,13 +186,8 @@ class CheckpointManager:
             guard=progress.guard,
             run_id=self.storage.owner,
             settings=self._settings.at(progress.samples_seen),
-            config_hash=self.config_hash,
             mesh=dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
-            versions={"titanlite": __version__, "torch": torch.__version__},
-            saved_at=0.0,
-            elapsed_seconds=0.0,
             load_step=self.config.load_step,
-            files={},
         )
         background = self.is_background and not last
         self._in_flight = progress.step, self._saver.start(self.state(), draft, background=background)

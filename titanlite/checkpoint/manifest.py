@@ -19,6 +19,9 @@ CHECKSUMS = "checksums.json"
 CONFIG = "config.toml"
 METADATA = ".metadata"
 FORMAT = 2
+"""Schema of the manifest. A change that older versions must not read raises it, and reads the number before as well."""
+FIRST_FORMAT = 2
+"""Oldest schema with checksums. No release wrote the one before."""
 DAMAGED, SUPERSEDED = "damaged", "superseded"  # reasons of a quarantine
 CHUNK = 1 << 24  # bytes to read at once
 
@@ -28,7 +31,7 @@ TYPES: dict[str, type] = {
     "step": int, "samples": int, "run_id": str, "settings": dict, "config_hash": str, "mesh": dict, "versions": dict,
     "files": dict, "data": dict, "guard": dict,
 }  # fmt: skip
-"""Types of a manifest's entries, of which code relies on."""
+"""Types of the entries of a manifest, on which code relies."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,10 @@ class Progress:
     """`StepGuard.state`."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Description of a checkpoint, in the order of the keys of manifest.json."""
+    """Description of a checkpoint, in the order of the keys of manifest.json. `ShardWriter.complete` fills in the
+    fields whose default says nothing."""
 
     step: int
     samples: int
@@ -62,17 +66,17 @@ class Manifest:
     run_id: str
     settings: Settings
     """Settings that must match on resume: the model's shape, the data, sequence length, batch, seed."""
-    config_hash: str
+    config_hash: str = ""
     """SHA-256 of the resolved config."""
     mesh: dict[str, int]
-    versions: dict[str, str]
-    saved_at: float
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    saved_at: float = 0.0
     """Seconds since 1970."""
-    elapsed_seconds: float
+    elapsed_seconds: float = 0.0
     """Time from the start of the save to the commit."""
-    load_step: int | None
+    load_step: int | None = None
     """checkpoint.load_step of the process that saved it."""
-    files: dict[str, FileRecord]
+    files: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
     data: dict[str, Any] = field(default_factory=dict[str, Any])
     guard: dict[str, Any] = field(default_factory=dict[str, Any])
     format: int = FORMAT
@@ -102,9 +106,12 @@ class Manifest:
         checksum = fields.pop("crc32", None)
         if checksum is not None and checksum != _crc32(json.dumps(fields, indent=1).encode()):
             raise ValueError("its own checksum is wrong")
-        if fields.get("format") != FORMAT:
-            raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
-        wrong = [name for name, kind in TYPES.items() if not isinstance(fields.get(name, kind()), kind)]
+        readable = range(max(FORMAT - 1, FIRST_FORMAT), FORMAT + 1)
+        if (number := fields.get("format")) not in readable:
+            reads = " and ".join(map(str, readable))
+            raise UserError(f"has format {number}, and this version of titanlite reads {reads}: use one that reads it")
+        fields = {"data": {}, "guard": {}} | fields
+        wrong = [name for name, kind in TYPES.items() if not isinstance(fields.get(name), kind)]
         if wrong or not all(isinstance(record, dict) for record in fields["files"].values()):
             raise ValueError(f"{', '.join(wrong) or 'files'}: not of the right type")
         fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}

@@ -97,7 +97,7 @@ class Saver:
         """Begin to save a state.
 
         Args:
-            draft: manifest without files and times.
+            draft: manifest without what only the writer knows.
             background: write a copy in a thread. Otherwise the state itself is written before this returns.
 
         Returns:

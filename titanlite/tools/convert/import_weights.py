@@ -3,7 +3,6 @@
 At no time is there more in memory than the largest tensor.
 """
 
-import hashlib
 import json
 import os
 import time
@@ -33,7 +32,6 @@ from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import ORIGIN, open_foreign, read_tensor
 from titanlite.tools.convert.weights import find_source
-from titanlite.version import __version__
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
 
@@ -198,13 +196,7 @@ def write_weights(
                 samples=0,
                 run_id=uuid.uuid4().hex,
                 settings=settings,
-                config_hash=hashlib.sha256(config.encode()).hexdigest(),
                 mesh={"replicate": 1, "shard": 1},
-                versions={"titanlite": __version__, "torch": torch.__version__},
-                saved_at=0.0,
-                elapsed_seconds=0.0,
-                load_step=None,
-                files={},
             )
             storage.publish(folder, writer.complete(draft, config, started=started).to_json())
         except BaseException:

@@ -22,8 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from titanlite.checkpoint.dcp_read import read_tensors
-from titanlite.checkpoint.initial import ForeignWeights
+from titanlite.checkpoint.dcp_read import RankReader, read_tensors
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Place, Table
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
@@ -130,7 +129,7 @@ class _Stored(NamedTuple):
     place: Place
 
 
-class ForeignReader(ForeignWeights):
+class ForeignReader(RankReader):
     """Reader of foreign weights under our names.
 
     Args:
