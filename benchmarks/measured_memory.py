@@ -36,32 +36,23 @@ from titanlite.config.load import load
 from titanlite.data.packing import TokenSequence
 from titanlite.data.samples import as_batch
 from titanlite.guard import StepGuard
-from titanlite.loss import Targets, build_loss
-from titanlite.mesh import data_parallel_rank, loss_group, ranks_of_stage, world_group
+from titanlite.loss import Targets
+from titanlite.mesh import data_parallel_rank
 from titanlite.models.base import Model
 from titanlite.models.registry import resolve_model
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
-from titanlite.optim.norm import count_parameter_replicas
 from titanlite.optim.quantized import inner_tensors, is_quantized
-from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize, reduces_gradients_once
+from titanlite.parallelize import DTYPES, build_mesh, materialize, parallelize
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import seed_step
 from titanlite.schema import Config
-from titanlite.step import Step
-from titanlite.techniques import (
-    build_gradients,
-    passes_of_step,
-    places,
-    split_batch,
-    split_vocabulary,
-    state_memory,
-)
-from titanlite.techniques.technique import Trained
+from titanlite.step import build_step
+from titanlite.techniques import parts_of, places
 from titanlite.tools.plan.estimate import planned_targets
 
 SPAN, OPTIMIZER_STEP = "measured: ", "Optimizer.step#"
@@ -211,7 +202,7 @@ def measure_rank(config: Config, rank: int, processes: int, steps: int, meeting:
 
 def train(
     config: Config, record: AllocationRecord, rank: int, ranks: int, steps: int
-) -> tuple[Model, Optimizer, int, Targets]:
+) -> tuple[Model, Optimizer, int, Targets | None]:
     """As `titanlite.train` builds and trains, and nothing else. Returns also the bytes of a step's batches. The weights
     of a teacher are random."""
     device, training, seed = torch.device("cpu"), config.training, config.debug.seed
@@ -221,36 +212,24 @@ def train(
         model = kind(replace(args, max_seq_len=training.seq_len))
     kernels = pick_kernels(device)
     parallelize(model, config, mesh=mesh, kernels=kernels)
-    memory = state_memory(config, Path(config.job.dump_folder))
+    parts = parts_of(config, mesh, Path(config.job.dump_folder))
     on_host = "parameters" in places(config)
-    materialize(model, device=device, dtype=DTYPES[training.dtype], seed=seed, on_host=on_host, memory=memory)
-    optimizer = build_optimizer(model, config.optimizer, seed=seed, memory=memory)
+    materialize(model, device=device, dtype=DTYPES[training.dtype], seed=seed, on_host=on_host, memory=parts.memory)
+    optimizer = build_optimizer(model, config.optimizer, seed=seed, memory=parts.memory)
     guard = StepGuard(config.guard, device=device, step=0, state={})
-    trained = Trained(model=model, optimizer=optimizer, mesh=mesh, state={}, should_skip=guard.should_skip)
-    gradients = build_gradients(config, trained)
     reader, readers = data_parallel_rank(mesh)
     micro_batch_size, accumulation = training.batch_split(readers)
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=reader)
     targets = planned_targets(config)
     draw_frozen(targets, config, mesh=mesh, kernels=kernels)
-    split = split_batch(config, mesh)
-    make_step = Step(
-        model=model,
-        optimizer=optimizer,
-        group=loss_group(mesh),
-        world=world_group(mesh),
-        max_norm=training.max_norm,
-        loss_function=build_loss(training, kernels, targets, vocabulary=split_vocabulary(config, mesh)),
-        targets=targets,
-        gradients=gradients,
-        reduce_once=reduces_gradients_once(config, mesh),
-        passes=passes_of_step(config, model, mesh),
-        replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
-    )
+    make_step = build_step(
+        config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, targets=targets,
+        should_skip=guard.should_skip,
+    )  # fmt: skip
     size = 0
     for step in range(1, steps + 1):
         with record.span(f"step {step},"):
-            batches = [split(batch) for batch in islice(source, accumulation)]
+            batches = [parts.batch(batch) for batch in islice(source, accumulation)]
             size = sum(tensor.nbytes for batch in batches for tensor in batch.values())
             seed_step(seed, step, rank)
             make_step(batches, decide=guard.decide)
@@ -258,10 +237,10 @@ def train(
     return model, optimizer, size, targets
 
 
-def draw_frozen(targets: Targets, config: Config, *, mesh: DeviceMesh, kernels: Kernels) -> None:
+def draw_frozen(targets: Targets | None, config: Config, *, mesh: DeviceMesh, kernels: Kernels) -> None:
     """Build the frozen model of targets, if there is one, with random weights."""
     device = torch.device("cpu")
-    if targets.frozen is None:
+    if targets is None:
         return
     model = parallelize_frozen(targets.frozen, config, mesh=mesh, kernels=kernels)
     allocate(model, device, device)
@@ -282,14 +261,14 @@ def random_batches(config: Config, size: int, vocab_size: int, *, seed: int) -> 
 
 
 def read_off(
-    record: AllocationRecord, model: Model, optimizer: Optimizer, steps: int, *, batch: int, targets: Targets
+    record: AllocationRecord, model: Model, optimizer: Optimizer, steps: int, *, batch: int, targets: Targets | None
 ) -> Measured:
     first, *steady = [record.find(f"step {step},") for step in range(1, steps + 1)]
     updates = [record.find(OPTIMIZER_STEP, after=begin)[0] for begin, _ in steady]
     begin, end = steady[0][0], steady[-1][1]
     states = [value for state in optimizer.state.values() for value in state.values()]
     held = {"parameters": model.parameters(), "optimizer": states, "buffers": model.buffers()}
-    if teacher := targets.model:
+    if targets and (teacher := targets.model):
         held |= {"teacher": teacher.parameters(), "teacher's buffers": teacher.buffers()}
     return Measured(
         peak=record.peak(begin, end),

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The loss, as a sum over tokens. `step` divides it by the global count of tokens, so that every token of the global
 batch weighs the same whatever the layout and the accumulation.
 
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.observer import StepObserver
+from titanlite.observer import OnPhase
 from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import factor_of
@@ -131,29 +132,29 @@ def token_loss(
     return TokenLoss(*_ChunkedLoss.apply(*inputs))
 
 
-class Targets:
-    """What the loss of a run compares the model with beside labels: here nothing. Techniques have more, in subclasses.
+class Targets(Protocol):
+    """What the loss of a run compares the model with beside labels: the outputs of a teacher, for example.
 
-    The checks before a run open them; see `Technique.open_targets`.
+    The checks before a run open them.
     """
 
-    title: str = ""
+    title: str
     """Words for error messages."""
-    settings: Mapping[str, str] = MappingProxyType({})
+    settings: Mapping[str, str]
     """Settings that must match when a run resumes."""
-    frozen: "FrozenModel | None" = None
+    frozen: "FrozenModel"
     """Model that computes them beside the one that is trained."""
-    model: "Model | None" = None
+    model: "Model | None"
     """The same with its weights, after `use`."""
-    token_loss: LossFunction = staticmethod(token_loss)
+    token_loss: LossFunction
     """titanlite's own loss with them."""
 
     def use(self, model: "Model") -> None:
         """Compute them with a model that was made of `frozen`."""
 
-    def __call__(self, batch: Batch, observer: StepObserver) -> dict[str, Any]:
+    def __call__(self, batch: Batch, on_phase: OnPhase) -> dict[str, Any]:
         """Return further arguments of the loss function, for a micro-batch whose forward pass comes next."""
-        return {}
+        ...
 
 
 class _ChunkedLoss(torch.autograd.Function):

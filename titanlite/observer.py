@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Observers of training: named hooks, so that planner, profilers and error messages need no patches of the code."""
 
 import time
@@ -40,6 +41,9 @@ class Phase(StrEnum):
         return "data" if self is Phase.DATA else OUTSIDE_STEPS.get(self, ("", "compute"))[1]
 
 
+OnPhase = Callable[[Phase], None]
+"""Is called when a phase begins."""
+
 _INIT, _SAVE = ("init", "start"), ("save", "checkpoint")
 OUTSIDE_STEPS = {
     **dict.fromkeys((Phase.START, Phase.DATA_PREPARATION, Phase.MODEL), _INIT),
@@ -51,7 +55,7 @@ OUTSIDE_STEPS = {
 
 
 class StepObserver:
-    """Hooks of training. Each does nothing by default; a subclass overrides those that it needs."""
+    """Base class of the observers of training: a subclass overrides the hooks that it needs."""
 
     def begin_step(self, step: int) -> None:
         """An optimizer step begins, with the wait for its data."""

@@ -1,25 +1,34 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """One optimizer step: accumulate, clip, update. Returns tensors and never waits for the device."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 from functools import partial
-from typing import Any
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.loss import LossFunction, Targets, TokenLoss, token_loss
+from titanlite.loss import LossFunction, Targets, TokenLoss, build_loss, token_loss
+from titanlite.mesh import loss_group, ranks_of_stage, shard_degree_of, world_group
 from titanlite.models.base import Model
-from titanlite.observer import Phase, StepObserver
+from titanlite.observer import OnPhase, Phase
 from titanlite.ops.attention import document_arguments
+from titanlite.ops.kernels import Kernels
 from titanlite.optim import update
 from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
 from titanlite.runtime.ranks import reduce_over_ranks
+from titanlite.schema import Config
+
+if TYPE_CHECKING:
+    from titanlite.techniques.technique import Parts
 
 
 @dataclass(frozen=True)
@@ -44,41 +53,159 @@ class StepResult:
     """[1]: above 0 if any rank asks to stop after this step; empty if the step got no flag. Global."""
 
 
-class Gradients:
-    """What a step does with gradients, from the loss to the update. A technique may do otherwise, in a subclass."""
+def never_skip(loss: Tensor, grad_norm: Tensor, overflows: Tensor | None = None) -> Tensor:
+    """Decide that the optimizer makes its step."""
+    return torch.zeros_like(loss)
 
-    def scale(self, valid_tokens: Tensor, *, ranks: int, micro_batches: int) -> Tensor:
+
+def is_not_finite(losses: Tensor) -> Tensor:
+    """Return whether a loss is not finite."""
+    return ~losses.isfinite().all()
+
+
+def ignore(phase: Phase) -> None:
+    """Do nothing at the beginning of a phase."""
+
+
+@dataclass(kw_only=True, eq=False)
+class Step:
+    """One optimizer step. A run makes it once, and calls it with this rank's micro-batches of each global batch.
+
+    A technique may do a part of it otherwise, in a subclass that overrides the method; see `Parts.step`.
+    """
+
+    config: Config
+    model: Model
+    """Parallelized, with memory."""
+    optimizer: torch.optim.Optimizer
+    mesh: DeviceMesh
+    loss_function: LossFunction = token_loss
+    targets: Targets | None = None
+    """Further arguments of the loss function."""
+    state: InitVar[Mapping[str, Any]] = MappingProxyType({})
+    """Its part of the checkpoint that the run resumes from; see `checkpoint_state`."""
+    should_skip: Callable[[Tensor], Tensor] = is_not_finite
+    """See `StepGuard.should_skip`."""
+
+    def __post_init__(self, state: Mapping[str, Any]) -> None:
+        self.group = loss_group(self.mesh)
+        """Ranks that compute the loss of different tokens."""
+        self.world = world_group(self.mesh)
+        of_stage = ranks_of_stage(self.mesh)
+        self.replicas = count_parameter_replicas(self.model, of_stage)
+        """For each parameter, the number of ranks that hold the same shard."""
+        self.duplicates = of_stage // self.group.size()
+        """Ranks that report the loss of the same tokens."""
+        self.max_norm = self.config.training.max_norm
+        self.reduces_once = reduces_once(self.config, self.mesh)
+        """Whether gradients are reduced over shards after the last micro-batch, not after each."""
+
+    def __call__(
+        self,
+        batches: Sequence[Batch],
+        *,
+        decide: Callable[..., Tensor] = never_skip,
+        stop_flag: Tensor | None = None,
+        on_phase: OnPhase = ignore,
+    ) -> StepResult:
+        """Train on the micro-batches.
+
+        Args:
+            batches: tokens and labels [B, L] on the device; with a document mask also what `document_arguments` reads.
+            decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason. See
+                `StepGuard.decide`.
+            stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
+            on_phase: is called when a phase begins.
+        """
+        model = self.model
+        losses = self.accumulate(batches, on_phase)
+        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
+        gradients = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
+        self.unscale(gradients, micro_batches=len(batches))
+        on_phase(Phase.UPDATE)
+        local_square, square = sums_of_squares(self.norms(parameters, gradients), self.replicas)
+        flags = losses.total.new_zeros(0) if stop_flag is None else stop_flag
+        sums, square, stop_flags = self.sum_over_ranks(losses, square, flags, gradients)
+        norm = square.sqrt()
+        if self.max_norm > 0:
+            clip(gradients, norm=norm, max_norm=self.max_norm)
+        metrics = {**sums.metrics, **self.metrics()}
+        skip_reason = self.decide(decide, sums.cross_entropy, norm)
+        self.update(skip=skip_reason != 0)
+        metrics |= model.end_step(skip_reason == 0)
+        micro_losses = losses.cross_entropy
+        return StepResult(
+            loss=sums.cross_entropy,
+            added_loss=sums.total - sums.cross_entropy,
+            grad_norm=norm,
+            skip_reason=skip_reason,
+            micro_losses=micro_losses.sum(dim=1) if micro_losses.dim() > 1 else micro_losses,
+            shard_grad_norm=local_square.to(micro_losses.device).sqrt(),
+            model_metrics=metrics,
+            stop_flags=stop_flags,
+        )
+
+    def accumulate(self, batches: Sequence[Batch], on_phase: OnPhase) -> TokenLoss:
+        """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
+
+        Returns:
+            losses and metrics of each micro-batch / valid tokens of the global batch, each [micro-batches], or
+            [micro-batches, parts] for a loss of several parts of sequences.
+        """
+        valid_tokens = count_valid_tokens(batches, self.group)
+        losses: list[TokenLoss] = []
+        for index, batch in enumerate(batches):
+            tokens, arguments = model_arguments(
+                batch, self.loss_function, self.targets(batch, on_phase) if self.targets else {}
+            )
+            on_phase(Phase.FORWARD)
+            is_last = index == len(batches) - 1
+            if len(batches) > 1 and isinstance(self.model, FSDPModule):
+                # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
+                set_reduces = (
+                    self.model.set_requires_gradient_sync if self.reduces_once else self.model.set_requires_all_reduce
+                )
+                set_reduces(is_last)
+            loss = checked_loss(self.model(tokens, **arguments))
+            del arguments  # with the targets
+            losses.append(detached(loss, valid_tokens))
+            self.before_backward(losses[-1])
+            on_phase(Phase.BACKWARD)
+            factor = self.loss_factor(valid_tokens, micro_batches=len(batches))
+            try:
+                total = loss.total * factor
+                (total.sum() if total.dim() else total).backward()  # of parts of sequences
+            except BaseException:
+                finish_reductions(self.model)
+                raise
+            self.after_backward(index, is_last=is_last)
+        return stacked(losses)
+
+    def loss_factor(self, valid_tokens: Tensor, *, micro_batches: int) -> Tensor:
         """Return the factor of a micro-batch's loss before backward: gradients must be added over ranks, which FSDP
         averages.
 
         Args:
             valid_tokens: of the global batch.
-            ranks: those that compute the loss of different tokens.
         """
-        return ranks / valid_tokens
+        return self.group.size() / valid_tokens
 
-    def unscale(self, gradients: Sequence[Tensor], *, micro_batches: int) -> None:
-        """Undo a further scale of the loss, in place, after the last backward."""
+    def before_backward(self, loss: TokenLoss) -> None:
+        """Prepare for a backward pass of a micro-batch, whose part of the global loss is known."""
 
-    def begin(self, losses: Tensor, group: dist.ProcessGroup) -> None:
-        """Prepare for a backward pass.
-
-        Args:
-            losses: of the micro-batch, this rank's part of those of the global batch.
-            group: ranks that compute the loss of different tokens.
-        """
-
-    def collect(self, micro_batch: int, *, is_last: bool) -> None:
+    def after_backward(self, micro_batch: int, *, is_last: bool) -> None:
         """Do something with the gradients in the parameters after the backward pass of a micro-batch.
 
         Args:
             micro_batch: its number in the step on this rank.
-            is_last: whether it is the last.
         """
 
     def partial_sums(self, micro_batches: int) -> int:
-        """Return how many gradients of each parameter `collect` keeps while the last micro-batch is computed."""
+        """Return how many gradients of each parameter `after_backward` keeps while the last micro-batch is computed."""
         return 0
+
+    def unscale(self, gradients: Sequence[Tensor], *, micro_batches: int) -> None:
+        """Undo a further factor of the loss in this rank's parts of the gradients after the last backward, in place."""
 
     def norms(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the `gradient_norms` of the step.
@@ -89,149 +216,113 @@ class Gradients:
         """
         return dict(zip(parameters, gradient_norms(gradients), strict=True))
 
-    def exact_sums(self, of_tokens: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Return sums over all ranks that replace the usual ones: of each of `of_tokens`, and of the squared gradients.
-        Empty: those stay."""
-        return []
+    def sum_over_ranks(
+        self, losses: TokenLoss, square: Tensor, flags: Tensor, gradients: Sequence[Tensor]
+    ) -> tuple[TokenLoss, Tensor, Tensor]:
+        """Add up values over all ranks, and the model's counters in place -> losses, square, and flags.
 
-    def decide(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
-        """Return the decision about the step."""
-        return decide(loss, grad_norm)
-
-    def update(self, optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
-        """Make the step of the optimizer unless `skip`, and drop the gradients."""
-        update(optimizer, skip=skip)
-        optimizer.zero_grad()
+        Args:
+            losses: as `accumulate` returns them. They become scalars.
+            square: this rank's share of the squared norm of the gradients.
+            flags: [any number].
+            gradients: this rank's parts.
+        """
+        values = [losses.total, losses.cross_entropy, *losses.metrics.values()]
+        sums, square = reduce_over_ranks(
+            [*(value.sum() for value in values), *flags],
+            square.to(losses.total.device),
+            self.model.counters(),
+            duplicates=self.duplicates,
+            world=self.world,
+        )
+        total, cross_entropy, *metrics = sums[: len(values)]
+        summed = TokenLoss(total, cross_entropy, dict(zip(losses.metrics, metrics, strict=True)))
+        return summed, square, sums[len(values) :]
 
     def metrics(self) -> dict[str, Tensor]:
         """Return what a record of the step has beside the usual metrics. Asked before `decide`."""
         return {}
 
-    def state(self) -> dict[str, Any]:
+    def decide(self, decide: Callable[..., Tensor], loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return the decision about the step."""
+        return decide(loss, grad_norm)
+
+    def update(self, *, skip: Tensor) -> None:
+        """Make the step of the optimizer unless `skip`, and drop the gradients."""
+        update(self.optimizer, skip=skip)
+        self.optimizer.zero_grad()
+
+    def checkpoint_state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values. Reading it may wait for the device."""
         return {}
 
 
-def never_skip(loss: Tensor, grad_norm: Tensor, overflows: Tensor | None = None) -> Tensor:
-    """Decide that the optimizer makes its step."""
-    return torch.zeros_like(loss)
+def build_step(
+    config: Config,
+    model: Model,
+    optimizer: torch.optim.Optimizer,
+    *,
+    mesh: DeviceMesh,
+    kernels: Kernels,
+    parts: "Parts",
+    targets: Targets | None = None,
+    state: Mapping[str, Any] = MappingProxyType({}),
+    should_skip: Callable[[Tensor], Tensor] = is_not_finite,
+) -> Step:
+    """Return the optimizer step of a config, with the parts of its techniques.
 
+    Args: as of `Step`.
 
-@dataclass(frozen=True, kw_only=True)
-class Step:
-    """One optimizer step. A run makes it once, and calls it with this rank's micro-batches of each global batch."""
-
-    model: Model
-    optimizer: torch.optim.Optimizer
-    group: dist.ProcessGroup
-    """Ranks that compute the loss of different tokens."""
-    max_norm: float
-    """Largest global norm of the gradients; 0 leaves them."""
-    world: dist.ProcessGroup | None = None
-    """Ranks that hold parts or replicas of the parameters. Default: group."""
-    copies: int | None = None
-    """Ranks of world that report the loss of the same tokens. Default: as many as world has for each of group."""
-    replicas: Mapping[nn.Parameter, int] | None = None
-    """For each parameter, the number of those ranks that hold the same shard. Default: asked of each parameter."""
-    loss_function: LossFunction = token_loss
-    targets: Targets = field(default_factory=Targets)
-    """Further arguments of the loss function. Default: none."""
-    gradients: Gradients = field(default_factory=Gradients)
-    """What is done with gradients. Default: they are added up, clipped and used once."""
-    reduce_once: bool = False
-    """Whether gradients are reduced over shards after the last micro-batch, not after each."""
-    passes: "Passes | None" = None
-    """Makes the forward and backward passes. Default: `accumulate`, one micro-batch after the other."""
-
-    def __call__(
-        self,
-        batches: Sequence[Batch],
-        *,
-        decide: Callable[..., Tensor] = never_skip,
-        stop_flag: Tensor | None = None,
-        observer: StepObserver | None = None,
-    ) -> StepResult:
-        """Train on the micro-batches.
-
-        Args:
-            batches: tokens and labels [B, L] on the device; with a document mask also what `document_arguments` reads.
-            decide: (loss, grad_norm) -> 0 if the optimizer is to make its step, else a skip reason. See
-                `StepGuard.decide`.
-            stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
-        """
-        model, gradients, observer = self.model, self.gradients, observer or StepObserver()
-        world = self.world or self.group
-        micro_losses, totals, loss_metrics = (self.passes or accumulate)(self, batches, observer)
-        parameters = [parameter for parameter in model.parameters() if parameter.grad is not None]
-        parts = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
-        gradients.unscale(parts, micro_batches=len(batches))
-        observer.phase(Phase.UPDATE)
-        replicas = self.replicas or count_parameter_replicas(model, world.size())
-        local_square, square = sums_of_squares(gradients.norms(parameters, parts), replicas)
-        of_tokens = [micro_losses, totals, *loss_metrics.values()]
-        sums, square = reduce_over_ranks(
-            [*(values.sum() for values in of_tokens), *([] if stop_flag is None else stop_flag)],
-            square.to(micro_losses.device),
-            model.counters(),
-            duplicates=self.copies or world.size() // self.group.size(),
-            world=world,
-        )
-        (loss, total, *measured), stop_flags = sums[: 2 + len(loss_metrics)], sums[2 + len(loss_metrics) :]
-        if exact := gradients.exact_sums(of_tokens, parts):
-            loss, total, *measured, square = exact
-        norm = square.sqrt()
-        if self.max_norm > 0:
-            clip(parts, norm=norm, max_norm=self.max_norm)
-        metrics = dict(zip(loss_metrics, measured, strict=True)) | gradients.metrics()
-        skip_reason = gradients.decide(decide, loss, norm)
-        gradients.update(self.optimizer, skip=skip_reason != 0)
-        metrics |= model.end_step(skip_reason == 0)
-        local_norm = local_square.to(micro_losses.device).sqrt()
-        micro_losses = micro_losses.sum(dim=1) if micro_losses.dim() > 1 else micro_losses
-        return StepResult(loss, total - loss, norm, skip_reason, micro_losses, local_norm, metrics, stop_flags)
-
-
-Passes = Callable[[Step, Sequence[Batch], StepObserver], tuple[Tensor, Tensor, dict[str, Tensor]]]
-"""Function that adds up the gradients of micro-batches, with the arguments and results of `accumulate`."""
-
-
-def accumulate(
-    step: Step, batches: Sequence[Batch], observer: StepObserver
-) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-    """Add up the gradients of this rank's micro-batches in the parameters, reduced over the ranks.
-
-    Returns:
-        cross entropy and minimized sum of each micro-batch / valid tokens of the global batch, each [micro-batches], or
-        [micro-batches, parts] for a loss of several parts of sequences;
-        and the loss's metrics, in the same form.
+    Raises:
+        UserError: there is no such loss function.
     """
-    valid_tokens = count_valid_tokens(batches, step.group)
-    model, gradients = step.model, step.gradients
-    losses, metrics = [], dict[str, list[Tensor]]()
-    for index, batch in enumerate(batches):
-        tokens, arguments = model_arguments(batch, step.loss_function, step.targets(batch, observer))
-        observer.phase(Phase.FORWARD)
-        if len(batches) > 1 and isinstance(model, FSDPModule):
-            # Shards are reduced after each backward or once, after the last; replicas (HSDP) always once.
-            set_reduces = model.set_requires_gradient_sync if step.reduce_once else model.set_requires_all_reduce
-            set_reduces(index == len(batches) - 1)
-        loss = checked_loss(model(tokens, **arguments))
-        del arguments  # with the targets
-        losses.append(torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens)
+    loss = build_loss(config.training, kernels, targets, vocabulary=parts.vocabulary)
+    return (parts.step or Step)(
+        config=config,
+        model=model,
+        optimizer=optimizer,
+        mesh=mesh,
+        loss_function=parts.loss(loss),
+        targets=targets,
+        state=state,
+        should_skip=should_skip,
+    )
+
+
+def reduces_once(config: Config, mesh: DeviceMesh) -> bool:
+    """Return True if gradients are reduced over shards after the last micro-batch of a step alone.
+
+    Ranks that hold whole parameters always do that, because it takes no memory there, and FSDP would copy each gradient
+    twice a micro-batch. The sums have the same bits. In bfloat16 they would not: FSDP adds up what it has not reduced
+    in the dtype of the reduction, and what it has reduced in that of the parameters.
+    """
+    training = config.training
+    if config.parallelism.fsdp_reduce_gradients == "last":
+        return True
+    is_converted = training.mixed_precision_reduce != training.dtype
+    others = config.debug.reproducible_layouts or training.enable_cpu_offload
+    return shard_degree_of(mesh) == 1 and not (is_converted or others)
+
+
+def detached(loss: TokenLoss, valid_tokens: Tensor) -> TokenLoss:
+    """Return the sums of a micro-batch without gradients, as its part of the global means."""
+    cross_entropy, total = torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens
+    return TokenLoss(
+        total, cross_entropy, {name: value.detach() / valid_tokens for name, value in loss.metrics.items()}
+    )
+
+
+def stacked(losses: Sequence[TokenLoss]) -> TokenLoss:
+    """Return the losses of micro-batches as one, with a dimension of micro-batches."""
+    metrics: dict[str, list[Tensor]] = {}
+    for loss in losses:
         for name, value in loss.metrics.items():
-            metrics.setdefault(name, []).append(value.detach() / valid_tokens)
-        gradients.begin(losses[-1], step.group)
-        observer.phase(Phase.BACKWARD)
-        factor = gradients.scale(valid_tokens, ranks=step.group.size(), micro_batches=len(batches))
-        try:
-            total = loss.total * factor
-            (total.sum() if total.dim() else total).backward()  # of parts of sequences
-        except BaseException:
-            finish_reductions(model)
-            raise
-        gradients.collect(index, is_last=index == len(batches) - 1)
-    micro_losses, totals = torch.stack(losses, dim=1)
-    return micro_losses, totals, {name: torch.stack(values) for name, values in metrics.items()}
+            metrics.setdefault(name, []).append(value)
+    return TokenLoss(
+        torch.stack([loss.total for loss in losses]),
+        torch.stack([loss.cross_entropy for loss in losses]),
+        {name: torch.stack(values) for name, values in metrics.items()},
+    )
 
 
 def model_arguments(

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Training, top to bottom: build the parts of a run, resume, loop over optimizer steps, finish."""
 
 import gc
@@ -24,8 +25,7 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
 from titanlite.guard import StepGuard, StoppedByGuard
-from titanlite.loss import Targets, build_loss
-from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, ranks_of_stage, world_group
+from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.run_summary import report_end, report_start
@@ -34,9 +34,8 @@ from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
-from titanlite.optim.norm import count_parameter_replicas
-from titanlite.optim.state_memory import StateMemory, WeightAverage
-from titanlite.parallelize import DTYPES, materialize, parallelize, reduces_gradients_once
+from titanlite.optim.state_memory import StateMemory
+from titanlite.parallelize import DTYPES, materialize, parallelize
 from titanlite.run.records import RecordFile
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.timeouts import PhaseTimeouts
@@ -47,27 +46,16 @@ from titanlite.runtime.ranks import AgreedStop, check_same_everywhere
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
 from titanlite.schema import Config, dump
-from titanlite.step import Step, StepResult
+from titanlite.step import Step, StepResult, build_step
 from titanlite.storage.storage import open_storage
-from titanlite.techniques import (
-    after_updates,
-    build_gradients,
-    choose_trained,
-    passes_of_step,
-    places,
-    split_batch,
-    split_loss,
-    split_vocabulary,
-    state_memory,
-    used,
-    weight_average,
-)
-from titanlite.techniques.technique import Observed, Trained
+from titanlite.techniques import choose_trained, parts_of, places
+from titanlite.techniques.technique import Observed, Parts
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
     from titanlite.checks.preflight import ResolvedConfig
     from titanlite.models.frozen import FrozenModel
+    from titanlite.techniques.average.weights import WeightAverage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,31 +65,43 @@ class Run:
     config: Config
     ranks: Ranks
     folder: RunFolder
-    mesh: DeviceMesh
-    world: dist.ProcessGroup
-    """All processes."""
-    model: Model
+    step: Step
     whole: Model
     """The uncut model; on the meta device if this rank holds only some pipeline stages."""
-    optimizer: torch.optim.Optimizer
-    step: Step
     guard: StepGuard
     samples: Samples
     micro_batches: MicroBatches
     batches: Generator[Batch, None, None]
-    accumulation: int
-    """Micro-batches in a step after training.batch_ramp."""
     validator: Validator
     checkpoints: CheckpointManager
-    average: WeightAverage
+    average: "WeightAverage | None"
     progress: Progress
     """Progress at the start: of the checkpoint that the run resumes from."""
     steps: int
     """Steps of the whole run."""
     metrics: MetricsRecorder
     phase: CurrentPhase
+    after_update: Callable[[], None]
+    """Is called at the start, and whenever weights have changed."""
     observers: list[StepObserver]
     """Observers of training that the config asks for."""
+
+    @property
+    def model(self) -> Model:
+        return self.step.model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        return self.step.optimizer
+
+    @property
+    def mesh(self) -> DeviceMesh:
+        return self.step.mesh
+
+    @property
+    def accumulation(self) -> int:
+        """Micro-batches in a step after training.batch_ramp."""
+        return self.config.training.batch_split(data_parallel_rank(self.mesh)[1])[1]
 
 
 def build(
@@ -138,19 +138,22 @@ def build(
 
     phase.phase(Phase.MODEL)
     kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
-    memory = state_memory(config, folder.path)
-    model, whole = build_model(config, resolved, mesh=mesh, kernels=kernels, device=device, memory=memory, phase=phase)
+    parts = parts_of(config, mesh, folder.path)
+    model, whole = build_model(
+        config, resolved, mesh=mesh, kernels=kernels, device=device, memory=parts.memory, phase=phase
+    )
     phase.phase(Phase.OPTIMIZER)
     on_gpu = device.type == "cuda" and "parameters" not in places(config)
     fused = on_gpu or not config.debug.reproducible_layouts
-    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=memory, fused=fused)
-    average = weight_average(config, model, memory)
+    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=parts.memory, fused=fused)
+    after_update = parts.after_update(model)
+    average = parts.average(model, parts.memory, after_update) if parts.average else None
 
     phase.phase(Phase.CHECKPOINT_LOAD)
     whole_config = hide_secrets(dump(config))
     checkpoints = build_checkpoints(
         config, resolved, folder=folder, mesh=mesh, device=device, model=model, optimizer=optimizer, average=average,
-        samples=samples, whole_config=whole_config, memory=memory, open_weights=open_weights,
+        samples=samples, whole_config=whole_config, memory=parts.memory, open_weights=open_weights,
     )  # fmt: skip
     progress = checkpoints.load(has_saved=folder.has_saved)
     if progress.step:
@@ -160,19 +163,24 @@ def build(
     )
     limit = samples.limit(training.epochs) if training.epochs else None
     steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
-    if targets.frozen:
+    if targets:
         from titanlite.parallelize.frozen import build_frozen
 
         targets.use(build_frozen(targets.frozen, config, mesh=mesh, kernels=kernels, device=device))
 
     lengths = SequenceLengths.of(training, samples=progress.samples_seen)
-    micro_batches, batches = build_batches(config, samples, progress, mesh=mesh, device=device, lengths=lengths)
+    micro_batches, batches = build_batches(
+        config, samples, progress, mesh=mesh, device=device, lengths=lengths, split=parts.batch
+    )
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
     step = build_step(
-        config, model, optimizer, mesh=mesh, kernels=kernels, targets=targets, guard=guard, progress=progress
-    )
+        config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, targets=targets, state=progress.guard,
+        should_skip=guard.should_skip,
+    )  # fmt: skip
 
-    validator = build_validator(config, resolved, validation_sources, mesh=mesh, kernels=kernels, device=device)
+    validator = build_validator(
+        config, resolved, validation_sources, mesh=mesh, kernels=kernels, device=device, parts=parts
+    )
     metrics = MetricsRecorder(
         config.metrics,
         folder=folder,
@@ -180,7 +188,7 @@ def build(
         steps=steps,
         seq_len=training.seq_len,
         samples=progress.samples_seen,
-        flops_per_token=flops_counter([one for one in (whole, targets.frozen) if one], lengths),
+        flops_per_token=flops_counter([whole, targets.frozen] if targets else [whole], lengths),
         device=device,
         compute_type=training.mixed_precision_param,
         group=world,
@@ -188,7 +196,7 @@ def build(
     )
     observed = Observed(
         model=model,
-        replicas=step.replicas or {},
+        replicas=step.replicas,
         mesh=mesh,
         ranks=ranks,
         device=device,
@@ -202,17 +210,12 @@ def build(
         config=config,
         ranks=ranks,
         folder=folder,
-        mesh=mesh,
-        world=world,
-        model=model,
-        whole=whole,
-        optimizer=optimizer,
         step=step,
+        whole=whole,
         guard=guard,
         samples=samples,
         micro_batches=micro_batches,
         batches=while_checking(batches, [*sources, *validation_sources], folder.data_cache, ranks),
-        accumulation=training.batch_split(data_parallel_rank(mesh)[1])[1],
         validator=validator,
         checkpoints=checkpoints,
         average=average,
@@ -220,7 +223,8 @@ def build(
         steps=steps,
         metrics=metrics,
         phase=phase,
-        observers=[observer for technique in used(config) for observer in technique.observers(config, observed)],
+        after_update=after_update,
+        observers=[*parts.observers(observed)],
     )
 
 
@@ -246,8 +250,8 @@ def build_data(
     check_same_everywhere(str(samples.settings()), "the training data", group=world)
     if resolved.tasks:
         check_same_everywhere(str([task.fingerprint for task in resolved.tasks]), "validation.tasks", group=world)
-    if resolved.targets.settings:
-        check_same_everywhere(str(resolved.targets.settings), resolved.targets.title, group=world)
+    if targets := resolved.targets:
+        check_same_everywhere(str(targets.settings), targets.title, group=world)
     return samples, validation_sources
 
 
@@ -258,7 +262,7 @@ def build_model(
     mesh: DeviceMesh,
     kernels: Kernels,
     device: torch.device,
-    memory: StateMemory,
+    memory: StateMemory | None,
     phase: CurrentPhase,
 ) -> tuple[Model, Model]:
     """Build the model on the meta device, parallelize it, and give it memory and values; return also the uncut."""
@@ -290,16 +294,16 @@ def build_checkpoints(
     device: torch.device,
     model: Model,
     optimizer: torch.optim.Optimizer,
-    average: WeightAverage,
+    average: "WeightAverage | None",
     samples: Samples,
     whole_config: str,
-    memory: StateMemory,
+    memory: StateMemory | None,
     open_weights: OpenWeights | None,
 ) -> CheckpointManager:
     spec, allow_changes = resolved.model, config.checkpoint.allow_changes
 
     def settings(samples_seen: int) -> dict[str, Any]:
-        inputs = {**samples.settings(samples_seen), **resolved.targets.settings}
+        inputs = {**samples.settings(samples_seen), **(resolved.targets.settings if resolved.targets else {})}
         return resume_settings(config, model_args=spec.args, inputs=inputs)
 
     return CheckpointManager(
@@ -307,14 +311,14 @@ def build_checkpoints(
         storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
         model=model,
         optimizer=optimizer,
-        average=average,
+        average=average.tensors if average else None,
         mesh=mesh,
         device=device,
         settings=settings,
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=whole_config,
         timeout_seconds=config.comm.save_timeout_seconds,
-        flush=memory.flush if "disk" in places(config).values() else None,
+        flush=memory.flush if memory else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
     )
 
@@ -327,6 +331,7 @@ def build_batches(
     mesh: DeviceMesh,
     device: torch.device,
     lengths: SequenceLengths,
+    split: Callable[[Batch], Batch],
 ) -> tuple[MicroBatches, Generator[Batch, None, None]]:
     """Return which samples each step of this rank takes, and the loader of their batches."""
     training, (rank, ranks) = config.training, data_parallel_rank(mesh)
@@ -344,40 +349,8 @@ def build_batches(
         from titanlite.data.shorter import ShorterSequences
 
         dataset = ShorterSequences(samples, lengths)
-    split = split_batch(config, mesh)
     return micro_batches, build_loader(
         dataset, micro_batches, num_workers=config.data.num_workers, device=device, split=split
-    )
-
-
-def build_step(
-    config: Config,
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    *,
-    mesh: DeviceMesh,
-    kernels: Kernels,
-    targets: Targets,
-    guard: StepGuard,
-    progress: Progress,
-) -> Step:
-    """Return the optimizer step of a model that has memory."""
-    loss = build_loss(config.training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
-    group = loss_group(mesh)
-    trained = Trained(model=model, optimizer=optimizer, mesh=mesh, state=progress.guard, should_skip=guard.should_skip)
-    return Step(
-        model=model,
-        optimizer=optimizer,
-        group=group,
-        max_norm=config.training.max_norm,
-        world=world_group(mesh),
-        copies=ranks_of_stage(mesh) // group.size(),
-        replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
-        loss_function=split_loss(loss, config, mesh),
-        targets=targets,
-        gradients=build_gradients(config, trained),
-        reduce_once=reduces_gradients_once(config, mesh),
-        passes=passes_of_step(config, model, mesh),
     )
 
 
@@ -389,6 +362,7 @@ def build_validator(
     mesh: DeviceMesh,
     kernels: Kernels,
     device: torch.device,
+    parts: Parts,
 ) -> Validator:
     rank, ranks = data_parallel_rank(mesh)
     return Validator(
@@ -400,12 +374,12 @@ def build_validator(
         batch_size=config.training.batch_split(ranks)[0],
         token_bytes=resolved.tokenizer.token_bytes(),
         kernels=kernels,
-        vocabulary=split_vocabulary(config, mesh),
+        vocabulary=parts.vocabulary,
         device=device,
         rank=rank,
         ranks=ranks,
         group=loss_group(mesh),
-        split=split_batch(config, mesh),
+        split=parts.batch,
     )
 
 
@@ -456,8 +430,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
-    after_update = after_updates(run.config, run.model)
-    after_update()
+    run.after_update()
     metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
@@ -468,10 +441,11 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = _learning_rate(run, step)
         set_learning_rate(run.optimizer, lr)
-        result = run.step(batches, decide=run.guard.decide, stop_flag=stop.flag(), observer=observer)
-        run.average.update(step, result.skip_reason)
+        result = run.step(batches, decide=run.guard.decide, stop_flag=stop.flag(), on_phase=observer.phase)
+        if run.average:
+            run.average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)
-        after_update()
+        run.after_update()
         if step == run.progress.step + 1:
             freeze_garbage_collector()
         _after_step(run, step, result, lr=lr, stop=stop, stop_requests=stop_requests, observer=observer)
@@ -500,7 +474,7 @@ def _after_step(
     config, stops = run.config, stop.is_agreed(result.stop_flags) and not last
     saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
     if saves or stops or metrics.records(step, last=last):
-        metrics.record_skipped(run.guard.check(run.world), run.micro_batches, run.samples)
+        metrics.record_skipped(run.guard.check(run.step.world), run.micro_batches, run.samples)
     if stops:
         raise stop_requests.stopped(step)
     if config.validation.enable and is_due(step, config.validation.freq, last=last):
@@ -512,7 +486,7 @@ def _after_step(
 
             if record := measure():
                 checkpoints.wait_until_staged()
-                record |= run.average.measured(measure)
+                record |= run.average.measured(measure) if run.average else {}
                 metrics.record_validation(step, record)
     if saves:
         with metrics.not_training(waits_for_device=not checkpoints.is_background):
@@ -537,7 +511,7 @@ def _samples_seen(run: Run, step: int) -> int:
 def _progress(run: Run, step: int) -> Progress:
     """Return the progress at the end of a step of this start."""
     samples = _samples_seen(run, step)
-    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.step.gradients.state())
+    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.step.checkpoint_state())
 
 
 def finish(run: Run, stopped: RunStopped | None = None) -> None:

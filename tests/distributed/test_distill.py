@@ -19,11 +19,10 @@ from titanlite.batch import IGNORE
 from titanlite.checkpoint.state import model_state, state_of
 from titanlite.metrics.recorder import step_line
 from titanlite.models.base import unique_parameters
-from titanlite.observer import StepObserver
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.step import accumulate, count_valid_tokens
+from titanlite.step import count_valid_tokens, ignore
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_model, open_source
@@ -141,7 +140,7 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(
     batches = list(islice(run.batches, 2))
     run.batches.close()
     batches[0]["labels"][:3, 5:] = IGNORE
-    accumulate(run.step, batches, StepObserver())
+    run.step.accumulate(batches, ignore)
     student, teacher = (load_model(open_source(path)) for path in paths)
     tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
     with torch.no_grad():
@@ -171,9 +170,9 @@ def test_neither_frozen_nor_the_teachers_bits_change(with_teacher: tuple[TinyRun
     still = {name for name, p in unique_parameters(run.model) if torch.equal(whole(p), before[name])}
     first = {name for name in before if name.startswith("layers.0.")}
     assert still == first | {"tok_embeddings.weight", "layers.1.attention.wq.weight"}
-    assert run.step.targets.model is not None
+    assert run.step.targets
     stored = model_state(load_model(open_source(f"{tiny.folder}/outputs/teacher")))
-    for name, tensor in model_state(run.step.targets.model).items():
+    for name, tensor in model_state(run.step.targets.model or run.model).items():
         assert np.array_equal(whole(tensor).float().numpy(), stored[name].float().numpy()), name
 
 
@@ -185,7 +184,8 @@ def test_the_teacher_computes_what_its_model_does(with_teacher: tuple[TinyRun, s
     run = built(0, 1, config)
     batch = next(run.batches)
     run.batches.close()
-    output = run.step.targets(batch, StepObserver())["teacher"]
+    assert run.step.targets
+    output = run.step.targets(batch, ignore)["teacher"]
     with output.teacher.head_weight() as weight, torch.no_grad():
         logits = output.hidden_BLD @ weight.t()
         expected = load_model(open_source(str(config.teacher.path)))(batch["tokens"], **document_arguments(batch))

@@ -1,7 +1,6 @@
 """float16 with dynamic loss scaling: against torch.amp.GradScaler, on every layout, after a resume; what is refused."""
 
 import json
-from dataclasses import replace
 from functools import partial
 from itertools import islice, pairwise
 from typing import Any
@@ -12,10 +11,11 @@ import torch
 
 from tests.support.helpers import TinyRun, run_in_turn, world
 from tests.support.layouts import LAYOUTS, built, degrees, job, trained, whole
+from tests.support.models import plain_step
 from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
 from titanlite.schema import Config, Guard
 from titanlite.step import StepResult, count_valid_tokens
-from titanlite.techniques.loss_scale.scale import INITIAL_SCALE, LossScale
+from titanlite.techniques.loss_scale.scale import INITIAL_SCALE, ScaledStep
 
 FLOAT16 = "--training.mixed_precision_param=float16"
 CPU = torch.device("cpu")
@@ -43,7 +43,7 @@ def guard_of(**options: Any) -> StepGuard:
     return StepGuard(Guard.model_validate(options), device=CPU, step=0, state={})
 
 
-def skip_reasons(scale: LossScale, guard: StepGuard, norms: list[float], *, loss: float = 2.0) -> list[int]:
+def skip_reasons(scale: Any, guard: StepGuard, norms: list[float], *, loss: float = 2.0) -> list[int]:
     found = []
     for step, norm in enumerate(norms, 1):
         pair = torch.tensor(loss), torch.tensor(norm)
@@ -62,24 +62,28 @@ def train_by_grad_scaler(run: Any, scaler: torch.amp.GradScaler) -> None:
     run.optimizer.zero_grad()
 
 
-def train_by_titanlite(run: Any, scale: LossScale) -> float:
-    batches = list(islice(run.batches, 1))
-    result = replace(run.step, max_norm=0.0, gradients=scale)(batches, decide=run.guard.decide)
+def scaled_step(**state: float) -> Any:
+    model = torch.nn.Linear(1, 1)
+    return plain_step(model, torch.optim.SGD(model.parameters()), ScaledStep, state={"loss_scale": state})
+
+
+def train_by_titanlite(run: Any) -> float:
+    result = run.step(list(islice(run.batches, 1)), decide=run.guard.decide)
     return float(result.model_metrics["loss_scale"])
 
 
 @pytest.mark.usefixtures("single_process_group")
+@patch.multiple("titanlite.techniques.loss_scale.scale", GROWTH_INTERVAL=INTERVAL, INITIAL_SCALE=TOO_LARGE)
 def test_training_is_that_of_grad_scaler(tiny: TinyRun) -> None:
     """The scales and the weights of 16 steps, from a scale that overflows: the same bits."""
     options = [FLOAT16, "--training.max_norm=0", "--training.steps=16"]
     ours, theirs = (built(0, 1, tiny.config(*options, f"--job.name={name}")) for name in ("ours", "theirs"))
     scaler = torch.amp.GradScaler("cpu", init_scale=TOO_LARGE, growth_interval=INTERVAL)
-    scale = LossScale(device=CPU, state={"loss_scale": {"value": TOO_LARGE}}, growth_interval=INTERVAL)
     scales = []
     for _ in range(16):
         wanted = scaler.get_scale()
         train_by_grad_scaler(theirs, scaler)
-        assert train_by_titanlite(ours, scale) == wanted
+        assert train_by_titanlite(ours) == wanted
         scales.append(wanted)
         for (name, mine), their in zip(ours.model.named_parameters(), theirs.model.parameters(), strict=True):
             assert torch.equal(whole(mine), whole(their)), name
@@ -88,8 +92,10 @@ def test_training_is_that_of_grad_scaler(tiny: TinyRun) -> None:
 
 
 def trained_from_too_large(rank: int, world_size: int, config: Config) -> dict[str, Any]:
-    growth = patch.object(LossScale.__init__, "__kwdefaults__", {"growth_interval": INTERVAL})
-    with growth, patch("titanlite.techniques.loss_scale.scale.INITIAL_SCALE", TOO_LARGE):
+    with (
+        patch("titanlite.techniques.loss_scale.scale.GROWTH_INTERVAL", INTERVAL),
+        patch("titanlite.techniques.loss_scale.scale.INITIAL_SCALE", TOO_LARGE),
+    ):
         return trained(rank, world_size, config)
 
 
@@ -136,26 +142,28 @@ def test_every_layout_skips_the_same_steps_and_a_resume_goes_on_with_the_scale(
 def test_at_a_scale_of_1_an_overflow_is_the_guards() -> None:
     """16 halvings are steps like others. What is not finite then stops the run, whose state is that of step 17."""
     group = world()
-    inf, scale = float("inf"), LossScale(device=CPU, state={})
+    inf, scale = float("inf"), scaled_step()
     guard = guard_of()
     assert skip_reasons(scale, guard, [inf] * 16 + [1.0, inf, 1.0]) == [*[OVERFLOW] * 16, TAKEN, NONFINITE, AFTER_STOP]
-    assert guard.state() | scale.state() == {"loss_scale": {"value": 1.0, "finite_steps": 1}}
+    assert guard.state() | scale.checkpoint_state() == {"loss_scale": {"value": 1.0, "finite_steps": 1}}
     with pytest.raises(StoppedByGuard, match=f"step 18: {REASONS[NONFINITE]}") as stopped:
         guard.check(group)
     assert (stopped.value.taken, stopped.value.exit_code) == (17, 3)
     assert [it.reason for it in stopped.value.skipped[:16]] == [REASON] * 16
 
 
+@pytest.mark.usefixtures("single_process_group")
 @pytest.mark.parametrize("nonfinite", ["stop", "skip"])
 def test_a_loss_that_is_not_finite_leaves_the_scale(nonfinite: str) -> None:
-    scale = LossScale(device=CPU, state={})
+    scale = scaled_step()
     assert skip_reasons(scale, guard_of(nonfinite=nonfinite), [float("inf")], loss=float("nan")) == [NONFINITE]
-    assert float(scale.value) == INITIAL_SCALE == 2.0**16
+    assert float(scale.scale) == INITIAL_SCALE == 2.0**16
 
 
+@pytest.mark.usefixtures("single_process_group")
 def test_the_scale_stays_finite() -> None:
     """It is saved in checkpoints, and 0 times infinity would make gradients NaN."""
-    state = {"loss_scale": {"value": 2.0**126, "finite_steps": 0}}
-    scale = LossScale(device=CPU, state=state, growth_interval=1)
-    assert skip_reasons(scale, guard_of(), [1.0] * 3) == [TAKEN] * 3
-    assert float(scale.value) == 2.0**127
+    scale = scaled_step(value=2.0**126, finite_steps=0)
+    with patch("titanlite.techniques.loss_scale.scale.GROWTH_INTERVAL", 1):
+        assert skip_reasons(scale, guard_of(), [1.0] * 3) == [TAKEN] * 3
+    assert float(scale.scale) == 2.0**127

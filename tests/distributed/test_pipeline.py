@@ -154,9 +154,9 @@ def used_twice(rank: int, world_size: int, config: Config) -> None:
 
 
 def without_scale(rank: int, world_size: int, config: Config) -> None:
-    from titanlite.step import Gradients
+    from titanlite.step import Step
 
-    with patch.object(Gradients, "scale", lambda self, valid_tokens, **_: 1 / (2 * valid_tokens)):
+    with patch.object(Step, "loss_factor", lambda self, valid_tokens, **_: 1 / (2 * valid_tokens)):
         dump_here(rank, world_size, config)
 
 

@@ -18,14 +18,15 @@ from torch import Tensor, nn
 from tests.support.helpers import TinyRun, built, mentions, run_in_turn, run_ranks, train_on_this_rank
 from tests.support.layouts import degrees
 from tests.unit.techniques.test_average import KINDS, checkpoint, stored
-from titanlite import step
 from titanlite.batch import Batch
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.schema import Config
+from titanlite.step import Step
 from titanlite.techniques.reproducible import TECHNIQUE, sums
 from titanlite.techniques.reproducible.parts import check_parts
+from titanlite.techniques.reproducible.step import exact_sums
 from titanlite.tools import cli
 
 ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--training.global_batch_size=8"]
@@ -36,7 +37,7 @@ PARTS = ["--debug.reproducible_context_degree=4"]
 
 
 SPARSE = ["--model={name='qwen3_moe', flavor='debug', args={dim=32, n_layers=2, vocab_size=259}}"]
-PLAIN = {"tree_sum": sums.tree_sum, "accumulate": step.accumulate}
+PLAIN = {"tree_sum": sums.tree_sum, "accumulate": Step.accumulate}
 
 
 def halves(parts: Tensor) -> Tensor:
@@ -49,9 +50,9 @@ def halves(parts: Tensor) -> Tensor:
 def accumulate_changed(change: Any) -> Any:
     """Compute other gradients: those of batches whose first one was changed in place."""
 
-    def accumulate(step: Any, batches: Any, observer: Any) -> Any:
+    def accumulate(step: Any, batches: Any, on_phase: Any) -> Any:
         change(batches[0])
-        return PLAIN["accumulate"](step, batches, observer)
+        return PLAIN["accumulate"](step, batches, on_phase)
 
     return accumulate
 
@@ -82,7 +83,7 @@ CONTROL_OPTIONS = {name: ["--training.steps=1"] for name in CONTROLS}
 def train(rank: int, world_size: int, config: Config) -> None:
     name = str(config.job.name)
     other = CONTROLS.get(name, {}) if rank == 1 or name == "other-order" else {}
-    sums.tree_sum, step.accumulate = (PLAIN | other).values()
+    sums.tree_sum, Step.accumulate = (PLAIN | other).values()
     train_on_this_rank(config, rank, world_size)
 
 
@@ -196,7 +197,7 @@ def exact(rank: int, world_size: int, values: list[float]) -> tuple[float, float
     assert group is not None
     part = torch.tensor(values)[rank::world_size]
     bad = torch.tensor([torch.nan if rank == 1 else 1.0])
-    found = sums.exact_sums([part, bad], group)
+    found = exact_sums([part, bad], group)
     return float(found[0]), float(found[1])
 
 

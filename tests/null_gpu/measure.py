@@ -183,17 +183,12 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     """Build this rank's model and optimizer; the result makes one step."""
     import torch
 
-    from titanlite.loss import build_loss
-    from titanlite.mesh import loss_group, ranks_of_stage, world_group
+    import titanlite.step
     from titanlite.models.base import build_on_meta
     from titanlite.optim import build_optimizer
-    from titanlite.optim.norm import count_parameter_replicas
-    from titanlite.parallelize import build_mesh, parallelize, reduces_gradients_once
+    from titanlite.parallelize import build_mesh, parallelize
     from titanlite.parallelize.materialize import allocate
-    from titanlite.step import Step
-    from titanlite.techniques import build_gradients, passes_of_step, split_batch, split_vocabulary
-    from titanlite.techniques.float8.layers import weight_scaler
-    from titanlite.techniques.technique import Trained
+    from titanlite.techniques import parts_of
     from titanlite.tools.plan.estimate import model_of
 
     spec = model_of(config)
@@ -203,7 +198,7 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     parallelize(model, config, mesh=mesh, kernels=kernels)
     allocate(model, torch.device("cpu") if config.training.enable_cpu_offload else device, device)
     optimizer = build_optimizer(model, config.optimizer, seed=0)
-    gradients = build_gradients(config, Trained(model=model, optimizer=optimizer, mesh=mesh))
+    parts = parts_of(config, mesh)
     degrees = config.parallelism.degrees(world_size)
     size, accumulation = config.training.batch_split(degrees.data_parallel)
     tokens = torch.zeros(size, config.training.seq_len, dtype=torch.int64, device=device)
@@ -212,24 +207,12 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
         batch["positions"] = torch.zeros_like(tokens)
         batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
         batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32, device=device)
-    batch = split_batch(config, mesh)(batch)
-    scale_weights = weight_scaler(model, config.quantize.linear.float8)
+    batch = parts.batch(batch)
+    scale_weights = parts.after_update(model)
     scale_weights()
-    passes: Any = passes_of_step(config, model, mesh)
+    step: Any = titanlite.step.build_step(config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts)
     if model.stages:
-        passes.__self__.is_alone = True  # nothing is received
-    step = Step(
-        model=model,
-        optimizer=optimizer,
-        group=loss_group(mesh),
-        world=world_group(mesh),
-        replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
-        max_norm=config.training.max_norm,
-        loss_function=build_loss(config.training, kernels, vocabulary=split_vocabulary(config, mesh)),
-        gradients=gradients,
-        reduce_once=reduces_gradients_once(config, mesh),
-        passes=passes,
-    )
+        step.is_alone = True  # nothing is received
 
     def make_step() -> None:
         step([batch] * accumulation)

@@ -172,9 +172,9 @@ def backward_raises(at_last: Callable[[Any], None] = lambda _: None) -> None:
     Args:
         at_last: called with the model, when the memory has been used again.
     """
-    import titanlite.step as module
+    from titanlite.step import Step
 
-    accumulate, calls = module.accumulate, [0]
+    accumulate, calls = Step.accumulate, [0]
 
     def planted(step: Any, *arguments: Any) -> Any:
         model = step.model
@@ -196,7 +196,7 @@ def backward_raises(at_last: Callable[[Any], None] = lambda _: None) -> None:
         at_last(model)
         return accumulate(step, *arguments)
 
-    module.accumulate = planted
+    Step.accumulate = planted  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def backward_raises_and_nothing_waits() -> None:

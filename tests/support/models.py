@@ -18,9 +18,10 @@ from titanlite.models.qwen3_moe import Qwen3Moe, Qwen3MoeArgs
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.optim import build_optimizer, set_learning_rate
+from titanlite.parallelize import build_mesh
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schedule import learning_rate
-from titanlite.schema import LRScheduler, Optimizer
+from titanlite.schema import Config, LRScheduler, Optimizer
 from titanlite.step import Step
 
 SMALL = Llama3Args(
@@ -91,7 +92,7 @@ def assert_steps_equal(model: Decoder, theirs: Any) -> None:
          {"params": [*vectors.values()], "weight_decay": 0.0}],
         betas=(0.9, 0.95),
     )  # fmt: skip
-    group = world()
+    world()
     generator = torch.Generator().manual_seed(2)
     batches = torch.randint(0, model.args.vocab_size // 4, (20, 2, 33), generator=generator)
     found, expected = [], []
@@ -100,7 +101,7 @@ def assert_steps_equal(model: Decoder, theirs: Any) -> None:
         set_learning_rate(optimizer, lr)
         set_learning_rate(plain, lr)
         batch = {"tokens": tokens[:, :-1], "labels": tokens[:, 1:]}
-        found.append(float(Step(model=model, optimizer=optimizer, group=group, max_norm=1.0)([batch]).loss))
+        found.append(float(plain_step(model, optimizer, max_norm=1.0)([batch]).loss))
         loss = theirs(tokens, labels=tokens).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
@@ -109,3 +110,12 @@ def assert_steps_equal(model: Decoder, theirs: Any) -> None:
         expected.append(float(loss.detach()))
     assert expected[-1] < 0.8 * expected[0]
     assert found == pytest.approx(expected, rel=1e-4)
+
+
+def plain_step(
+    model: Any, optimizer: torch.optim.Optimizer, kind: type[Step] = Step, *, max_norm: float = 0.0, **options: Any
+) -> Step:
+    """Return the step of a model on a single process that does not shard it."""
+    config = Config.model_validate({"training": {"max_norm": max_norm}})
+    mesh = build_mesh(config.parallelism, world_size=1, device_type="cpu")
+    return kind(config=config, model=model, optimizer=optimizer, mesh=mesh, **options)

@@ -1,7 +1,7 @@
 """Decisions about checkpoints: when to save, when to wait for a save, what to do when one fails."""
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.initial import Opener, load_initial
@@ -22,7 +22,6 @@ from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
 from titanlite.checkpoint.settings import RunSettings
 from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
 from titanlite.models.base import added_parameters
-from titanlite.optim.state_memory import WeightAverage
 from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
@@ -53,7 +52,7 @@ class CheckpointManager:
         storage: Storage,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
-        average: WeightAverage | None = None,
+        average: Mapping[str, Tensor] | None = None,
         mesh: DeviceMesh,
         device: torch.device,
         settings: Callable[[int], Settings],
@@ -67,7 +66,7 @@ class CheckpointManager:
         self.storage = storage
         self.model = model
         self.optimizer = optimizer
-        self.average = average or WeightAverage()
+        self.average = average
         self.mesh = mesh
         # A save runs in a thread: its collectives must not mix with training's.
         timeout = timedelta(seconds=timeout_seconds)
@@ -97,7 +96,7 @@ class CheckpointManager:
 
     def state(self) -> State:
         """Return the tensors of a checkpoint."""
-        average = {AVERAGE: {**self.average.tensors}} if self.average.tensors else {}
+        average = {AVERAGE: {**self.average}} if self.average else {}
         return state_of(self.model, self.optimizer) | average
 
     def load(self, *, has_saved: bool) -> Progress:

@@ -10,7 +10,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Degrees
-from titanlite.techniques import keeps_gradients, places
+from titanlite.techniques import places
 
 
 def check_model_memory(
@@ -87,7 +87,7 @@ def bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
     trained = sum(p.numel() for p in trainable_parameters(model).values()) / parameters
     size = DTYPES[config.training.dtype].size
     weight = weight_bytes(model, config) / parameters
-    gradient = trained * size if keeps_gradients(config) else 0
+    gradient = trained * size if not config.optimizer.in_backward else 0
     moments = state_bytes(config.optimizer, model, dtype=config.training.dtype) / parameters
     place_of = places(config)
     on_disk = weight * (place_of.get("parameters") == "disk") + moments * (place_of.get("optimizer") == "disk")

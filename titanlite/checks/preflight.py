@@ -25,7 +25,7 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
-from titanlite.techniques import asked_for, places, used
+from titanlite.techniques import asked_for, places
 from titanlite.techniques.technique import Technique, reads_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ class ResolvedConfig:
 
     model: ModelSpec
     tokenizer: Tokenizer
-    targets: Targets
+    targets: Targets | None
     tasks: "Sequence[Task]" = ()
 
 
@@ -107,8 +107,8 @@ def examine(
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
     report.ask(lambda technique: technique.check_machine, config, device)
     if loss := training.loss:
-        names = [name for technique in used(config) for name in technique.loss_arguments]
-        report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, names))
+        targets = ["teacher"] if config.teacher.path else []
+        report.attempt("training.loss", ["training.loss"], lambda: check_loss(loss, targets))
     for name in config.metrics.loggers:
         report.attempt("metrics.loggers", ["metrics.loggers"], partial(check_logger, name))
     model = _build_model(report, spec, config) if spec else None
@@ -130,20 +130,26 @@ def examine(
     report.attempt("training.seq_len", ["training.seq_len"], lambda: _check_seq_len(training.seq_len, args))
     if tokenizer:
         report.attempt("data.tokenizer", [], lambda: _check_vocabulary(tokenizer, args))
-    opened = (
-        technique.open_targets(config, student=spec, tokenizer=tokenizer, open_model=open_model, attempt=report.attempt)
-        for technique in asked_for(config)
-    )
-    targets = next(filter(None, opened), None) or Targets()
+    teacher = None
+    if config.teacher.path:
+        from titanlite.techniques.distill.source import check_and_open_teacher
+
+        teacher = check_and_open_teacher(
+            config, student=spec, tokenizer=tokenizer, open_model=open_model, attempt=report.attempt
+        )
     reads = ["data", "validation", "training.seq_len"]
     tasks = report.attempt("validation.tasks", reads, lambda: _open_tasks(config, tokenizer, open_tasks))
     if checked and judge_memory:
-        fits = partial(check_model_memory, model, config, ranks, device, frozen=targets.frozen)
+        fits = partial(check_model_memory, model, config, ranks, device, frozen=teacher.frozen if teacher else None)
         report.attempt("model.flavor", ["training", "parallelism", "offload", "teacher"], fits)
         if "disk" in places(config).values() and no_known_problem(["training", "parallelism"], bad_keys):
-            report.ask(lambda technique: technique.check_disk, config, bytes_on_disk(model, config, ranks))
+            from titanlite.techniques.offload import check_disk
+
+            needed = partial(bytes_on_disk, model, config, ranks)
+            reads = ["offload", "training", "parallelism", "job"]
+            report.attempt("offload.path", reads, lambda: check_disk(config, needed()))
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
-    return (ResolvedConfig(spec, tokenizer, targets, tasks or ()) if tokenizer else None), report.problems
+    return (ResolvedConfig(spec, tokenizer, teacher, tasks or ()) if tokenizer else None), report.problems
 
 
 def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> ModelSpec:

@@ -36,7 +36,7 @@ from titanlite.runtime.signals import STOPPED, StoppedBySignal
 from titanlite.schedule import BatchSizes
 from titanlite.schema import Config
 from titanlite.storage.storage import Storage
-from titanlite.techniques import keeps_gradients, used
+from titanlite.techniques import used
 
 logger = logging.getLogger(__name__)
 
@@ -204,7 +204,7 @@ def report_end(
         logger.info(f"  time         {format_phases(seconds)}")
         if done:
             logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
-        if config.guard.nonfinite == "stop" and done and keeps_gradients(config):
+        if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
             logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
         return
     needs = "" if find_spec("plotly") else f", after {install_hint('report')}"

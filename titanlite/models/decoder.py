@@ -4,6 +4,7 @@ Shape suffixes: see `layers`.
 """
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -16,10 +17,8 @@ from titanlite.models.base import (
     Model,
     ModelArgs,
     Roles,
-    added_parameters,
-    unique_parameters,
-    vector_names,
 )
+from titanlite.models.flops import decoder_flops
 from titanlite.models.initial import Constant, InitialValues, LessOne, Normal
 from titanlite.models.layers import (
     Attention,
@@ -33,7 +32,7 @@ from titanlite.models.layers import (
     rope_at,
     rope_cos_sin,
 )
-from titanlite.ops.attention import of_whole_sequences, seen_causally
+from titanlite.ops.attention import of_whole_sequences
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.schema import Config
@@ -240,28 +239,29 @@ class Decoder(Model):
         Args:
             further: loss of the tokens after the next. Then `tokens` are [B, L, 2]: with each is its next one.
         """
-        seq_len = tokens.shape[1]
+        x_BLD = self.tok_embeddings(tokens)
+        if further:
+            from titanlite.models.multi_token import forward_of_pairs
+
+            return forward_of_pairs(self, x_BLD, loss, further, documents)
+        return self.head(self.through_blocks(x_BLD, self.block_inputs(x_BLD, documents)), loss)
+
+    def block_inputs(self, x_BLD: Tensor, documents: Documents | None) -> list[tuple[Any, ...]]:
+        """Return the further arguments of each block: cosines and sines of its rotary positions, and its mask."""
+        seq_len = x_BLD.shape[1]
         ropes = [
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))
             for cos_SH, sin_SH in zip(self.rope_cos, self.rope_sin, strict=True)
         ]
-        x_BLD = self.tok_embeddings(tokens)
-        next_BLD = None
-        if further:  # compiled blocks get one layout of memory
-            x_BLD, next_BLD = (part.contiguous() for part in x_BLD.unbind(2))
         masks = self._masks(x_BLD, documents)
-        inputs = [(*ropes[attention.rope or 0], mask) for attention, mask in zip(self.attentions, masks, strict=True)]
-        for name, block in self.layers.named_children():  # with pipeline parallelism, some of all layers
+        return [(*ropes[attention.rope or 0], mask) for attention, mask in zip(self.attentions, masks, strict=True)]
+
+    def through_blocks(self, x_BLD: Tensor, inputs: Sequence[tuple[Any, ...]]) -> Tensor:
+        """Return the hidden states behind the blocks, of which a stage of a pipeline has some."""
+        for name, block in self.layers.named_children():
             if (layer := int(name)) < len(inputs):
                 x_BLD = block(x_BLD, *inputs[layer])
-        if further and loss and next_BLD is not None:
-            from titanlite.models.multi_token import LossOfTwo
-
-            def predict(hidden_BLD: Tensor, next_BLD: Tensor) -> Tensor:
-                return self.head.further_norm(self.layers[-1](hidden_BLD, next_BLD, *inputs[-1]))
-
-            loss = LossOfTwo(loss, further, predict, next_BLD, weight=self.further_weight)
-        return self.head(x_BLD, loss)
+        return x_BLD
 
     def _masks(self, x_BLD: Tensor, documents: Documents | None) -> list[AttentionMask | Documents | None]:
         """Return the mask of each layer, which those with the same window share, or documents for its state. None:
@@ -308,43 +308,9 @@ class Decoder(Model):
         self.rope_cos, self.rope_sin = (torch.stack(several) for several in zip(*tables, strict=True))
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
-        """Floating point operations of forward and backward for one token.
-
-        Each weight of a matmul costs 2 operations forward and 4 backward. So do the dims of queries and values, for
-        each visible position: seq_len or the window, and with a causal mask what it leaves on average. A frozen weight
-        has no gradient, which saves 2. Backward ends at the first block with a trained parameter. Adapters are weights
-        of matmuls, too.
-        """
-        args = self.args
-        layers = [*range(args.n_layers), *([args.n_layers - 1] if self.further_weight else [])]
-        blocks = [self.attention_weights(layer) + self.feed_forward_weights(layer) for layer in layers]
-        weights = sum(blocks) + args.dim * args.vocab_size
-        if self.further_weight:
-            weights += args.dim * (args.vocab_size + 2 * args.dim)
-        weights += sum(parameter.numel() for parameter in added_parameters(self).values())
-        windows = [min(attention.window or seq_len, seq_len) for attention in self.attentions]
-        seen = [seen_causally(n, seq_len) if causal else n for n in windows]
-        scores = [self.attention_dims(layer) * seen[layer] for layer in layers]
-        vectors, parameters = vector_names(self), unique_parameters(self)
-        matrices = ((name, p) for name, p in parameters if name not in vectors and not p.requires_grad)
-        frozen = sum(self._weights_per_token(name, parameter) for name, parameter in matrices)
-        first = self._blocks_without_backward()
-        skipped = 2 * sum(blocks[:first]) + 4 * sum(scores[:first])
-        return 6 * weights + 6 * sum(scores) - 2 * frozen - skipped
-
-    def _weights_per_token(self, name: str, parameter: Tensor) -> float:
-        """Weights of a matrix that a token is multiplied with. A lookup in a table multiplies none."""
-        if name.startswith("tok_embeddings.") and not self.args.tied_head:
-            return 0
-        return parameter.numel() * (self.share_of_experts() if parameter.ndim == 3 else 1)
+        """Floating point operations of forward and backward for one token; see `decoder_flops`."""
+        return decoder_flops(self, seq_len, causal=causal)
 
     def share_of_experts(self) -> float:
         """Share of the experts that compute a token."""
         return 1.0
-
-    def _blocks_without_backward(self) -> int:
-        """Number of first blocks that backward does not reach, because nothing up to their end is trained."""
-        if any(parameter.requires_grad for parameter in self.tok_embeddings.parameters()):
-            return 0
-        trains = [any(parameter.requires_grad for parameter in block.parameters()) for block in self.layers]
-        return trains.index(True) if any(trains) else len(trains)

@@ -5,14 +5,17 @@ Shape suffixes: as in `layers`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from titanlite.batch import IGNORE, Batch
-from titanlite.models.layers import Linear, Loss, RMSNorm
+from titanlite.models.layers import Documents, Linear, Loss, RMSNorm
+
+if TYPE_CHECKING:
+    from titanlite.models.decoder import Decoder
 
 
 class FurtherToken(nn.Module):
@@ -77,3 +80,22 @@ class LossOfTwo:
         further = self.after(self.predict(hidden_BLD, self.next_BLD), weight_VD)
         metrics = {**own.metrics, "multi_token_loss": further.cross_entropy}
         return own._replace(total=own.total + self.weight * further.total, metrics=metrics)
+
+
+def forward_of_pairs(
+    decoder: "Decoder", pairs_BLTD: Tensor, loss: Loss | None, further: Loss, documents: Documents | None
+) -> Any:
+    """Return what a decoder's forward returns for tokens with their next ones.
+
+    Args:
+        pairs_BLTD: embeddings [B, L, 2, D] of tokens and of their next ones.
+        further: loss of the tokens after the next.
+    """
+    x_BLD, next_BLD = (part.contiguous() for part in pairs_BLTD.unbind(2))  # compiled blocks get one layout of memory
+    inputs = decoder.block_inputs(x_BLD, documents)
+
+    def predict(hidden_BLD: Tensor, next_BLD: Tensor) -> Tensor:
+        return decoder.head.further_norm(decoder.layers[-1](hidden_BLD, next_BLD, *inputs[-1]))
+
+    both = LossOfTwo(loss, further, predict, next_BLD, weight=decoder.further_weight) if loss else None
+    return decoder.head(decoder.through_blocks(x_BLD, inputs), both)

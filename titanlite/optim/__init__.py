@@ -50,7 +50,7 @@ def build_optimizer(
     for group in parameter_groups(config, model):
         by_class.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
     optimizers = [
-        _build(groups, config, seed=seed, memory=memory or StateMemory(), pick_kernel=pick_kernel, fused=fused)
+        _build(groups, config, seed=seed, memory=memory, pick_kernel=pick_kernel, fused=fused)
         for groups in by_class.values()
     ]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
@@ -61,7 +61,7 @@ def _build(
     config: Optimizer,
     *,
     seed: int,
-    memory: StateMemory,
+    memory: StateMemory | None,
     pick_kernel: PickKernel | None,
     fused: bool,
 ) -> torch.optim.Optimizer:
@@ -81,12 +81,13 @@ def _build(
     options = constructor_options(optimizer_cls, config, groups[0].args, fused=fused)
     state_dtype = getattr(torch, config.state_dtype)
     is_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
-    if optimizer_cls is torch.optim.AdamW and (memory.slices_updates or not is_float32):
+    by_slice = memory is not None and memory.slices_updates
+    if optimizer_cls is torch.optim.AdamW and (by_slice or not is_float32):
         from titanlite.optim import rounding
 
         del options["fused"]
         pick = pick_kernel or rounding.pick_kernel
-        kernel = None if memory.slices_updates else pick(local_tensor(next(iter(parameters.values()))).device)
+        kernel = None if by_slice else pick(local_tensor(next(iter(parameters.values()))).device)
         return rounding.SlicedAdamW(
             param_groups, parameters, state_dtype=state_dtype, seed=seed, memory=memory, kernel=kernel, **options
         )

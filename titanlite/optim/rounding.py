@@ -68,8 +68,8 @@ class SlicedAdamW(torch.optim.Optimizer):
         self.round = round_stochastically
         """Rounding of float32 values to bfloat16, given random bits."""
         self._origins = {p: (salt(f"{seed}/{name}"), GlobalIndices(p)) for name, p in parameters.items()}
-        self._memory = memory or StateMemory()
-        elsewhere = self._memory.zeros("optimizer", parameters.values(), state_dtype, copies=2)
+        self._memory = memory
+        elsewhere = memory.zeros("optimizer", parameters.values(), state_dtype, copies=2) if memory else {}
         for p in parameters.values():
             moments = elsewhere.get(p)
             self.state[p] = state_before_steps(p, *moments) if moments else zero_moments(p, dtype=state_dtype)
@@ -121,7 +121,7 @@ class SlicedAdamW(torch.optim.Optimizer):
         state["step"] += 1
         flat = self._flat(parameter)
         name_salt, indices = self._origins[parameter]
-        size = SMALL_SLICE if self._memory.slices_updates else SLICE
+        size = SMALL_SLICE if self._memory and self._memory.slices_updates else SLICE
         for start in range(0, len(flat[0]), size):
             weight, gradient, mean, square = kept = [tensor[start : start + size] for tensor in flat]
             on_device = [part.to(gradient.device).float() for part in kept]
@@ -140,7 +140,8 @@ class SlicedAdamW(torch.optim.Optimizer):
                     part.copy_(self.round(new[: len(part)], bits >> (16 * number)))
                 elif part is not new:  # it is on another device, or padded
                     part.copy_(new[: len(part)])
-            self._memory.changed(weight, mean, square)
+            if self._memory:
+                self._memory.changed(weight, mean, square)
         if skip is not None:
             state["step"] -= skip
 

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
 The order matters. First the dtype of the weights, and which of them are frozen, or get an adapter. Then float8. Both
@@ -23,23 +24,12 @@ from titanlite.parallelize.activation_checkpoint import (
     recompute_policies,
 )
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
-from titanlite.parallelize.fsdp import DTYPES, reduces_once, shard
+from titanlite.parallelize.fsdp import DTYPES, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.schema import Config
-from titanlite.techniques import choose_trained, keeps_gradients, places
+from titanlite.techniques import choose_trained
 
-__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize", "reduces_gradients_once"]
-
-
-def reduces_gradients_once(config: Config, mesh: DeviceMesh) -> bool:
-    """Return the `reduce_once` of a step with the model of `parallelize`."""
-    return reduces_once(
-        mesh,
-        config.parallelism,
-        config.training,
-        adds_gradients=not config.debug.reproducible_layouts,
-        on_host="parameters" in places(config),
-    )
+__all__ = ["DTYPES", "build_mesh", "materialize", "parallelize"]
 
 
 def parallelize(
@@ -53,7 +43,7 @@ def parallelize(
     """
     training, parallelism, debug = config.training, config.parallelism, config.debug
     float8, recomputed = config.quantize.linear.float8, config.activation_checkpoint
-    is_compiled, place = config.compile.enable, places(config).get("parameters", "device")
+    is_compiled = config.compile.enable
     # Blocks meet other shapes if a frozen model runs beside this one, or sequences get longer.
     has_other_sizes = config.teacher.path is not None or (bool(training.seq_len_ramp) and not config.data.document_mask)
     set_dtype(model, DTYPES[training.dtype])
@@ -68,7 +58,7 @@ def parallelize(
 
         convert_to_float8(
             model, float8=float8, shard_degree=shard_degree_of(mesh), tensor=tensor_mesh(mesh),
-            on_host=place != "device",
+            on_host=training.enable_cpu_offload,
         )  # fmt: skip
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import split_layers
@@ -105,11 +95,7 @@ def parallelize(
     reduce = None
     if debug.reproducible_layouts:
         from titanlite.techniques.reproducible.sums import tree_reduce_scatter as reduce
-    shard(
-        model, mesh=mesh, kernels=kernels, parallelism=parallelism, training=training, separate=separate,
-        lasting_gradients=keeps_gradients(config), reduce=reduce, on_host=place != "device",
-        pin_memory=place == "host",
-    )  # fmt: skip
+    shard(model, config, mesh=mesh, kernels=kernels, separate=separate, reduce=reduce)
     if tensor_mesh(mesh):
         from titanlite.techniques.tensor.layers import use_local_parts
 

@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """FSDP2 / HSDP: every block, the embedding and the head are FSDP units of their own (arXiv:2304.11277).
 
 Small blocks may be gathered together: `parallelism.fsdp_min_unit_params`.
@@ -23,7 +24,8 @@ from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.parallelize.reductions import Reduce, set_reductions
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.dtypes import torch_dtype
-from titanlite.schema import Parallelism, Training
+from titanlite.schema import Config, Parallelism
+from titanlite.step import reduces_once
 
 if TYPE_CHECKING:
     from titanlite.techniques.expert.exchange import SeparateUnits
@@ -37,54 +39,33 @@ MANY_TOKENS = 2**14
 """Tokens of a micro-batch from which on blocks need more memory in backward than the loss."""
 
 
-def can_wait(mesh: DeviceMesh, training: Training) -> bool:
+def can_wait(config: Config, mesh: DeviceMesh) -> bool:
     """Return True if backward can wait for the reduce-scatter of the head.
 
     FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
     8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
     """
+    training = config.training
     sequences = training.local_batch_size or training.global_batch_size // data_parallel_rank(mesh)[1]
     tokens = sequences * training.seq_len // context_rank(mesh)[1]
     return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
 
 
-def reduces_once(
-    mesh: DeviceMesh, parallelism: Parallelism, training: Training, *, adds_gradients: bool, on_host: bool
-) -> bool:
-    """Return True if gradients are reduced after the last micro-batch of a step alone.
-
-    Ranks that hold whole parameters always do that, because it takes no memory there, and FSDP would copy each gradient
-    twice a micro-batch. The sums have the same bits. In bfloat16 they would not: FSDP adds up what it has not reduced
-    in the dtype of the reduction, and what it has reduced in that of the parameters.
-
-    Args:
-        adds_gradients: whether FSDP adds the gradients of micro-batches.
-    """
-    if parallelism.fsdp_reduce_gradients == "last":
-        return True
-    is_same = training.mixed_precision_reduce == training.dtype
-    return shard_degree_of(mesh) == 1 and adds_gradients and is_same and not on_host
-
-
-def keeps_reduced_gradients(
-    mesh: DeviceMesh,
-    parallelism: Parallelism,
-    training: Training,
-    *,
-    lasting_gradients: bool,
-    adds_gradients: bool,
-    on_host: bool,
-) -> bool:
+def keeps_reduced_gradients(config: Config, mesh: DeviceMesh) -> bool:
     """Return True if the output of each reduce-scatter becomes the gradients of a unit, and lasts until after backward.
 
     Otherwise FSDP frees the output within backward: it converts it, copies it to the host, adds it to the gradients of
     another micro-batch, or lets an optimizer use it.
     """
+    training = config.training
     at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
-    reduced_once = reduces_once(mesh, parallelism, training, adds_gradients=adds_gradients, on_host=on_host)
-    adds_gradients &= max(training.batch_sizes) > at_once and not reduced_once
+    is_added = (
+        max(training.batch_sizes) > at_once
+        and not config.debug.reproducible_layouts  # the step adds them
+        and not reduces_once(config, mesh)
+    )
     is_converted = training.dtype != training.mixed_precision_reduce
-    return lasting_gradients and not (adds_gradients or is_converted or on_host)
+    return not (config.optimizer.in_backward or is_added or is_converted or training.enable_cpu_offload)
 
 
 DTYPES = {name: torch_dtype(name) for name in ("bfloat16", "float16", "float32")}
@@ -92,27 +73,21 @@ DTYPES = {name: torch_dtype(name) for name in ("bfloat16", "float16", "float32")
 
 def shard(
     model: Model,
+    config: Config,
     *,
     mesh: DeviceMesh,
     kernels: Kernels,
-    parallelism: Parallelism,
-    training: Training,
     separate: "SeparateUnits | None" = None,
-    lasting_gradients: bool = True,
     reduce: Reduce | None = None,
-    on_host: bool = False,
-    pin_memory: bool = True,
 ) -> None:
     """Apply `fully_shard` to every FSDP unit and to the root, in place. FSDP averages gradients over the mesh.
 
     Args:
         separate: units that are sharded over other ranks.
-        lasting_gradients: whether gradients last until after backward. Otherwise hooks of the parameters use them.
         reduce: adds gradients over shards, and the step must add them over micro-batches and replicas. Default:
             FSDP averages them over all.
-        on_host: whether parameters and gradients are in host memory.
-        pin_memory: whether parameters in host memory are copied to pinned memory, with a GPU.
     """
+    training, parallelism = config.training, config.parallelism
     compute_dtype = DTYPES[training.mixed_precision_param]
     has_compute_dtype = all(parameter.dtype == compute_dtype for parameter in model.parameters())
     policy = MixedPrecisionPolicy(
@@ -120,10 +95,10 @@ def shard(
         reduce_dtype=DTYPES[training.mixed_precision_reduce],
         cast_forward_inputs=False,
     )
-    adds_gradients = reduce is None
-    options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=adds_gradients), "mp_policy": policy}
-    if on_host:
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory and mesh.device_type == "cuda")
+    options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=reduce is None), "mp_policy": policy}
+    if training.enable_cpu_offload:
+        is_in_memory = config.offload.parameters == "memory"
+        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_in_memory and mesh.device_type == "cuda")
     shard_degree = shard_degree_of(mesh)
     placement = partial(placement_of, shard_degree=shard_degree)
     reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
@@ -143,20 +118,13 @@ def shard(
     choose = partial(
         set_reductions,
         on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),
-        keeps_gradients=keeps_reduced_gradients(
-            mesh,
-            parallelism,
-            training,
-            lasting_gradients=lasting_gradients,
-            adds_gradients=adds_gradients,
-            on_host=on_host,
-        ),
+        keeps_gradients=keeps_reduced_gradients(config, mesh),
         reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
         is_alone=parallelism.context_parallel_degree
         == parallelism.tensor_parallel_degree
         == parallelism.expert_parallel_degree
         == 1,
-        awaited=head if [head] in units and can_wait(mesh, training) else None,
+        awaited=head if [head] in units and can_wait(config, mesh) else None,
         reduce=reduce,
     )
     choose(sharded[: len(units)], shard_degree=shard_degree)

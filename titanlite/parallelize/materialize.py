@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
 layout."""
 
@@ -43,10 +44,11 @@ def materialize(
         on_host: whether parameters live on the CPU.
         memory: of parameters. Default: as PyTorch allocates it.
     """
-    parameter_device, memory = torch.device("cpu") if on_host else device, memory or StateMemory()
+    parameter_device = torch.device("cpu") if on_host else device
     allocate(model, parameter_device, device, memory)
     draw_weights(model, device=device, seed=seed, memory=memory)
-    memory.drop_after_use(model)
+    if memory:
+        memory.drop_after_use(model)
     _check_complete(model, parameter_device, device, dtype)
 
 
@@ -80,8 +82,7 @@ def draw_weights(model: Model, *, device: torch.device, seed: int, memory: State
     Args:
         device: computes the values. It may be another than that of the parameters.
     """
-    parameters, memory = dict(unique_parameters(model)), memory or StateMemory()
-    for name, parameter in parameters.items():
+    for name, parameter in unique_parameters(model):
         values = initial_values(model, name, parameter.shape)
         flat = local_tensor(parameter).view(-1)
         indices, name_salt = GlobalIndices(parameter), salt(f"{seed}/{name}/initial")
@@ -93,7 +94,8 @@ def draw_weights(model: Model, *, device: torch.device, seed: int, memory: State
             else:
                 here = indices(start, len(part), device)
                 part.copy_(values.values(random_bits(name_salt, here), here).float())
-            memory.changed(part)
+            if memory:
+                memory.changed(part)
     free_tables()
 
 

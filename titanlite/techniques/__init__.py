@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """All techniques in the order in which they are applied, and which of them a config asks for. Never imports torch.
 
 A technique is a file or a folder here, with a `TECHNIQUE` that keeps the contract of `technique.py`. It is imported
@@ -13,17 +14,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Technique, Trained
+from titanlite.techniques.technique import Conflict, Parts, Technique
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from titanlite.batch import Batch
-    from titanlite.loss import LossFunction
     from titanlite.models.base import Model
-    from titanlite.ops.cross_entropy import SplitVocabulary
-    from titanlite.optim.state_memory import StateMemory, WeightAverage
-    from titanlite.step import Gradients, Passes
 
 Found = TypeVar("Found")
 
@@ -96,67 +92,39 @@ def choose_trained(model: "Model", config: Config) -> None:
         technique.choose_trained(model, config)
 
 
-def keeps_gradients(config: Config) -> bool:
-    """Return whether gradients last until after backward."""
-    return all(technique.keeps_gradients(config) for technique in used(config))
-
-
 def places(config: Config) -> dict[str, str]:
     """Return host or disk for each category of memory that is not on the device."""
     return {category: place for technique in used(config) for category, place in technique.places(config).items()}
 
 
-def state_memory(config: Config, run: Path) -> "StateMemory":
-    """Return the memory of parameters and moments; see `Technique.state_memory`."""
-    from titanlite.optim.state_memory import StateMemory
+def parts_of(config: Config, mesh: "DeviceMesh", run: Path = Path()) -> Parts:
+    """Return the parts of a run that the techniques of a config provide, in their order. Claims leave one technique at
+    most for the step, and for the memory.
 
-    return _first(technique.state_memory(config, run) for technique in used(config)) or StateMemory()
+    Args:
+        run: folder of the run.
+    """
+    each = [technique.parts(config, mesh, run) for technique in used(config)]
 
+    def after_update(model: "Model") -> Callable[[], None]:
+        hooks = [part.after_update(model) for part in each]
 
-def weight_average(config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage":
-    """Return the average of the weights of a model that has memory; see `Technique.weight_average`."""
-    from titanlite.optim.state_memory import WeightAverage
+        def call() -> None:
+            for hook in hooks:
+                hook()
 
-    return _first(technique.weight_average(config, model, memory) for technique in used(config)) or WeightAverage()
+        return call
 
-
-def split_batch(config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
-    """Return what adds to a batch, and then gives this rank its part of each sequence."""
-    each = [split for technique in used(config) if (split := technique.split_batch(config, mesh))]
-    return lambda batch: reduce(lambda found, split: split(found), each, batch)
-
-
-def split_loss(loss: "LossFunction", config: Config, mesh: "DeviceMesh") -> "LossFunction":
-    """Return the loss of what `split_batch` returns."""
-    return reduce(lambda loss, technique: technique.split_loss(loss, config, mesh), used(config), loss)
-
-
-def split_vocabulary(config: Config, mesh: "DeviceMesh") -> "SplitVocabulary | None":
-    """Return the ranks that have parts of the head's vocabulary, if several have."""
-    return _first(technique.split_vocabulary(mesh) for technique in used(config))
-
-
-def build_gradients(config: Config, trained: Trained) -> "Gradients":
-    """Return what handles the gradients of steps; see `Technique.gradients`."""
-    from titanlite.step import Gradients
-
-    return _first(technique.gradients(config, trained) for technique in used(config)) or Gradients()
-
-
-def passes_of_step(config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes | None":
-    """Return what makes the forward and backward passes of steps; see `Technique.passes_of_step`."""
-    return _first(technique.passes_of_step(config, model, mesh) for technique in used(config))
-
-
-def after_updates(config: Config, model: "Model") -> Callable[[], None]:
-    """Return what a run calls at its start, and whenever weights have changed."""
-    hooks = [hook for technique in used(config) if (hook := technique.after_update(model, config))]
-
-    def call() -> None:
-        for hook in hooks:
-            hook()
-
-    return call
+    return Parts(
+        step=_first(part.step for part in each),
+        memory=_first(part.memory for part in each),
+        average=_first(part.average for part in each),
+        batch=lambda batch: reduce(lambda batch, part: part.batch(batch), each, batch),
+        loss=lambda loss: reduce(lambda loss, part: part.loss(loss), each, loss),
+        vocabulary=_first(part.vocabulary for part in each),
+        after_update=after_update,
+        observers=lambda observed: [observer for part in each for observer in part.observers(observed)],
+    )
 
 
 def _first(found: "Iterable[Found | None]") -> "Found | None":

@@ -4,17 +4,16 @@ The decoder has the module, see `models/multi_token.py`. Its loss is added where
 Its weight is no argument of the model, because checkpoints of before would not resume with a new argument.
 """
 
-from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import ConfigError, Problem
 from titanlite.schema import Config
-from titanlite.techniques.technique import Technique, reads
+from titanlite.techniques.technique import Parts, Technique, reads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from titanlite.batch import Batch
     from titanlite.models.base import Model
 
 
@@ -33,10 +32,10 @@ class MultiTokenPrediction(Technique):
             raise ConfigError([Problem(self.option, problem)])
         model.predict_further(config.training.multi_token_weight)
 
-    def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.models.multi_token import look_ahead
 
-        return look_ahead
+        return Parts(batch=look_ahead)
 
     def summary(self, config: Config) -> str:
         return f"prediction of two tokens (weight {config.training.multi_token_weight:g})"

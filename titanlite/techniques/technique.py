@@ -1,3 +1,4 @@
+# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The contract of techniques: what the rest of titanlite asks of each. Never imports torch.
 
 A technique is a subclass of `Technique` that overrides the hooks that it needs. The checks of a config, the checks of
@@ -7,7 +8,7 @@ these hooks. What changes the layers of a model is no hook: its order matters, a
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
@@ -20,18 +21,20 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.batch import Batch
-    from titanlite.data.tokenizer import Tokenizer
-    from titanlite.loss import LossFunction, Targets
+    from titanlite.loss import LossFunction
     from titanlite.models.base import Model
-    from titanlite.models.frozen import OpenModel
     from titanlite.models.registry import ModelSpec
     from titanlite.observer import StepObserver
     from titanlite.ops.cross_entropy import SplitVocabulary
-    from titanlite.optim.state_memory import StateMemory, WeightAverage
+    from titanlite.optim.state_memory import StateMemory
     from titanlite.run.records import RecordFile
     from titanlite.runtime.hardware import Hardware
     from titanlite.runtime.process_group import Ranks
-    from titanlite.step import Gradients, Passes
+    from titanlite.step import Step
+    from titanlite.techniques.average.weights import WeightAverage
+
+Hook = TypeVar("Hook", bound=Callable[..., Any])
+Value = TypeVar("Value")
 
 Conflict = tuple[str, str]
 """Dotted key, and what is wrong."""
@@ -74,21 +77,37 @@ class Observed:
     """Returns the tensors of a checkpoint, by name."""
 
 
+def unchanged(value: Value) -> Value:
+    """Return the value."""
+    return value
+
+
+def nothing(*_: object) -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True, kw_only=True)
-class Trained:
-    """What the gradients of a step belong to."""
+class Parts:
+    """Parts of a run that techniques provide; those of one technique, or of all that a config uses together."""
 
-    model: "Model"
-    """As it is trained, with memory."""
-    optimizer: "torch.optim.Optimizer"
-    mesh: "DeviceMesh"
-    state: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """State of the guard and of `Gradients`, in the checkpoint that the run resumes from."""
-    should_skip: "Callable[[torch.Tensor], torch.Tensor] | None" = None
-    """See `StepGuard.should_skip`. Default: a loss that is not finite."""
-
-
-Hook = TypeVar("Hook", bound=Callable[..., Any])
+    step: "type[Step] | None" = None
+    """Class of the optimizer step. A technique that has one has the claim `Claim.GRADIENTS`."""
+    memory: "StateMemory | None" = None
+    """Memory of parameters and moments that PyTorch's allocator does not give. A technique that has one has the claim
+    `Claim.UPDATE`."""
+    average: "Callable[[Model, StateMemory | None, Callable[[], None]], WeightAverage] | None" = None
+    """(parallelized model with memory, memory, what must be called when weights have changed) -> the average of weights
+    that checkpoints keep and validation measures."""
+    batch: "Callable[[Batch], Batch]" = unchanged
+    """Adds tensors to a batch, or gives this rank its part of each sequence."""
+    loss: "Callable[[LossFunction], LossFunction]" = unchanged
+    """Returns the loss of what `batch` returns."""
+    vocabulary: "SplitVocabulary | None" = None
+    """Ranks that have parts of the head's vocabulary. None: the head is whole."""
+    after_update: "Callable[[Model], Callable[[], None]]" = lambda _: nothing
+    """Returns what must be called at the start, and whenever weights have changed."""
+    observers: "Callable[[Observed], Sequence[StepObserver]]" = lambda _: ()
+    """Returns observers of training."""
 
 
 def reads(*keys: str) -> Callable[[Hook], Hook]:
@@ -150,41 +169,11 @@ class Technique:
         the number of shards. Only asked if it is used."""
         return {}
 
-    def check_disk(self, config: Config, needed: float) -> None:
-        """Check that a disk has room.
-
-        Args:
-            needed: bytes of all processes of this machine in the place "disk"; see `places`.
-
-        Raises:
-            UserError: it has not.
-        """
-
     # The run
 
     def summary(self, config: Config) -> str:
         """Return the words for the first lines of a run, which list what is applied. Only asked if it is used."""
         return ""
-
-    loss_arguments: ClassVar[tuple[str, ...]] = ()
-    """Names of the further arguments that its `Targets` give to the loss function."""
-
-    def open_targets(
-        self,
-        config: Config,
-        *,
-        student: "ModelSpec",
-        tokenizer: "Tokenizer | None",
-        open_model: "OpenModel | None",
-        attempt: Attempt,
-    ) -> "Targets | None":
-        """Open and check what the loss reads beside labels; None if that is nothing, or has problems.
-
-        Args:
-            tokenizer: of the data. None if it is not known.
-            open_model: None if the command reads no weights.
-        """
-        return None
 
     def choose_trained(self, model: "Model", config: Config) -> None:
         """Change which parameters a model has and trains, in place, before all else.
@@ -197,64 +186,13 @@ class Technique:
         """Return settings that must match when a run resumes, by key: with another value it were another experiment."""
         return {}
 
-    def after_update(self, model: "Model", config: Config) -> Callable[[], None] | None:
-        """Return what must be called at the start, and whenever weights have changed."""
-        return None
-
-    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
-        """Return the observers of training that the technique adds."""
-        return ()
-
-    def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch] | None":
-        """Return what adds tensors to a batch, or gives this rank its part of each sequence; None if the technique does
-        neither. Only asked if it is used."""
-        return None
-
-    def split_loss(self, loss: "LossFunction", config: Config, mesh: "DeviceMesh") -> "LossFunction":
-        """Return the loss of what `split_batch` returns. Only asked if it is used."""
-        return loss
-
-    def split_vocabulary(self, mesh: "DeviceMesh") -> "SplitVocabulary | None":
-        """Return the ranks that have parts of the head's vocabulary; None if the technique leaves it whole. Only asked
-        if it is used."""
-        return None
-
-    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
-        """Return what handles the gradients of steps; None if the technique leaves that as it is. One that returns it
-        has the claim `Claim.GRADIENTS`."""
-        return None
-
-    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes | None":
-        """Return what makes the forward and backward passes of a step; None if the technique leaves that as it is. Only
-        asked if it is used.
-
-        Args:
-            model: as it is trained, with memory.
-        """
-        return None
-
-    def state_memory(self, config: Config, run: Path) -> "StateMemory | None":
-        """Return the memory of parameters and moments; None if the technique leaves that as it is. One that returns it
-        has the claim `Claim.UPDATE`.
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
+        """Return the parts of a run that the technique provides. Only asked if it is used.
 
         Args:
             run: folder of the run.
         """
-        return None
-
-    def weight_average(self, config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage | None":
-        """Return the average of weights that checkpoints keep and validation measures; None if there is none. Only
-        asked if it is used.
-
-        Args:
-            model: as it is trained, with memory.
-            memory: of the states of training.
-        """
-        return None
-
-    def keeps_gradients(self, config: Config) -> bool:
-        """Return whether gradients last until after backward. Otherwise parameters are updated within it."""
-        return True
+        return Parts()
 
     def places(self, config: Config) -> dict[str, str]:
         """Return host or disk for each category of memory that the technique keeps elsewhere than on the device:
@@ -276,9 +214,6 @@ class Technique:
         """
         return []
 
-    last_resort: ClassVar[tuple[str, str] | None] = None
-    """(words for the table, switch) of an option that a search of layouts sets only if nothing fits without it."""
-
     def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
         """Return the bytes that go over the link from a GPU to its host in a step, and those that the host itself reads
         and writes.
@@ -288,16 +223,6 @@ class Technique:
             accumulation: micro-batches of a step.
         """
         return 0.0, 0.0
-
-    def planned_targets(
-        self, config: Config, *, read_spec: "Callable[[str, str | None, str], ModelSpec]"
-    ) -> "Targets | None":
-        """Return the targets for a plan, which need not be there yet. Only asked if it is used.
-
-        Args:
-            read_spec: (path, config, section) -> the model of weights.
-        """
-        return None
 
     facts: ClassVar[dict[str, Any]] = {}
     """What `titanlite inspect` records of each parameter, with the values of one that the technique leaves alone."""

@@ -14,21 +14,21 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Decod
 from tests.support import models
 from tests.support.distillation import Given
 from tests.support.families import built, oracle, renamed
-from tests.support.helpers import world
+from tests.support.models import plain_step
 from tests.support.weights import one_process, random_model, save_model, small_toml
 from titanlite.batch import IGNORE, Batch
-from titanlite.loss import Targets, token_loss
+from titanlite.loss import token_loss
 from titanlite.models.decoder import Decoder
 from titanlite.models.initial import Constant
 from titanlite.models.layers import RMSNorm
 from titanlite.models.multi_token import look_ahead
-from titanlite.observer import StepObserver
+from titanlite.observer import OnPhase
 from titanlite.ops.attention import SequencePart
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schema import Distill
-from titanlite.step import Step, accumulate, model_arguments
+from titanlite.step import ignore, model_arguments
 from titanlite.techniques.context.sequences import split_batch
 from titanlite.techniques.distill.divergence import distilled_loss
 from titanlite.tools.convert.generation import Generator, Sampler
@@ -141,8 +141,8 @@ def test_documents_are_predicted_as_if_alone(family: str) -> None:
     assert float(packed.metrics["multi_token_loss"]) == pytest.approx(total, rel=1e-5)
 
 
-class Taught(Targets):
-    def __call__(self, batch: Batch, observer: StepObserver) -> dict[str, Any]:
+class Taught:
+    def __call__(self, batch: Batch, on_phase: OnPhase) -> dict[str, Any]:
         drawn = (torch.randn(size, generator=torch.Generator().manual_seed(3)) for size in ((2, 40, 16), (101, 16)))
         return {"teacher": Given(*drawn)}
 
@@ -152,11 +152,11 @@ def test_a_teacher_teaches_the_next_token_alone() -> None:
     batch = look_ahead({"tokens": TOKENS[:, :-1], "labels": TOKENS[:, 1:]})
     taught: Any = partial(distilled_loss, distill=Distill(ratio=0.6))
     found = []
-    for loss, targets in ((token_loss, Targets()), (taught, Taught())):
+    for loss, targets in ((token_loss, None), (taught, Taught())):
         model = predicting()
         optimizer = torch.optim.SGD(model.parameters())
-        step = Step(model=model, optimizer=optimizer, group=world(), max_norm=0.0, loss_function=loss, targets=targets)
-        _, totals, metrics = accumulate(step, [batch], StepObserver())
+        losses = plain_step(model, optimizer, loss_function=loss, targets=targets).accumulate([batch], ignore)
+        totals, metrics = losses.total, losses.metrics
         found.append((metrics["multi_token_loss"], model.layers[-1].get_submodule("join").weight.grad, totals))
     (alone, gradient, total), (further, its_gradient, its_total) = found
     assert torch.equal(further, alone)

@@ -11,13 +11,12 @@ from torch.nn import functional as F
 
 from tests.support.families import oracle, renamed
 from tests.support.helpers import world
-from tests.support.models import DENSE, MOE, assert_gradients_equal, built
+from tests.support.models import DENSE, MOE, assert_gradients_equal, built, plain_step
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe
 from titanlite.ops.kernels import DEFAULT_KERNELS
 from titanlite.optim import build_optimizer
 from titanlite.schema import Optimizer
-from titanlite.step import Step
 
 SHAPES = {
     "dense": DENSE,
@@ -78,7 +77,7 @@ def test_experts_become_equally_busy() -> None:
         for experts in model.experts():
             experts.bias_E[:2] = 4.0
         optimizer = build_optimizer(model, Optimizer(lr=1e-4), seed=0)
-        group = world()
+        world()
         loads: list[float] = []
         end_step = model.end_step
 
@@ -90,7 +89,7 @@ def test_experts_become_equally_busy() -> None:
         model.end_step = watch
         for batch in tokens[:steps]:
             step = {"tokens": batch[:, :-1], "labels": batch[:, 1:]}
-            Step(model=model, optimizer=optimizer, group=group, max_norm=1.0)([step])
+            plain_step(model, optimizer, max_norm=1.0)([step])
         assert all(load.sum() == 0 for load in model.counters())
         busiest[rate] = sum(loads[-10:]) / 10
     assert busiest[0.0] > 3.5

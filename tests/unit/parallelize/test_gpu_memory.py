@@ -17,20 +17,21 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.helpers import mentions
-from titanlite.mesh import build_mesh, world_group
+from tests.support.models import plain_step
+from titanlite.mesh import build_mesh
 from titanlite.metrics.recorder import Memory
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
-from titanlite.parallelize.fsdp import keeps_reduced_gradients, reduces_once, shard
+from titanlite.parallelize.fsdp import keeps_reduced_gradients, shard
 from titanlite.parallelize.materialize import materialize
 from titanlite.parallelize.reductions import AllToAllReduceScatter, ReduceScatter
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
 from titanlite.runtime.private_torch.fsdp import _param_group
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import fake_process_group
-from titanlite.schema import Parallelism, Training
-from titanlite.step import Step
+from titanlite.schema import Config, Debug, Optimizer, Parallelism, Training
+from titanlite.step import reduces_once
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 
 AT_IMPORT_OF_TORCH = """
@@ -177,7 +178,7 @@ def test_where_backward_waits_and_gradients_share_memory(
         with fake_process_group(ranks):
             model = build_on_meta(Llama3, Llama3.flavors["debug"])
             mesh = build_mesh(Parallelism(), world_size=ranks, device_type="cpu")
-            shard(model, mesh=mesh, kernels=kernels, parallelism=Parallelism(), training=training)
+            shard(model, Config(training=training), mesh=mesh, kernels=kernels)
             units: list[Any] = [model.head, *model.layers]
             comms: list[Any] = [_param_group(unit)._reduce_scatter_comm for unit in units]
         on_gpu = isinstance(kernels, GpuKernels)
@@ -195,7 +196,8 @@ def test_cpus_gather_beside_compute_where_blocks_communicate_nothing(axis: str) 
     with fake_process_group(4):
         model = build_on_meta(Llama3, Llama3.flavors["debug"])
         mesh = build_mesh(parallelism, world_size=4, device_type="cpu")
-        shard(model, mesh=mesh, kernels=CpuKernels(), parallelism=parallelism, training=Training(global_batch_size=4))
+        config = Config(parallelism=parallelism, training=Training(global_batch_size=4))
+        shard(model, config, mesh=mesh, kernels=CpuKernels())
         units: list[Any] = [model.head, *model.layers]
         assert {_param_group(unit).unshard_async_op for unit in units} == {not axis}  # pyright: ignore[reportOptionalMemberAccess]
 
@@ -213,17 +215,17 @@ def test_cpus_gather_beside_compute_where_blocks_communicate_nothing(axis: str) 
 )
 def test_where_reduced_gradients_last_until_after_backward(keeps: bool, options: Any, updates: bool) -> None:
     training = Training(**{"global_batch_size": 8, "local_batch_size": 1, **options})
-    last = {"lasting_gradients": not updates, "adds_gradients": True, "on_host": training.enable_cpu_offload}
+    config = Config(training=training, optimizer=Optimizer(in_backward=updates))
     with fake_process_group(8):
         for replicas in (1, 2):
             parallelism = Parallelism(data_parallel_replicate_degree=replicas)
             mesh = build_mesh(parallelism, world_size=8, device_type="cpu")
-            assert keeps_reduced_gradients(mesh, parallelism, training, **last) == keeps
-        once = parallelism.model_copy(update={"fsdp_reduce_gradients": "last"})
-        found = keeps_reduced_gradients(mesh, once, training, **last)
-        assert found == (keeps or training.global_batch_size == 16), "one reduction a step"
-        found = keeps_reduced_gradients(mesh, parallelism, training, **last | {"adds_gradients": False})
-        assert found == (keeps or training.global_batch_size == 16), "the step adds them"
+            assert keeps_reduced_gradients(config, mesh) == keeps
+        once = config.model_copy(update={"parallelism": Parallelism(fsdp_reduce_gradients="last")})
+        is_kept = keeps or training.global_batch_size == 16
+        assert keeps_reduced_gradients(once, mesh) == is_kept, "one reduction a step"
+        summed = config.model_copy(update={"debug": Debug(reproducible_layouts=True)})
+        assert keeps_reduced_gradients(summed, mesh) == is_kept, "the step adds them"
 
 
 @pytest.mark.parametrize(
@@ -231,19 +233,17 @@ def test_where_reduced_gradients_last_until_after_backward(keeps: bool, options:
     [
         (1, {}, True),
         (2, {}, False),
-        (1, {"adds_gradients": False}, False),
-        (1, {"on_host": True}, False),
-        (1, {"mixed_precision_reduce": "bfloat16"}, False),  # they would be added in bfloat16
-        (1, {"dtype": "bfloat16", "mixed_precision_reduce": "bfloat16"}, True),
+        (1, {"debug": {"reproducible_layouts": True}}, False),
+        (1, {"training": {"enable_cpu_offload": True}}, False),
+        (1, {"training": {"mixed_precision_reduce": "bfloat16"}}, False),  # they would be added in bfloat16
+        (1, {"training": {"dtype": "bfloat16", "mixed_precision_reduce": "bfloat16"}}, True),
     ],
 )
 def test_ranks_with_whole_parameters_reduce_once_a_step(shards: int, options: dict[str, Any], found: bool) -> None:
-    words: dict[str, Any] = {"adds_gradients": True, "on_host": False} | options
-    where = {key: words.pop(key) for key in ("adds_gradients", "on_host")}
-    parallelism = Parallelism(data_parallel_replicate_degree=4 // shards)
+    config = Config.model_validate({**options, "parallelism": {"data_parallel_replicate_degree": 4 // shards}})
     with fake_process_group(4):
-        mesh = build_mesh(parallelism, world_size=4, device_type="cpu")
-        assert reduces_once(mesh, parallelism, Training(**words), **where) == found
+        mesh = build_mesh(config.parallelism, world_size=4, device_type="cpu")
+        assert reduces_once(config, mesh) == found
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -252,7 +252,7 @@ def test_a_step_works_after_a_backward_pass_that_raised() -> None:
     training = Training(global_batch_size=2, local_batch_size=2, seq_len=16)
     model = build_on_meta(Llama3, replace(Llama3.flavors["debug"], n_layers=2, dim=48, hidden_dim=64, vocab_size=64))
     mesh = build_mesh(Parallelism(), world_size=1, device_type="cpu")
-    shard(model, mesh=mesh, kernels=CpuKernels(), parallelism=Parallelism(), training=training)
+    shard(model, Config(training=training), mesh=mesh, kernels=CpuKernels())
     materialize(model, device=torch.device("cpu"), dtype=torch.float32, seed=0)
     tokens = torch.arange(32).view(2, 16)
     batch: Any = {"tokens": tokens, "labels": tokens.roll(-1, 1)}
@@ -270,7 +270,7 @@ def test_a_step_works_after_a_backward_pass_that_raised() -> None:
             lambda *_: kept.extend(local_tensor(it.grad).clone() for it in model.parameters() if it.grad is not None)
         )
         try:
-            Step(model=model, optimizer=optimizer, group=world_group(mesh), max_norm=0.0)([batch])
+            plain_step(model, optimizer)([batch])
         finally:
             handle.remove()
             optimizer.zero_grad()

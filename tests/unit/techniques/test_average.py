@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.helpers import TinyRun, mentions, one_process, train_on_this_rank
-from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Average
 from titanlite.techniques.average.weights import MovingAverage, WindowAverage
@@ -121,6 +120,7 @@ def test_an_average_that_resumes_on_disk_has_the_bits_of_one_in_memory(kind: str
     options, name = [*VALIDATED, *KINDS[kind]], f"{kind}-parts"
     trained(tiny, name, *options, "--training.steps=3")
     run = trained(tiny, name, *options, "--offload.average=disk")
+    assert run.average
     assert {tensor.device.type for tensor in run.average.tensors.values()} == {"cpu"}
     assert (tiny.folder / "outputs" / name / "offload").is_dir()
     assert validations(tiny, name) == validations(tiny, kind)
@@ -132,7 +132,7 @@ def test_skipped_steps_do_not_count() -> None:
     taken, skipped = torch.tensor(0), torch.tensor(2)
     for kind, config in ((MovingAverage, Average(decay=0.75)), (WindowAverage, Average(window=2))):
         model = nn.Linear(2, 3)
-        average = kind(config, model, on_host=False, memory=StateMemory(), changed=lambda: None)
+        average = kind(config, model, None, lambda: None, on_host=False)
         average.update(1, taken)
         before = {name: tensor.clone() for name, tensor in average.tensors.items()}
         model.weight.detach().fill_(5.0)
@@ -163,6 +163,7 @@ def test_averages_of_adapters_are_merged_and_exported(tiny: TinyRun, capfd: pyte
     """Only what is trained has an average. Commands take it with --average."""
     with one_process():
         run = trained(tiny, "lora", "--lora.rank=2", *VALIDATED, *KINDS["ema"])
+    assert run.average
     names = [name for name in run.average.tensors if name != "updates"]
     assert len(names) == 14
     assert all(".lora_" in name for name in names)

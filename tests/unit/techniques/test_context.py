@@ -110,7 +110,7 @@ def test_a_batch_of_two_ranks() -> None:
     assert mine["boundaries"].tolist() == [0, 8, 16]
     with fake_process_group(2, rank=1):
         mesh = build_mesh(Parallelism(), world_size=2, device_type="cpu")
-        assert techniques.split_batch(Config(), mesh)(batch) is batch
+        assert techniques.parts_of(Config(), mesh).batch(batch) is batch
 
 
 def test_a_bad_part_of_a_sequence_names_its_samples() -> None:

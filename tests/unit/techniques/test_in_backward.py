@@ -10,14 +10,16 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn import functional
 
-from tests.support.helpers import TinyRun, world
+from tests.support.helpers import TinyRun
+from tests.support.models import plain_step
+from titanlite.loss import TokenLoss
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Optimizer
 from titanlite.techniques.in_backward import check_offloaded_update
-from titanlite.techniques.in_backward.updates import InBackward
+from titanlite.techniques.in_backward.updates import StepInBackward
 
 ON = ("--optimizer.in_backward=true", "--training.max_norm=0")
 NAN = math.nan
@@ -69,13 +71,13 @@ def test_each_parameter_is_updated_once_by_its_whole_gradient(name: str) -> None
     config = Optimizer(name=name, lr=0.1, args={"momentum": 0.9} if name == "SGD" else {})
     whole, parts = Tied(), Tied()
     ordinary, within = (build_optimizer(model, config, seed=0) for model in (whole, parts))
-    in_backward = InBackward(parts, within)
+    in_backward = plain_step(parts, within, StepInBackward)
     for step in range(4):
         x = torch.randn(5, 8, generator=torch.Generator().manual_seed(step))
         whole(x).backward()
         gradients = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
         loss = parts(x)
-        in_backward.begin(loss.detach(), world())
+        in_backward.before_backward(TokenLoss(loss.detach(), loss.detach()))
         loss.backward()
         assert all(parameter.grad is None for parameter in parts.parameters())
         found = in_backward.norms([], [])
@@ -100,11 +102,11 @@ def test_a_unit_with_a_parameter_without_gradient_is_updated_at_the_end() -> Non
     model = HalfUsed(8, 8)
     fully_shard(model)
     optimizer = build_optimizer(model, Optimizer(lr=0.1), seed=0)
-    in_backward = InBackward(model, optimizer)
+    in_backward = plain_step(model, optimizer, StepInBackward)
     for uses_bias in (False, True, False):
         model.uses_bias = uses_bias
         before = [local_tensor(it).detach().clone() for it in (model.weight, model.bias)]
-        in_backward.begin(torch.zeros(()), world())
+        in_backward.before_backward(TokenLoss(torch.zeros(()), torch.zeros(())))
         model(torch.ones(2, 8)).backward()
         assert len(in_backward.norms([], [])) == 1 + uses_bias
         after = [local_tensor(it) for it in (model.weight, model.bias)]
@@ -118,13 +120,13 @@ def test_nonfinite_losses_and_gradients_are_not_used(name: str) -> None:
     """A nonfinite loss updates nothing; a nonfinite gradient skips its own parameter only."""
     model = Tied()
     optimizer = build_optimizer(model, Optimizer(name=name, lr=0.1), seed=0)
-    in_backward = InBackward(model, optimizer)
+    in_backward = plain_step(model, optimizer, StepInBackward)
     poison = False
     model.last.bias.register_hook(lambda gradient: gradient * NAN if poison else None)
 
     def moved(loss: float) -> list[bool]:
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        in_backward.begin(torch.tensor(loss), world())
+        in_backward.before_backward(TokenLoss(torch.tensor(loss), torch.tensor(loss)))
         model(torch.ones(2, 8)).backward()
         assert len(in_backward.norms([], [])) == 3
         assert all(parameter.isfinite().all() for parameter in model.parameters())

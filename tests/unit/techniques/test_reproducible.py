@@ -5,13 +5,12 @@ from itertools import islice
 import pytest
 import torch
 
+from tests.support.models import plain_step
 from tests.support.plans import layout_of, read
 from titanlite.data.loader import MicroBatches
 from titanlite.optim.rounding import SlicedAdamW
-from titanlite.parallelize import build_mesh
 from titanlite.schedule import BatchSizes
-from titanlite.schema import Parallelism
-from titanlite.techniques.reproducible.sums import ExactSums, squares
+from titanlite.techniques.reproducible.step import ReproducibleStep, squares
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.memory import profile
 from titanlite.tools.plan.search import Layouts
@@ -53,11 +52,12 @@ def test_a_search_tries_no_local_batch_that_training_refuses() -> None:
 @pytest.mark.usefixtures("single_process_group")
 def test_a_step_after_one_that_raised_adds_its_own_gradients_only() -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
-    sums = ExactSums(build_mesh(Parallelism(), world_size=1, device_type="cpu"), [parameter])
+    model = torch.nn.ParameterList([parameter])
+    sums = plain_step(model, torch.optim.SGD([parameter]), ReproducibleStep)
     for step in ([1.0], [2.0, 4.0, 8.0, 16.0]):
         for number, value in enumerate(step):
             parameter.grad = torch.tensor([value])
-            sums.collect(number, is_last=number == 3)
+            sums.after_backward(number, is_last=number == 3)
     assert parameter.grad is not None
     assert parameter.grad.tolist() == [30.0]
 

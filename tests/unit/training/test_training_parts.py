@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from tests.support.helpers import world
+from tests.support.models import plain_step
 from tests.support.recorders import recorder, records, result_of
 from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss
@@ -20,7 +21,6 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.hardware import peak_flops
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, known_steps, learning_rate
 from titanlite.schema import LRScheduler, Optimizer, Training
-from titanlite.step import Step
 
 ARGS = Llama3Args(dim=24, n_layers=2, n_heads=2, n_kv_heads=1, hidden_dim=20, vocab_size=31, max_seq_len=16)
 
@@ -146,9 +146,9 @@ def test_a_batch_without_valid_tokens_changes_nothing() -> None:
     batch, model = batch_of(2), model_of()
     batch["labels"][:] = IGNORE
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    group = world()
+    world()
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    assert float(Step(model=model, optimizer=optimizer, group=group, max_norm=0.0)([batch]).loss) == 0
+    assert float(plain_step(model, optimizer)([batch]).loss) == 0
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), before, strict=True))
 
 
@@ -207,9 +207,9 @@ def test_a_loss_that_forgets_to_detach_keeps_no_graph() -> None:
         nats = (hidden @ weight.T).logsumexp(-1).sum()
         return TokenLoss(2 * nats, nats)
 
-    group = world()
+    world()
     optimizer = build_optimizer(model, Optimizer(), seed=0)
-    result = Step(model=model, optimizer=optimizer, group=group, max_norm=1.0, loss_function=careless)(batches)
+    result = plain_step(model, optimizer, max_norm=1.0, loss_function=careless)(batches)
     for value in (result.loss, result.added_loss, result.grad_norm, result.micro_losses):
         assert not value.requires_grad
     assert result.added_loss == pytest.approx(float(result.loss), rel=1e-5)

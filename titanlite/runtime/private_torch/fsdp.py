@@ -11,9 +11,9 @@
 
 import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -116,8 +116,8 @@ class _HookedParam(FSDPParam):
             self._unsharded_param.register_hook(self.gradient_hook)
 
 
-class FSDPObserver:
-    """Hooks of `observe_fsdp`. Each does nothing by default."""
+class FSDPObserver(Protocol):
+    """Hooks of `observe_fsdp`."""
 
     def unit(self, name: str) -> None:
         """An FSDP unit begins to compute or to reduce: `backward NAME` or `reduce NAME`."""
@@ -129,7 +129,7 @@ class FSDPObserver:
             category: all-gather or reduce-scatter.
             unit: name of the FSDP unit's first module.
         """
-        return nullcontext()
+        ...
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
         """The memory of tensors has a category from here on: gradients or reduce-scatter."""

@@ -1,14 +1,15 @@
 """Averages of the weights over steps; `weights.py` keeps them."""
 
 from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Options, Technique, reads
+from titanlite.techniques.technique import Conflict, Options, Parts, Technique, reads
 
 if TYPE_CHECKING:
-    from titanlite.models.base import Model
-    from titanlite.optim.state_memory import StateMemory, WeightAverage
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class AverageOfWeights(Technique):
@@ -32,13 +33,11 @@ class AverageOfWeights(Technique):
         kind = f"EMA {average.decay:g}" if average.decay else f"mean of {average.window} snapshots"
         return f"{kind} of weights every {average.freq} steps" if average.freq > 1 else f"{kind} of weights"
 
-    def weight_average(self, config: Config, model: "Model", memory: "StateMemory") -> "WeightAverage | None":
-        from titanlite.techniques import after_updates
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.average.weights import MovingAverage, WindowAverage
 
         kind = MovingAverage if config.average.decay else WindowAverage
-        changed = after_updates(config, model)
-        return kind(config.average, model, on_host=_is_on_host(config), memory=memory, changed=changed)
+        return Parts(average=partial(kind, config.average, on_host=_is_on_host(config)))
 
     def places(self, config: Config) -> dict[str, str]:
         return {"average": "host"} if _is_on_host(config) and config.offload.average == "memory" else {}

@@ -1,17 +1,16 @@
 """Context parallelism; `sequences.py` splits sequences over ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Conflict, Parts, Technique, reads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-    from titanlite.batch import Batch
-    from titanlite.loss import LossFunction
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
 
@@ -41,19 +40,18 @@ class ContextParallel(Technique):
                 )
                 return
 
-    def split_batch(self, config: Config, mesh: "DeviceMesh") -> "Callable[[Batch], Batch]":
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.context.sequences import part_of, split_batch
 
-        return partial(split_batch, part=part_of(mesh, config.sequence_parts))
-
-    def split_loss(self, loss: "LossFunction", config: Config, mesh: "DeviceMesh") -> "LossFunction":
+        batch = partial(split_batch, part=part_of(mesh, config.sequence_parts))
         count = config.debug.reproducible_context_degree // config.parallelism.context_parallel_degree
         if count <= 1:
-            return loss
+            return Parts(batch=batch)
         from titanlite.runtime.dtypes import torch_dtype
         from titanlite.techniques.reproducible.parts import loss_by_parts
 
-        return loss_by_parts(loss, count, torch_dtype(config.training.mixed_precision_reduce))
+        dtype = torch_dtype(config.training.mixed_precision_reduce)
+        return Parts(batch=batch, loss=partial(loss_by_parts, parts=count, dtype=dtype))
 
     @reads("parallelism", "training.seq_len")
     def check_model(self, config: Config, spec: "ModelSpec", model: "Model", world_size: int) -> None:

@@ -1,21 +1,13 @@
 """Distillation from a teacher that runs in training."""
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from titanlite.schema import Config, Distill, Teacher
-from titanlite.techniques.technique import Attempt, Conflict, Technique, reads
-
-if TYPE_CHECKING:
-    from titanlite.data.tokenizer import Tokenizer
-    from titanlite.loss import Targets
-    from titanlite.models.frozen import OpenModel
-    from titanlite.models.registry import ModelSpec
+from titanlite.techniques.technique import Conflict, Technique, reads
 
 
 class Distillation(Technique):
     option = "teacher.path"
-    loss_arguments = ("teacher",)
 
     def is_used(self, config: Config) -> bool:
         return config.teacher.path is not None
@@ -36,31 +28,11 @@ class Distillation(Technique):
         elif not loss and not distill.ratio:
             yield "distill.ratio", "is 0, so the teacher has no effect: set it above 0, or leave [teacher] out"
 
-    def open_targets(
-        self,
-        config: Config,
-        *,
-        student: "ModelSpec",
-        tokenizer: "Tokenizer | None",
-        open_model: "OpenModel | None",
-        attempt: Attempt,
-    ) -> "Targets | None":
-        from titanlite.techniques.distill.source import open_targets
-
-        return open_targets(config, student=student, tokenizer=tokenizer, open_model=open_model, attempt=attempt)
-
     def places(self, config: Config) -> dict[str, str]:
         return {"teacher": "host"} if config.teacher.enable_cpu_offload else {}
 
     def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
         return accumulation * sizes["teacher"] if self.places(config) else 0.0, 0.0
-
-    def planned_targets(
-        self, config: Config, *, read_spec: "Callable[[str, str | None, str], ModelSpec]"
-    ) -> "Targets | None":
-        from titanlite.techniques.distill.source import planned_targets
-
-        return planned_targets(config, read_spec=read_spec)
 
     def summary(self, config: Config) -> str:
         return f"a teacher ({config.teacher.path})"

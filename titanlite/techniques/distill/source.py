@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.loss import Targets
 from titanlite.models.frozen import FrozenModel, ModelWeights, OpenModel
 from titanlite.models.registry import ModelSpec
 from titanlite.models.trial import check_documents
@@ -21,9 +20,9 @@ SHOWN = 3
 """Tokens that a message names."""
 
 
-def open_targets(
+def check_and_open_teacher(
     config: Config, *, student: ModelSpec, tokenizer: Tokenizer | None, open_model: OpenModel | None, attempt: Attempt
-) -> Targets | None:
+) -> Teacher | None:
     """Return the teacher that `[teacher]` names; None if a problem was reported.
 
     Args:
@@ -59,8 +58,12 @@ def open_teacher(
     return Teacher(frozen, config.distill, fingerprint=fingerprint(weights))
 
 
-def planned_targets(config: Config, *, read_spec: Callable[[str, str | None, str], ModelSpec]) -> Targets:
-    """Return the teacher for a plan."""
+def planned_teacher(config: Config, *, read_spec: Callable[[str, str | None, str], ModelSpec]) -> Teacher:
+    """Return the teacher for a plan, whose weights need not be there.
+
+    Args:
+        read_spec: (path, config, section) -> the model of weights.
+    """
     teacher = config.teacher
     spec = read_spec(str(teacher.path), teacher.config, "teacher")
     return Teacher(frozen_teacher(config, spec, None), config.distill, fingerprint="")

@@ -4,7 +4,7 @@ For each micro-batch, the teacher's final hidden states are computed before the 
 activations exist. The loss then gathers the teacher's head once more, and computes both models' logits chunk by chunk.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -15,10 +15,10 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.batch import Batch
-from titanlite.loss import LossTerm, Targets
+from titanlite.loss import LossFunction, LossTerm
 from titanlite.models.base import Model, head_of
 from titanlite.models.frozen import FrozenModel
-from titanlite.observer import Phase, StepObserver
+from titanlite.observer import OnPhase, Phase
 from titanlite.ops.attention import document_arguments
 from titanlite.ops.kernels import Kernels
 from titanlite.schema import Distill
@@ -39,7 +39,7 @@ class HiddenStates:
             yield head_divergence(self.hidden_BLD.flatten(0, 1), weight_VD, distill, kernels)
 
 
-class Teacher(Targets):
+class Teacher:
     """Targets that a frozen model computes.
 
     Args:
@@ -50,16 +50,18 @@ class Teacher(Targets):
 
     def __init__(self, frozen: FrozenModel, distill: Distill, *, fingerprint: str) -> None:
         self.frozen = frozen
-        self.settings = {"teacher": fingerprint}
-        self.token_loss = partial(distilled_loss, distill=distill)
+        self.model: Model | None = None
+        """The teacher with its weights, after `use`."""
+        self.settings: Mapping[str, str] = {"teacher": fingerprint}
+        self.token_loss: LossFunction = partial(distilled_loss, distill=distill)
         self._weight: str | Tensor = ""
         """Name of the projection's weight in the head, or a weight that the head computes."""
 
     def use(self, model: Model) -> None:
         self.model, self._head = model, head_of(model)
 
-    def __call__(self, batch: Batch, observer: StepObserver) -> dict[str, Any]:
-        observer.phase(Phase.TEACHER)
+    def __call__(self, batch: Batch, on_phase: OnPhase) -> dict[str, Any]:
+        on_phase(Phase.TEACHER)
         return {"teacher": self.hidden_states(batch)}
 
     @torch.no_grad()

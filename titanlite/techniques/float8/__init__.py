@@ -1,15 +1,18 @@
 """Float8 training of linear layers; `layers.py` swaps them."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from functools import partial
 from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Parts, Technique, reads
 
 if TYPE_CHECKING:
     import torch
     from torch import nn
+    from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
@@ -57,10 +60,10 @@ class Float8Training(Technique):
     def summary(self, config: Config) -> str:
         return f"float8 {config.quantize.linear.float8.recipe_name}"
 
-    def after_update(self, model: "Model", config: Config) -> Callable[[], None] | None:
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.float8.layers import weight_scaler
 
-        return weight_scaler(model, config.quantize.linear.float8)
+        return Parts(after_update=partial(weight_scaler, float8=config.quantize.linear.float8))
 
     def variants(self, config: Config, spec: "ModelSpec", hardware: "Hardware") -> list[tuple[str, Options]]:
         from titanlite.techniques.float8.layers import choose_layers

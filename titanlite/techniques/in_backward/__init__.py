@@ -1,16 +1,16 @@
 """Updates within backward; `updates.py` makes them."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Options, Technique, Trained, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Parts, Technique, reads
 
 if TYPE_CHECKING:
     import torch
-
-    from titanlite.step import Gradients
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class UpdatesInBackward(Technique):
@@ -64,13 +64,10 @@ class UpdatesInBackward(Technique):
     def summary(self, config: Config) -> str:
         return "optimizer in backward"
 
-    def keeps_gradients(self, config: Config) -> bool:
-        return False
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
+        from titanlite.techniques.in_backward.updates import StepInBackward
 
-    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
-        from titanlite.techniques.in_backward.updates import InBackward, is_not_finite
-
-        return InBackward(trained.model, trained.optimizer, should_skip=trained.should_skip or is_not_finite)
+        return Parts(step=StepInBackward)
 
     def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if not config.optimizer.in_backward:

@@ -5,24 +5,22 @@ waits for that stream. The gradients of a unit share their memory, and arrive to
 unit. States, groups and learning rates are those of any other step.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from titanlite.loss import TokenLoss
 from titanlite.optim.combined import update
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.private_torch.fsdp import release_all_reduce_input, sharded_parameters
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.step import Gradients
-
-
-def is_not_finite(losses: Tensor) -> Tensor:
-    return ~losses.isfinite().all()
+from titanlite.step import Step
 
 
 @dataclass(eq=False)
@@ -38,29 +36,21 @@ class _Unit:
     """Number of gradients that are there and not used yet."""
 
 
-class InBackward(Gradients):
-    """Updates the parameters of a model in each backward pass. A step has one micro-batch.
+@dataclass(kw_only=True, eq=False)
+class StepInBackward(Step):
+    """Step that updates the parameters of a model in its one backward pass.
 
     All ranks know before backward whether the loss is finite: if not, nothing is updated. A gradient that is not finite
     is found when other FSDP units are updated already. This rank's part of its unit is skipped, all others are used.
 
-    Args:
-        model: as it is trained, with FSDP applied.
-        optimizer: skips parameters without a gradient, as PyTorch's do, and does not communicate.
-        should_skip: (losses, global) -> bool on the device: skip the updates of this backward pass.
+    The optimizer skips parameters without a gradient, as PyTorch's do, and does not communicate.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        *,
-        should_skip: Callable[[Tensor], Tensor] = is_not_finite,
-    ) -> None:
-        self._optimizer = optimizer
-        self._should_skip = should_skip
-        self._parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._unit_of = {parameter: unit for unit in _units(model, optimizer) for parameter in unit.parameters}
+    def __post_init__(self, state: Mapping[str, Any]) -> None:
+        super().__post_init__(state)
+        self._parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        units = _units(self.model, self.optimizer)
+        self._unit_of = {parameter: unit for unit in units for parameter in unit.parameters}
         self._reducing: _Unit | None = None
         """Unit whose gradients arrived last."""
         self._skip: Tensor | None = None
@@ -68,16 +58,10 @@ class InBackward(Gradients):
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
-    def begin(self, losses: Tensor, group: dist.ProcessGroup) -> None:
-        """Decide between forward and backward whether to skip.
-
-        Args:
-            losses: this rank's part of the loss.
-            group: every process that reads other data.
-        """
-        losses = losses.clone()
-        dist.all_reduce(losses, group=group)
-        self._skip = self._should_skip(losses)
+    def before_backward(self, loss: TokenLoss) -> None:
+        losses = torch.stack([loss.cross_entropy, loss.total])
+        dist.all_reduce(losses, group=self.group)
+        self._skip = self.should_skip(losses)
 
     def norms(self, parameters: Sequence[nn.Parameter], gradients: Sequence[Tensor]) -> dict[nn.Parameter, Tensor]:
         """Return the `gradient_norms` of this backward pass, in the order of the model's parameters."""
@@ -87,12 +71,12 @@ class InBackward(Gradients):
         norms, self._norms, self._skip, self._reducing = self._norms, {}, None, None
         return {parameter: norms[parameter] for parameter in self._parameters if parameter in norms}
 
-    def update(self, optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
+    def update(self, *, skip: Tensor) -> None:
         """Do nothing: backward made the step."""
 
     def _arrive(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)
-        assert self._skip is not None, "backward without `begin`"
+        assert self._skip is not None, "backward without a loss"
         assert parameter not in self._norms, "a gradient came in parts"
         unit = self._unit_of[parameter]
         if unit is not self._reducing:
@@ -110,8 +94,8 @@ class InBackward(Gradients):
         norms = gradient_norms([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
         self._norms.update(zip(parameters, norms, strict=True))
         is_finite = torch.cat([norm.flatten() for norm in norms]).isfinite().all()
-        with _only(self._optimizer, unit.by_group):
-            update(self._optimizer, skip=self._skip.to(is_finite.device) | ~is_finite)
+        with _only(self.optimizer, unit.by_group):
+            update(self.optimizer, skip=self._skip.to(is_finite.device) | ~is_finite)
         for parameter in parameters:
             parameter.grad = None
 

@@ -1,13 +1,14 @@
 """Compute in float16; `scale.py` has the dynamic loss scale that it needs."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Technique, Trained, reads
+from titanlite.techniques.technique import Claim, Conflict, Parts, Technique, reads
 
 if TYPE_CHECKING:
-    from titanlite.step import Gradients
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class Float16Compute(Technique):
@@ -24,10 +25,10 @@ class Float16Compute(Technique):
         if self.is_used(config) and config.training.dtype != "float32":
             yield self.option, 'float16 cannot be combined with training.dtype = "bfloat16": choose one of the two'
 
-    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
-        from titanlite.techniques.loss_scale.scale import LossScale
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
+        from titanlite.techniques.loss_scale.scale import ScaledStep
 
-        return LossScale(device=trained.mesh.device_type, state=trained.state)
+        return Parts(step=ScaledStep)
 
 
 TECHNIQUE = Float16Compute()

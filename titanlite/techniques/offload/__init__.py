@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 
 from titanlite.runtime.files import why_not_writable
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Options, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Parts, Technique, reads
 
 if TYPE_CHECKING:
-    from titanlite.optim.state_memory import StateMemory
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class CPUOffload(Technique):
     option = "offload.path"
-    last_resort = "CPU offload", "training.enable_cpu_offload"
 
     def is_used(self, config: Config) -> bool:
         return config.training.enable_cpu_offload or config.offload.is_used
@@ -49,18 +48,12 @@ class CPUOffload(Technique):
         if offload.path is not None and (problem := why_not_writable(offload.path)):
             yield self.option, problem
 
-    @reads("offload", "training", "parallelism", "job")
-    def check_disk(self, config: Config, needed: float) -> None:
-        from titanlite.techniques.offload.disk import check_room
-
-        check_room(_folder(config, Path(config.job.dump_folder, str(config.job.name))), needed)
-
-    def state_memory(self, config: Config, run: Path) -> "StateMemory | None":
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         if not config.offload.is_used:
-            return None
+            return Parts()
         from titanlite.techniques.offload.disk import DiskMemory
 
-        return DiskMemory(_folder(config, run), _on_disk(config))
+        return Parts(memory=DiskMemory(_folder(config, run), _on_disk(config)))
 
     def places(self, config: Config) -> dict[str, str]:
         states = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ()
@@ -84,6 +77,20 @@ class CPUOffload(Technique):
         if is_gpu and not config.training.enable_cpu_offload:
             cost = "parameters and updates in host memory: much slower steps"
             yield 4, {"training.enable_cpu_offload": True}, cost
+
+
+def check_disk(config: Config, needed: float) -> None:
+    """Check that the disk has room.
+
+    Args:
+        needed: bytes of all processes of this machine in the place "disk"; see `Technique.places`.
+
+    Raises:
+        UserError: it has not.
+    """
+    from titanlite.techniques.offload.disk import check_room
+
+    check_room(_folder(config, Path(config.job.dump_folder, str(config.job.name))), needed)
 
 
 def _on_disk(config: Config) -> list[str]:

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.optim.state_memory import StateMemory
 from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.private_torch.tensors import local_tensor
@@ -71,7 +70,7 @@ Range = tuple[_File, int, int]
 """Bytes [from, to) of a file, in whole pages."""
 
 
-class DiskMemory(StateMemory):
+class DiskMemory:
     """Memory of files: gives tensors that are mapped, and takes them out of memory when they are not needed.
 
     Args:

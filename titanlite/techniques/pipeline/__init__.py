@@ -1,17 +1,17 @@
 """Pipeline parallelism; `stages.py` cuts a model, `passes.py` makes the passes of a step."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Parts, Technique, reads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
-    from titanlite.step import Passes
 
 
 SPLIT_BACKWARD = "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"
@@ -82,10 +82,10 @@ class PipelineParallel(Technique):
         parallelism = config.parallelism
         return f"pipeline of {parallelism.pipeline_parallel_degree} ranks, {parallelism.pipeline_parallel_schedule}"
 
-    def passes_of_step(self, config: Config, model: "Model", mesh: "DeviceMesh") -> "Passes":
-        from titanlite.techniques.pipeline.passes import PipelinePasses
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
+        from titanlite.techniques.pipeline.passes import PipelineStep
 
-        return PipelinePasses(model, config, mesh).add_up
+        return Parts(step=PipelineStep)
 
 
 TECHNIQUE = PipelineParallel()

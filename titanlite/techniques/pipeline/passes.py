@@ -7,7 +7,8 @@ gradients once, after the last backward pass of a stage.
 
 import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from types import SimpleNamespace
 from typing import Any
@@ -15,18 +16,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 
 from titanlite.batch import Batch
 from titanlite.loss import TokenLoss
 from titanlite.mesh import pipeline_mesh
-from titanlite.models.base import Model
-from titanlite.observer import Phase, StepObserver
+from titanlite.observer import OnPhase, Phase
 from titanlite.runtime.dtypes import torch_dtype
-from titanlite.schema import Config
-from titanlite.step import Step, checked_loss, count_valid_tokens, model_arguments
+from titanlite.step import Step, checked_loss, count_valid_tokens, detached, model_arguments, stacked
 from titanlite.techniques.pipeline.stages import Stage, rank_of_stage
 from titanlite.techniques.tensor.layers import split_blocks, tensor_ranks
 
@@ -53,63 +51,58 @@ class _Stage(PipelineStage):
         return self.compute(self.submod, args[0])
 
 
-class PipelinePasses:
-    """Passes of the stages that this rank has. Validation calls the model, whose forward then goes through all stages.
+@dataclass(kw_only=True, eq=False)
+class PipelineStep(Step):
+    """Step through the stages that this rank has. Validation calls the model, whose forward then goes through all
+    stages. The model is cut to the stages of this rank."""
 
-    Args:
-        model: cut to the stages of this rank, sharded, with memory.
-    """
-
-    def __init__(self, model: Model, config: Config, mesh: DeviceMesh) -> None:
-        axis = pipeline_mesh(mesh)
+    def __post_init__(self, state: Mapping[str, Any]) -> None:
+        super().__post_init__(state)
+        model, config, axis = self.model, self.config, pipeline_mesh(self.mesh)
         assert axis is not None, "the mesh has no pipeline axis"
         self.stages = [stage for stage in model.stages if isinstance(stage, Stage)]
-        self.dim, self.device, self.sizes = model.args.dim, torch.device(mesh.device_type), self.stages[0].sizes
-        self.group, self.rank = axis.get_group(), axis.get_local_rank()
+        self.dim, self.device, self.sizes = model.args.dim, torch.device(self.mesh.device_type), self.stages[0].sizes
+        self.stage_group, self.stage_rank = axis.get_group(), axis.get_local_rank()
         self.dtype = torch_dtype(config.training.mixed_precision_param)
         self.schedule = get_schedule_class(config.parallelism.pipeline_parallel_schedule)
         self.rank_of = partial(rank_of_stage, parallelism=config.parallelism)
         self.last_rank = self.rank_of(len(self.sizes) - 1)
         self.has_metrics = config.training.loss is not None or config.training.multi_token_weight > 0
         """Whether the loss has metrics that only the last stage knows."""
-        self.is_alone = dist.get_backend(self.group) == "fake"
+        self.is_alone = dist.get_backend(self.stage_group) == "fake"
         """Whether the other ranks do not exist, as in a plan."""
         logger.info(f"stages   of {', '.join(map(str, self.sizes))} blocks")
-        self.ranks = tensor_ranks(mesh) if split_blocks(model) else None
+        self.tensor_ranks = tensor_ranks(self.mesh) if split_blocks(model) else None
         """Ranks that have different tokens between blocks."""
         self.own_counters, self.end_own_step = model.counters, model.end_step
         model.counters, model.end_step = self.counters, self.end_step
         model.forward = self.evaluate  # pyright: ignore[reportAttributeAccessIssue]
 
-    def add_up(
-        self, step: Step, batches: Sequence[Batch], observer: StepObserver
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """See `titanlite.step.accumulate`. Ranks without the last stage return zeros."""
-        valid_tokens = count_valid_tokens(batches, step.group)
-        self.observer = observer
-        self.inputs = [model_arguments(batch, step.loss_function, step.targets(batch, observer)) for batch in batches]
-        self.factor = step.gradients.scale(valid_tokens, ranks=step.group.size(), micro_batches=len(batches))
+    def accumulate(self, batches: Sequence[Batch], on_phase: OnPhase) -> TokenLoss:
+        """Add up the gradients of the micro-batches. Ranks without the last stage return zeros."""
+        self.valid_tokens, self.on_phase = count_valid_tokens(batches, self.group), on_phase
+        # A teacher is refused.
+        self.inputs = [model_arguments(batch, self.loss_function, {}) for batch in batches]
+        self.factor = self.loss_factor(self.valid_tokens, micro_batches=len(batches))
         self.losses: list[TokenLoss] = []
         self.begun = {stage.number: 0 for stage in self.stages}
         places = torch.empty(len(batches))  # of what is split: each stage knows which micro-batch is next
-        first = (places,) if self.rank_of(0) == self.rank else ()
+        first = (places,) if self.rank_of(0) == self.stage_rank else ()
         schedule = self._schedule(len(batches), *self.inputs[0][0].shape)
         try:
             schedule.step(*first, target=places, return_outputs=False)
         except RuntimeError as error:  # the schedule wraps what a stage raises
             raise error.__cause__ or error from None
         zero = torch.zeros((), device=self.device)
-        losses = self.losses or [TokenLoss(zero, zero, dict.fromkeys(self._names_of_metrics(), zero))] * len(batches)
-        sums = [torch.stack([loss.cross_entropy, loss.total, *loss.metrics.values()]) for loss in losses]
-        micro_losses, totals, *metrics = torch.stack(sums, dim=1) / valid_tokens
-        return micro_losses, totals, dict(zip(self._names_of_metrics(), metrics, strict=True))
+        names = self._names_of_metrics()
+        return stacked(self.losses or [TokenLoss(zero, zero, dict.fromkeys(names, zero))] * len(batches))
 
     @cache  # noqa: B019 (as long as the run)
     def _names_of_metrics(self) -> list[str]:
         """Return the names of the metrics of the loss, which the first step knows where the last stage is."""
         names = [[*self.losses[0].metrics] if self.losses else []]
         if self.has_metrics and not self.is_alone:
-            dist.broadcast_object_list(names, group=self.group, group_src=self.last_rank, device=self.device)
+            dist.broadcast_object_list(names, group=self.stage_group, group_src=self.last_rank, device=self.device)
         return names[0]
 
     def counters(self) -> list[Tensor]:
@@ -126,7 +119,7 @@ class PipelinePasses:
             return {}
         least = torch.full((), -math.inf, device=self.device)
         values = torch.stack([own.get(name, least) for name in names])
-        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+        dist.all_reduce(values, dist.ReduceOp.MAX, group=self.stage_group)
         return dict(zip(names, values, strict=True))
 
     @cache  # noqa: B019 (as long as the run)
@@ -137,7 +130,7 @@ class PipelinePasses:
         stages = []
         for module in self.stages:
             stage = _Stage(
-                module, module.number, len(self.sizes), self.device, group=self.group,
+                module, module.number, len(self.sizes), self.device, group=self.stage_group,
                 input_args=hidden if module.number else place,
                 output_args=hidden if not module.is_last else loss,
                 dw_builder=_full_backward if module.is_last else None,
@@ -149,7 +142,7 @@ class PipelinePasses:
 
     def _empty_hidden(self, size: int, length: int, *pair: int, device: torch.device) -> Tensor:
         """Return hidden states as they are sent, without values; with embeddings of next tokens if tokens are pairs."""
-        part = length // (self.ranks.ranks if self.ranks else 1)
+        part = length // (self.tensor_ranks.ranks if self.tensor_ranks else 1)
         return torch.empty(size, part, *pair, self.dim, dtype=self.dtype, device=device)
 
     def forward(self, stage: Stage, hidden_BLD: Tensor) -> Tensor:
@@ -157,33 +150,33 @@ class PipelinePasses:
         number = self.begun[stage.number]
         self.begun[stage.number] += 1
         tokens, arguments = self.inputs[number]
-        self.observer.phase(Phase.FORWARD)
+        self.on_phase(Phase.FORWARD)
         out = stage(self._whole_tokens(hidden_BLD) if stage.number else tokens, **arguments)
         if stage.is_last:
             loss = checked_loss(out)
-            self.losses.append(_each(loss, Tensor.detach))
+            self.losses.append(detached(loss, self.valid_tokens))
             out = loss.total * self.factor
         if out.requires_grad:  # not if all up to here is frozen
-            out.register_hook(lambda _: self.observer.phase(Phase.BACKWARD))
+            out.register_hook(lambda _: self.on_phase(Phase.BACKWARD))
         return out
 
     def _whole_tokens(self, hidden_BLD: Tensor) -> Tensor:
         """Return the hidden states of all tokens, of which the first block takes this rank's part again."""
-        return self.ranks.join(hidden_BLD) if self.ranks else hidden_BLD
+        return self.tensor_ranks.join(hidden_BLD) if self.tensor_ranks else hidden_BLD
 
     def evaluate(self, tokens: Tensor, **arguments: Any) -> Any:
         """Forward of the model without gradients: through all stages -> the result of the last one, on every rank."""
         out, result = tokens, [None]
         for stage in self.stages:
-            if stage.number and (source := self.rank_of(stage.number - 1)) != self.rank:
+            if stage.number and (source := self.rank_of(stage.number - 1)) != self.stage_rank:
                 out = self._empty_hidden(*tokens.shape, device=self.device)
-                dist.recv(out, group=self.group, group_src=source)
+                dist.recv(out, group=self.stage_group, group_src=source)
             out = stage(self._whole_tokens(out) if stage.number else tokens, **arguments)
             if stage.is_last:
                 result = [_each(out, Tensor.cpu)]
-            elif (target := self.rank_of(stage.number + 1)) != self.rank:
-                dist.send(out.contiguous(), group=self.group, group_dst=target)
-        dist.broadcast_object_list(result, group=self.group, group_src=self.last_rank, device=self.device)
+            elif (target := self.rank_of(stage.number + 1)) != self.stage_rank:
+                dist.send(out.contiguous(), group=self.stage_group, group_dst=target)
+        dist.broadcast_object_list(result, group=self.stage_group, group_src=self.last_rank, device=self.device)
         return _each(result[0], lambda tensor: tensor.to(self.device))
 
 

@@ -1,15 +1,17 @@
 """Profiles of a running job; `profiler.py` records them."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import known_steps
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Observed, Technique, reads
+from titanlite.techniques.technique import Conflict, Observed, Parts, Technique, reads
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.observer import StepObserver
 
@@ -41,18 +43,21 @@ class Profiles(Technique):
         if config.profiling.enable_memory_snapshot and device.type != "cuda":
             raise UserError(f"records the allocator of GPUs, and this run is on the {device.type}: set it to false")
 
-    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.profiling.profiler import Profiler
 
-        profiler = Profiler(
-            config.profiling,
-            run=run.folder,
-            ranks=run.ranks,
-            steps=run.steps,
-            device=run.device,
-            not_training=run.paused,
-        )
-        return [profiler]
+        def observers(observed: Observed) -> "list[StepObserver]":
+            profiler = Profiler(
+                config.profiling,
+                run=run,
+                ranks=observed.ranks,
+                steps=observed.steps,
+                device=observed.device,
+                not_training=observed.paused,
+            )
+            return [profiler]
+
+        return Parts(observers=observers)
 
 
 TECHNIQUE = Profiles()

@@ -1,17 +1,18 @@
 """The same bits on every layout; `sums.py` adds so that they are."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Observed, Technique, Trained, reads
+from titanlite.techniques.technique import Claim, Conflict, Parts, Technique, reads
 
 if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
-    from titanlite.observer import StepObserver
-    from titanlite.step import Gradients
 
 
 PARTS = "debug.reproducible_context_degree"
@@ -126,23 +127,15 @@ class ReproducibleLayouts(Technique):
     def summary(self, config: Config) -> str:
         return "same bits on any layout" if config.debug.reproducible_layouts else ""
 
-    def gradients(self, config: Config, trained: Trained) -> "Gradients | None":
-        if not config.debug.reproducible_layouts:
-            return None
-        import torch
-
-        from titanlite.techniques.reproducible.sums import ExactSums
-
-        # CPU kernels divide sums among threads, and processes divide a machine's cores: by default the number of
-        # threads follows from the layout.
-        torch.set_num_threads(1)
-        return ExactSums(trained.mesh, trained.model.parameters())
-
-    def observers(self, config: Config, run: Observed) -> "Sequence[StepObserver]":
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.reproducible.hashes import StateHashes
+        from titanlite.techniques.reproducible.step import ReproducibleStep
 
         freq = config.debug.hash_freq or config.checkpoint.interval
-        return [StateHashes(run, freq=freq)]
+        return Parts(
+            step=ReproducibleStep if config.debug.reproducible_layouts else None,
+            observers=lambda observed: [StateHashes(observed, freq=freq)],
+        )
 
 
 def _not_a_power(number: int) -> str:

@@ -1,18 +1,17 @@
 """Tensor parallelism; `layers.py` splits layers over ranks."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques import used
-from titanlite.techniques.technique import Claim, Conflict, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Parts, Technique, reads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
-    from titanlite.ops.cross_entropy import SplitVocabulary
 
 
 class TensorParallel(Technique):
@@ -26,18 +25,18 @@ class TensorParallel(Technique):
 
     @reads("parallelism", "training.loss")
     def conflicts(self, config: Config) -> Iterator[Conflict]:
-        refused = [technique.option for technique in used(config) if technique.loss_arguments]
-        for other in [*refused, "training.loss"] if config.training.loss else refused:
+        refused = {"teacher.path": config.teacher.path, "training.loss": config.training.loss}
+        for other in (key for key, value in refused.items() if value):
             yield self.option, f"cannot be combined with {other} yet: set it to 1, or leave that out"
         keep = config.parallelism.fsdp_reshard_after_forward
         if isinstance(keep, int) and keep > 1:
             problem = f"FSDP2 cannot combine {keep} with {self.option}: set default"
             yield "parallelism.fsdp_reshard_after_forward", problem
 
-    def split_vocabulary(self, mesh: "DeviceMesh") -> "SplitVocabulary | None":
+    def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.tensor.layers import tensor_ranks
 
-        return tensor_ranks(mesh)
+        return Parts(vocabulary=tensor_ranks(mesh))
 
     def column_shards(self, config: Config, model: "Model", world_size: int) -> dict[str, tuple[str, int]]:
         from titanlite.techniques.tensor.layers import column_shards

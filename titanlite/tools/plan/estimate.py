@@ -16,6 +16,7 @@ from titanlite.runtime.hardware import Hardware
 from titanlite.schedule import known_steps
 from titanlite.schema import Config, Degrees
 from titanlite.techniques import choose_trained, places, used
+from titanlite.techniques.distill.source import planned_teacher
 from titanlite.techniques.pipeline.stages import rank_of_stage, stages_of
 from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
@@ -278,12 +279,12 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     return replace(
         found,
         parameters=sum(p.numel() for p in model.parameters()),
-        flops_per_token=sum(it.flops_per_token(seq_len) for it in (model, targets.frozen) if it),
+        flops_per_token=sum(it.flops_per_token(seq_len) for it in (model, targets.frozen if targets else None) if it),
     )
 
 
 def trace_model(
-    config: Config, model_cls: type[Model], args: ModelArgs, targets: Targets, layout: Layout, *, rank: int = 0
+    config: Config, model_cls: type[Model], args: ModelArgs, targets: Targets | None, layout: Layout, *, rank: int = 0
 ) -> Trace:
     """Trace a step of the whole model of these arguments, on a rank."""
     fuse, parallelism = config.compile.enable and layout.is_gpu, config.parallelism
@@ -365,14 +366,13 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
 # Targets
 
 
-def planned_targets(config: Config) -> Targets:
+def planned_targets(config: Config) -> Targets | None:
     """Return the targets of a config. Weights need not be there if a config of theirs is.
 
     Raises:
         UserError: there are no such weights, or they do not describe their model.
     """
-    found = (it.planned_targets(config, read_spec=_read_spec) for it in used(config))
-    return next(filter(None, found), None) or Targets()
+    return planned_teacher(config, read_spec=_read_spec) if config.teacher.path else None
 
 
 def _read_spec(path: str, config: str | None, section: str) -> ModelSpec:

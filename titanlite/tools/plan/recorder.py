@@ -15,11 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
-from titanlite.observer import Phase, StepObserver
+from titanlite.observer import Phase
 from titanlite.ops.attention import seen_causally
 from titanlite.ops.tiled_attention import backward_in_tiles, forward_in_tiles
 from titanlite.runtime.dtypes import name_of
-from titanlite.runtime.private_torch.fsdp import FSDPObserver
 from titanlite.runtime.private_torch.tensors import is_in_backward, storage_key, wrapped_tensors
 from titanlite.runtime.private_torch.tracing import (
     FakeTensor,
@@ -90,7 +89,7 @@ class Sent(NamedTuple):
     """Those of `Recorder.operators` that do not wait for it."""
 
 
-class Recorder(TorchDispatchMode, StepObserver, FSDPObserver):
+class Recorder(TorchDispatchMode):
     """Records the operators on fake tensors while it is active, in this thread.
 
     Args:

@@ -28,7 +28,6 @@ from titanlite.tools.plan.estimate import (
     estimate,
     model_of,
     plan,
-    planned_targets,
     trace,
     with_options,
 )
@@ -52,6 +51,9 @@ WORTH = 1.005
 """Least speed-up for which a candidate that needs more memory is listed beside one that needs less."""
 WORTH_A_PIPELINE = 0.15
 """Least share of a step that waits for collectives for which pipelines are tried."""
+LAST_RESORT = "training.enable_cpu_offload"
+"""Option that is set only if nothing fits without it."""
+
 LARGEST_BATCH = 16
 """Most sequences in a forward pass that are tried."""
 GIB = 2**30
@@ -196,10 +198,8 @@ class Layouts:
         self.degrees = [it for it in every if not has_experts or can_have(config, {}, layout.world_size, it.replicate)]
         sizes = range(1, min(share, LARGEST_BATCH) + 1)
         self.batches = [size for size in sizes if share % size == 0 and not self._is_refused(size)]
-        frozen = planned_targets(config).frozen
-        self.frozen = frozen.section if frozen else None
+        self.frozen = "teacher" if config.teacher.path else None
         self.variants = variants_of(config, layout)
-        [(self.resort_words, self.resort_switch)] = [it.last_resort for it in every_technique() if it.last_resort]
         self.work: list[Work] = list(product(MODES, self.variants, self.batches))
 
     def _is_refused(self, batch: int) -> bool:
@@ -219,12 +219,12 @@ class Layouts:
             last_resort: whether the option that is the last resort is set.
         """
         mode, variant, batch = work
-        words = ", ".join(filter(None, (variant, self.resort_words * last_resort)))
+        words = ", ".join(filter(None, (variant, "CPU offload" * last_resort)))
         before = self.traced_config(work)
         for degrees, reshard in product(self.degrees, RESHARD):
             if degrees.sharded == 1 and reshard != RESHARD[0]:
                 continue  # nothing is gathered
-            options = {**self._options(work, degrees, reshard), self.resort_switch: last_resort}
+            options = {**self._options(work, degrees, reshard), LAST_RESORT: last_resort}
             config, found = with_options(self.config, options), traced
             if config != before:
                 found = lay_out(traced, before, config, self.layout, full=self.degrees[-1].sharded, frozen=self.frozen)
@@ -242,7 +242,7 @@ class Layouts:
             "activation_checkpoint.mode": mode,
             "activation_checkpoint.selective_ac_option": "op",
             "training.local_batch_size": batch,
-            self.resort_switch: False,
+            LAST_RESORT: False,
             **self.variants[variant],
         }
 

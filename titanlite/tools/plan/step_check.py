@@ -114,7 +114,7 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
         spec = _few_blocks(spec, config, period_of(config, spec.build()))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
     targets = copy(resolved.targets)
-    if targets.frozen:
+    if targets:
         targets.frozen = replace(targets.frozen, spec=_few_blocks(targets.frozen.spec, Config(), 1))
     what = f"one step of {ranks.world_size} processes" if ranks.world_size > 1 else "one step"
     try:

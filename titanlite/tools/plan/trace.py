@@ -15,15 +15,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.batch import Batch
-from titanlite.loss import Targets, build_loss
-from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, ranks_of_stage, world_group
+from titanlite.loss import Targets
+from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
-from titanlite.optim.norm import count_parameter_replicas
-from titanlite.optim.state_memory import StateMemory
-from titanlite.parallelize import build_mesh, parallelize, reduces_gradients_once
+from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
@@ -38,19 +36,8 @@ from titanlite.runtime.private_torch.tracing import (
     without_fake_tensors,
 )
 from titanlite.schema import Config
-from titanlite.step import Step
-from titanlite.techniques import (
-    after_updates,
-    build_gradients,
-    keeps_gradients,
-    passes_of_step,
-    places,
-    split_batch,
-    split_loss,
-    split_vocabulary,
-    weight_average,
-)
-from titanlite.techniques.technique import Trained
+from titanlite.step import build_step
+from titanlite.techniques import parts_of, places
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
 
@@ -81,20 +68,20 @@ def trace_step(
         UserError: the model, the loss or the optimizer needs values, which fake tensors lack.
     """
     _, accumulation = config.training.batch_split(config.parallelism.degrees(world_size).data_parallel)
-    if accumulation > 1 and not keeps_gradients(config):
+    if accumulation > 1 and config.optimizer.in_backward:
         raise UserError("gradients do not last until after backward, and this step would have several backward passes")
     attention = config.training.attention_backend
     kernels = GpuKernels(compiles=config.compile.enable, attention=attention) if gpu else FakeCpuKernels()
     with fake_ranks(world_size, rank=rank), _fresh_compiler(config):
-        targets = targets or Targets()
-        frozen = targets.frozen
         model, mesh = parallelized(config, model_cls, args, world_size=world_size, kernels=kernels)
         models = {"": model}
-        if frozen:
+        if targets:
+            frozen = targets.frozen
             other = parallelize_frozen(frozen, config, mesh=mesh, kernels=kernels, compile_backend=BACKEND)
             models[f"{frozen.section}."] = other
             targets.use(other)
-        tokens = loss_group(mesh)  # its ranks are values, which a fake tensor lacks
+        loss_group(mesh)  # is made here, because its ranks are values, which a fake tensor lacks
+        parts = parts_of(config, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
             recorder = Recorder(fakes, gpu=gpu, flash=attention == "flash" or config.debug.is_deterministic)
             recorder.name_group(world_group(mesh), "world")
@@ -108,43 +95,30 @@ def trace_step(
                 for prefix, it in models.items():
                     with recorder.category("other"):
                         allocate(it, torch.device("cpu"), torch.device("cpu"))
-                    category = frozen.section if frozen and prefix else "parameters"
+                    category = targets.frozen.section if targets and prefix else "parameters"
                     recorder.label((p for _, p in unique_parameters(it)), category)
                 optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
+                after_update = recorder.during("other", parts.after_update(model))
                 with recorder.category("other"):
-                    fill_states(optimizer, one_by_one=not keeps_gradients(config))
-                    average = weight_average(config, model, StateMemory())
-                    batches = [*map(split_batch(config, mesh), _batches(config, data_parallel_rank(mesh)[1]))]
+                    fill_states(optimizer, one_by_one=config.optimizer.in_backward)
+                    average = parts.average(model, None, after_update) if parts.average else None
+                    batches = [*map(parts.batch, _batches(config, data_parallel_rank(mesh)[1]))]
                     recorder.micro_batches = len(batches)
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
-                recorder.label(average.tensors.values(), "average")
-                if not keeps_gradients(config):
+                if average:
+                    recorder.label(average.tensors.values(), "average")
+                if config.optimizer.in_backward:
                     _label_gradients(model, recorder)
-                gradients = build_gradients(config, Trained(model=model, optimizer=optimizer, mesh=mesh))
-                untraced = gradients.partial_sums(accumulation) - gradients.partial_sums(len(batches))
+                step = build_step(config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, targets=targets)
+                step.loss_function = recorder.during("logits", step.loss_function)
+                untraced = step.partial_sums(accumulation) - step.partial_sums(len(batches))
                 with recorder.category("reduce-scatter"):
                     parts = [local_tensor(it) for it in _trained(optimizer)]
                     waiting = [torch.empty_like(it) for it in parts for _ in range(untraced)]
-                after_update = recorder.during("other", after_updates(config, model))
-                loss = build_loss(config.training, kernels, targets, vocabulary=split_vocabulary(config, mesh))
-                loss = split_loss(loss, config, mesh)
                 recorder.unit("step")
                 after_update()  # of the step before
-                step = Step(
-                    model=model,
-                    optimizer=optimizer,
-                    group=tokens,
-                    world=world_group(mesh),
-                    max_norm=config.training.max_norm,
-                    loss_function=recorder.during("logits", loss),
-                    targets=targets,
-                    gradients=gradients,
-                    reduce_once=reduces_gradients_once(config, mesh),
-                    passes=passes_of_step(config, model, mesh),
-                    replicas=count_parameter_replicas(model, ranks_of_stage(mesh)),
-                )
-                step(batches, observer=recorder)
+                step(batches, on_phase=recorder.phase)
                 recorder.unit("end")
                 del waiting
     return recorder

@@ -34,7 +34,7 @@ from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.runtime.ranks import runs_of
 from titanlite.schema import Config
-from titanlite.techniques import every_technique, keeps_gradients
+from titanlite.techniques import every_technique
 from titanlite.tools.arguments import Count, Index
 from titanlite.tools.plan.estimate import model_of
 from titanlite.tools.plan.gpu_kernels import GpuKernels
@@ -103,7 +103,7 @@ def inspect_ranks(config: Config, *, world_size: int, rank: int = 0) -> dict[str
             allocate(model, torch.device("cpu"), torch.device("cpu"))
             optimizer = fake_optimizer(config, model, kernels)
             with torch.compiler.set_stance("force_eager"):
-                fill_states(optimizer, one_by_one=not keeps_gradients(config))
+                fill_states(optimizer, one_by_one=config.optimizer.in_backward)
             rows = rows_of(model, optimizer, config, mesh)
         names = dict.fromkeys(it["unit"] for it in rows)
         units = {name: _totals(it for it in rows if it["unit"] == name) for name in names}
@@ -156,7 +156,7 @@ def rows_of(model: Model, optimizer: torch.optim.Optimizer, config: Config, mesh
             "lr": group and group.lr,
             "weight_decay": group.weight_decay if group and decays else None,
             "parameter_bytes": size,
-            "gradient_bytes": size if parameter.requires_grad and keeps_gradients(config) else 0,
+            "gradient_bytes": size if parameter.requires_grad and not config.optimizer.in_backward else 0,
             "optimizer_bytes": local_state_bytes(optimizer.state.get(parameter, {})),
         }
         row |= {key: str(row[key]).removeprefix("torch.") for key in ("dtype", "compute_dtype", "reduce_dtype")}

@@ -45,7 +45,9 @@ def planned(options: list[str], *more: str) -> Plan:
 
 
 def frozen_of(config: Config) -> FrozenModel:
-    frozen = planned_targets(config).frozen
+    targets = planned_targets(config)
+    assert targets
+    frozen = targets.frozen
     assert frozen is not None
     return frozen
 
