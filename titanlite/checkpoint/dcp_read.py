@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
-from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -57,7 +57,7 @@ class RankReader(StorageReader):
     def read_item(self, item: ReadItem) -> Tensor:
         """Return the region of a tensor that an item of a plan asks for."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -69,7 +69,9 @@ class RankReader(StorageReader):
         done.set_result(None)
         return done
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
+    ) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -77,10 +79,10 @@ class RankReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def reset(self, checkpoint_id: object = None) -> None: ...
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
 
 
@@ -142,7 +144,7 @@ class MetadataUnpickler(pickle.Unpickler):
         StorageInfo,
     )
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> object:
         for known in self.CLASSES:
             if (module_name, global_name) == (known.__module__, known.__name__):
                 return known
@@ -154,10 +156,15 @@ class MetadataUnpickler(pickle.Unpickler):
             case "torch", _ if isinstance(found := vars(torch).get(global_name), torch.dtype):
                 return found
             case "torch.serialization", "_get_layout":
-                return lambda name: {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}[name]
+                return {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}.__getitem__
             case "pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath":
-                return lambda *parts: pathlib.PurePosixPath(*parts)
-        raise Forbidden(f"{module_name}.{global_name}")
+                return _path_of
+            case _:
+                raise Forbidden(f"{module_name}.{global_name}")
+
+
+def _path_of(*parts: str) -> pathlib.PurePosixPath:
+    return pathlib.PurePosixPath(*parts)
 
 
 class UnsafeCheckpoint(UserError):
@@ -194,16 +201,18 @@ def _of_other_types(found: Metadata) -> Iterator[str]:
     """Yield the names of entries and places that are not of the types that DCP gives them."""
 
     def is_size(value: Any) -> bool:
-        return isinstance(value, tuple) and all(type(number) is int and number >= 0 for number in value)
+        return issubclass(type(value), tuple) and all(type(number) is int and number >= 0 for number in value)
 
-    for name, entry in found.state_dict_metadata.items():
+    entries: dict[Any, Any] = found.state_dict_metadata
+    places: dict[Any, Any] = found.storage_data or {}
+    for name, entry in entries.items():
         is_right = isinstance(name, str)
         if isinstance(entry, TensorStorageMetadata):
-            is_right &= isinstance(entry.properties.dtype, torch.dtype) and is_size(entry.size)
+            is_right &= type(entry.properties.dtype) is torch.dtype and is_size(entry.size)
             is_right &= all(is_size(chunk.offsets + chunk.sizes) for chunk in entry.chunks)
         if not is_right or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             yield str(name)
-    for index, info in (found.storage_data or {}).items():
+    for index, info in places.items():
         numbers = type(info.offset) is type(info.length) is int
         if not (isinstance(index.fqn, str) and isinstance(info.relative_path, str) and numbers):
             yield str(index)
@@ -270,7 +279,7 @@ class ShardReader(RankReader):
 
     def _check_places(self, found: Metadata, where: str) -> None:
         """Check that every entry is a whole tensor in a file of the manifest: DCP skips entries without a place."""
-        places = found.storage_data or {}
+        places: dict[MetadataIndex, StorageInfo] = found.storage_data or {}
         for index, info in places.items():
             entry = found.state_dict_metadata.get(index.fqn)
             if not isinstance(entry, TensorStorageMetadata) or info.transform_descriptors:

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
-from torch.distributed.checkpoint.state_dict_saver import save
+from torch.distributed.checkpoint.state_dict_saver import save  # pyright: ignore[reportUnknownVariableType]
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.utils.serialization import config as serialization
@@ -174,9 +174,9 @@ class ShardWriter(StorageWriter):
             raise RunError(f"{missing}. All nodes must share the folder of checkpoints") from None
         return manifest
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def reset(self, checkpoint_id: object = None) -> None: ...
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None: ...
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         return plan
@@ -185,7 +185,7 @@ class ShardWriter(StorageWriter):
         return plans
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
 
 
@@ -243,7 +243,7 @@ class CachingPlanner(DefaultSavePlanner):
         self._is_unchanged = shapes == self._shapes and has_cached_plan(self.key)
         self._shapes = shapes
         if not self._is_unchanged:
-            super().set_up_planner(state_dict, storage_meta, is_coordinator)
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)  # pyright: ignore[reportUnknownMemberType]
 
     def create_local_plan(self) -> SavePlan:
         return SavePlan([], usable=False) if self._is_unchanged else super().create_local_plan()

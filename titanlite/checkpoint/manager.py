@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """Decisions about checkpoints: when to save, when to wait for a save, what to do when one fails."""
 
 import logging
@@ -7,7 +8,6 @@ from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -29,6 +29,9 @@ from titanlite.schema import Checkpoint
 from titanlite.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
+
+Record = dict[str, float | None]
+"""Step, size and seconds of a save, by name."""
 
 
 class CheckpointManager:
@@ -92,7 +95,7 @@ class CheckpointManager:
         self._ended: list[tuple[Saved, SaveOverhead]] = []
         self.newest = 0
         """Step that was loaded, or committed last."""
-        optimizer.register_step_pre_hook(lambda *_: self.wait_until_staged())
+        optimizer.register_step_pre_hook(self.wait_until_staged)
 
     def state(self) -> State:
         """Return the tensors of a checkpoint."""
@@ -139,7 +142,7 @@ class CheckpointManager:
         put_back_numbers(self.model, self.optimizer, state)
         return manifest.progress if manifest is not None else Progress()
 
-    def watch(self) -> list[dict[str, Any]]:
+    def watch(self) -> list[Record]:
         """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.
 
         Raises:
@@ -150,7 +153,7 @@ class CheckpointManager:
             step, save = self._in_flight
             flags = torch.tensor([not save.done(), save.done() and save.exception() is not None], dtype=torch.int32)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # 8 bytes over gloo: cheap
-            is_running, has_failed = map(bool, flags.tolist())
+            is_running, has_failed = bool(flags[0]), bool(flags[1])
             if has_failed:
                 self._end_save(timeout=30 if is_running else None)
                 raise RunError(f"the checkpoint of step {step} could not be saved: another rank failed")
@@ -162,8 +165,8 @@ class CheckpointManager:
         """Exclude a block from the cost of saving."""
         return self._clock.not_training()
 
-    def wait_until_staged(self) -> None:
-        """Return when the state may change."""
+    def wait_until_staged(self, *_: object) -> None:
+        """Return when the state may change. The optimizer calls it before each step."""
         self._saver.staging.wait()
 
     def is_saving(self) -> bool:
@@ -205,7 +208,7 @@ class CheckpointManager:
         if self.config.enable and progress.step > self.newest:
             self.save(progress, last=True)
 
-    def finish(self) -> list[dict[str, Any]]:
+    def finish(self) -> list[Record]:
         """Wait for a save and deletions in flight. Returns records of finished saves."""
         self._end_save(must_succeed=False)
         self._saver.close()
@@ -236,8 +239,8 @@ class CheckpointManager:
             raise RunError(text) from error
         logger.warning(f"{text}. Continuing without it")
 
-    def _records(self, *, wait: bool = False) -> list[dict[str, Any]]:
-        records: list[dict[str, Any]] = []
+    def _records(self, *, wait: bool = False) -> list[Record]:
+        records: list[Record] = []
         while self._ended and (wait or self._ended[0][1].is_known()):
             saved, overhead = self._ended.pop(0)
             if wait and not overhead.is_known():

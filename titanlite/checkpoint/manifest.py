@@ -9,7 +9,7 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import SMALL, checked_name
@@ -100,9 +100,10 @@ class Manifest:
         ValueError: the text has changed since it was written.
         UserError: the manifest has another format.
         """
-        fields: dict[str, Any] = json.loads(text)
-        if not isinstance(fields, dict):
+        found = json.loads(text)
+        if not isinstance(found, dict):
             raise ValueError("not a manifest")
+        fields = cast(dict[str, Any], found)
         checksum = fields.pop("crc32", None)
         if checksum is not None and checksum != _crc32(json.dumps(fields, indent=1).encode()):
             raise ValueError("its own checksum is wrong")
@@ -110,7 +111,8 @@ class Manifest:
         if (number := fields.get("format")) not in readable:
             reads = " and ".join(map(str, readable))
             raise UserError(f"has format {number}, and this version of titanlite reads {reads}: use one that reads it")
-        fields = {"data": {}, "guard": {}} | fields
+        for name in ("data", "guard"):  # the first manifests of this format lack them
+            fields.setdefault(name, {})
         wrong = [name for name, kind in TYPES.items() if not isinstance(fields.get(name), kind)]
         if wrong or not all(isinstance(record, dict) for record in fields["files"].values()):
             raise ValueError(f"{', '.join(wrong) or 'files'}: not of the right type")

@@ -55,9 +55,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers of a model by name. A shared parameter has one entry."""
+    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
     buffers = {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
+        for prefix, module in modules.items()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in non_persistent_buffers(module)
     }

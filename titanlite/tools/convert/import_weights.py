@@ -110,7 +110,8 @@ def _check(tensors: Mapping[str, Tensor], reader: ForeignReader, allow_unexpecte
     found = difference({f"model.{name}": tensor for name, tensor in tensors.items()}, reader.metadata, ["*"])
     further = of_further_token(found)
     found = found.without(unexpected=further)
-    unexpected = {name: text for name, text in (found.unexpected | reader.unknown).items() if name not in found.missing}
+    unexpected = {**found.unexpected, **reader.unknown}
+    unexpected = {name: text for name, text in unexpected.items() if name not in found.missing}
     wrong = Difference(found.missing, unexpected).without(unexpected=allow_unexpected)
     if wrong:
         globs = " ".join(f"--allow-unexpected '{glob}'" for glob in to_globs(wrong.unexpected))

@@ -152,14 +152,14 @@ class ForeignReader(RankReader):
         self.where = where
         self.head_size = head_size
         self.bytes_read = 0
-        self.unknown: dict[str, str] = {}
+        self.unknown = unknown = dict[str, str]()
         self.kept = {f"model.{name}" for name in model_names if table.find(name) is None}
         self._stored: dict[MetadataIndex, _Stored] = {}
         found: dict[str, list[_Stored]] = {}
         for tensor in tensors:
             places = [*table.places(tensor.name)]
             if not places:
-                self.unknown[tensor.name] = f"{tensor.name} {[*tensor.shape]}"
+                unknown[tensor.name] = f"{tensor.name} {[*tensor.shape]}"
             for place in [place for place in places if not place.entry.is_copy]:
                 found.setdefault(f"model.{place.name}", []).append(_Stored(tensor, place))
         entries = {name: self._entry(name, chunks) for name, chunks in found.items()}
