@@ -1,4 +1,4 @@
-"""DCP's StorageReader: checks what it reads in the same pass, and runs no code from a checkpoint."""
+"""Reading by DCP: every tensor is checked in the pass that reads it, and no code from a checkpoint is run."""
 
 import io
 import json
@@ -35,13 +35,11 @@ from titanlite.runtime.private_torch.checkpoint import MemoryFormat, StorageInfo
 from titanlite.runtime.ranks import calling_dcp
 from titanlite.storage.storage import Storage
 
-# Base of DCP's storage readers here: each rank reads for itself.
-
 
 class RankReader(StorageReader):
-    """StorageReader that takes the planner's plans as they are, and is opened for one checkpoint.
+    """Base of the readers here: one is opened for one checkpoint, and each rank reads what its own plan asks for.
 
-    What another program wrote is read under the names and in the layout of a model of ours.
+    Tensors that another program wrote are read under the names, and in the layout, of a model of ours.
     """
 
     where: str

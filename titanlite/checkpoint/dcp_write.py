@@ -1,8 +1,8 @@
-"""DCP's StorageWriter: one file a rank, with checksums.
+"""Writing by DCP: one file a rank with checksums, and plans that are made once.
 
-Plain DCP reads the result: tensors by torch.save, one after another in a file, and .metadata, a pickle of their places.
-Beside the checksum of each whole file there are those of its beginning up to the end of each tensor. A CRC-32 can be
-continued from any of them, so a reader checks one tensor by reading that tensor alone.
+Plain DCP can read the result: a file holds tensors as `torch.save` writes them, one after another, and .metadata is a
+pickle of their places. Each file has a checksum of the whole, and one of its beginning up to the end of each tensor. A
+CRC-32 can be continued from any of those, so a reader checks one tensor without reading the others.
 """
 
 import hashlib
@@ -76,11 +76,11 @@ class ChecksumStream(io.RawIOBase):
 
 
 WrittenFiles = dict[str, WrittenFile]
-"""Files by name."""
+"""Files that were written, by name."""
 
 
 class ShardWriter(StorageWriter):
-    """Writer of a checkpoint: of this rank's part of a state, and on rank 0 of what makes it complete.
+    """Writer of this rank's part of a state, and on rank 0 of the files that concern all ranks.
 
     Args:
         folder: staging folder.
@@ -158,7 +158,9 @@ class ShardWriter(StorageWriter):
         """
         for files in others:
             self.written |= files
-        self.write_file(manifests.CHECKSUMS, checksums_json(self.written))
+        shards = {name: file.ends for name, file in self.written.items() if file.ends}
+        sums = {name: [[end, f"{crc:08x}"] for end, crc in ends] for name, ends in shards.items()}
+        self.write_file(manifests.CHECKSUMS, json.dumps(sums).encode())
         self.write_file(manifests.CONFIG, config.encode())
         manifest = replace(
             draft,
@@ -187,13 +189,6 @@ class ShardWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
-
-
-def checksums_json(written: WrittenFiles) -> bytes:
-    """Return the text of checksums.json."""
-    return json.dumps(
-        {name: [[offset, f"{crc:08x}"] for offset, crc in file.ends] for name, file in written.items() if file.ends}
-    ).encode()
 
 
 def write_state(

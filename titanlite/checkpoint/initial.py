@@ -1,6 +1,7 @@
-"""Weights that a model begins with: the tensors of another run's checkpoint, or of another program, by name and shape.
+"""Weights that a model begins with: a checkpoint of another run, or what another program wrote.
 
-`initial_load_path` names them for the model that is trained; the weights of a frozen model are read whole.
+For the model that is trained, `initial_load_path` names them, and tensors are taken by name and shape. A frozen model,
+such as a teacher, is read whole.
 """
 
 import logging

@@ -8,6 +8,7 @@ from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -114,13 +115,13 @@ class CheckpointManager:
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
             run = Resumption(self.config, self.storage, self._settings, group=self._group, is_cut=self._is_cut)
-            while (manifest := run.find()) is not None:
+            while (manifest := on_rank_0(self._group, run.find)) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = self.state()
                 try:
                     run.load(manifest, state)
                 except DamagedCheckpoint as damage:
-                    run.quarantine(manifest, damage)
+                    on_rank_0(self._group, partial(run.quarantine, manifest.step, damage))
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
                 self.newest = manifest.step

@@ -1,7 +1,8 @@
-"""Manifest of a checkpoint, and the rule by which a checkpoint counts. Imports no torch. storage.py commits.
+"""Manifest of a checkpoint, and the rule by which a checkpoint counts. Imports no torch.
 
-A checkpoint is a folder step-00000100 of DCP files, checksums.json, config.toml (resolved) and manifest.json. It is
-complete if its manifest is: that is written last, with the size and checksum of every other file, and its own checksum.
+A checkpoint is a folder step-00000100 with files of DCP, checksums.json, the resolved config.toml and manifest.json. It
+counts if it has a manifest, which `Storage.publish` writes last: with the size and checksum of every other file, and a
+checksum of itself.
 """
 
 import json
@@ -57,8 +58,10 @@ class Progress:
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Description of a checkpoint, in the order of the keys of manifest.json. `ShardWriter.complete` fills in the
-    fields whose default says nothing."""
+    """Description of a checkpoint; the fields have the order of the keys of manifest.json.
+
+    A save begins with a draft. `ShardWriter.complete` adds the files, the hash, the versions and the times.
+    """
 
     step: int
     samples: int
@@ -96,9 +99,11 @@ class Manifest:
 
     @staticmethod
     def from_json(text: bytes) -> "Manifest":
-        """Raises:
-        ValueError: the text has changed since it was written.
-        UserError: the manifest has another format.
+        """Return the manifest of a text.
+
+        Raises:
+            ValueError, TypeError, KeyError: the text has changed since it was written.
+            UserError: the manifest has another format.
         """
         found = json.loads(text)
         if not isinstance(found, dict):

@@ -1,8 +1,4 @@
-"""Resumption of a run: the choice of its checkpoint, the checks of it, and loading in place.
-
-Rank 0 chooses for all: a network file system may show other ranks an older list, and checks on every rank would flood
-it.
-"""
+"""Resumption of a run: which of its checkpoints is taken, the checks of it, and loading in place."""
 
 import logging
 from contextlib import suppress
@@ -25,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 
 class Resumption:
-    """Search for the checkpoint at which a run resumes, newest first, until one has loaded.
+    """Search for the checkpoint at which a run resumes, the newest first.
+
+    `find` and `quarantine` are called on rank 0 alone: a network file system may show other ranks an older list, and
+    checks on every rank would flood it.
 
     Args:
         is_cut: ranks have tensors of different names.
@@ -47,36 +46,6 @@ class Resumption:
             UserError: only damaged checkpoints are left, the one that load_step names is damaged, or settings changed.
             RunError: the store returns less than it lists. No checkpoint is taken for damaged then.
         """
-        return on_rank_0(self.group, self._find)
-
-    def load(self, manifest: Manifest, state: State) -> None:
-        """Load all of a state, in place, on every rank.
-
-        Raises:
-            DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
-            UserError: the checkpoint belongs to another model, or is not safe to load.
-        """
-        folder = folder_name(manifest.step)
-        where = self.storage.url_of(folder)
-        reader = on_each(self.group, lambda: ShardReader(self.storage, folder, manifest))
-        everywhere = names_of_ranks(state, self.group if self.is_cut else None)
-        found = difference(flat(state), reader.metadata, ["*"], everywhere=everywhere)
-        wrong = found.without(missing=[AVERAGE], unexpected=[AVERAGE])
-        if AVERAGE in state and found != wrong:
-            for tensor in state[AVERAGE].values():
-                tensor.zero_()  # what a damaged checkpoint has left
-            state = {part: tensors for part, tensors in state.items() if part != AVERAGE}
-            logger.info(f"{where} has no such average of the weights: it begins anew at step {manifest.step}")
-        on_each(self.group, lambda: _check_same(wrong, manifest, where))
-        read_tensors(reader, flat(state), self.group)
-        if self.config.load_step is not None:
-            on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
-
-    def quarantine(self, manifest: Manifest, damage: DamagedCheckpoint) -> None:
-        """Quarantine a checkpoint in which `load` has found damage, so that `find` returns the one before."""
-        on_rank_0(self.group, lambda: self._quarantine(manifest.step, damage))
-
-    def _find(self) -> Manifest | None:
         listing = self.storage.list()
         steps = manifests.committed_steps(listing)
         damaged = [folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names]
@@ -87,7 +56,7 @@ class Resumption:
             try:
                 manifest = manifests.read_complete(self.storage, folder, listing[folder])
             except DamagedCheckpoint as damage:
-                self._quarantine(step, damage)
+                self.quarantine(step, damage)
                 damaged.append(folder)
                 continue
             where = self.storage.url_of(folder)
@@ -104,8 +73,41 @@ class Resumption:
             )
         return None
 
+    def load(self, manifest: Manifest, state: State) -> None:
+        """Load a checkpoint into all tensors of a state, on every rank.
+
+        Raises:
+            DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
+            UserError: the checkpoint belongs to another model, or is not safe to load.
+        """
+        reader = on_each(self.group, lambda: ShardReader(self.storage, folder_name(manifest.step), manifest))
+        where = reader.where
+        everywhere = names_of_ranks(state, self.group if self.is_cut else None)
+        found = difference(flat(state), reader.metadata, ["*"], everywhere=everywhere)
+        wrong = found.without(missing=[AVERAGE], unexpected=[AVERAGE])
+        if AVERAGE in state and found != wrong:
+            for tensor in state[AVERAGE].values():
+                tensor.zero_()  # a damaged checkpoint may have been read into it
+            state = {part: tensors for part, tensors in state.items() if part != AVERAGE}
+            logger.info(f"{where} has no such average of the weights: it begins anew at step {manifest.step}")
+        on_each(self.group, lambda: _check_same(wrong, manifest, where))
+        read_tensors(reader, flat(state), self.group)
+        if self.config.load_step is not None:
+            on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
+
+    def quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
+        """Make a damaged checkpoint no longer count, so that `find` returns the one before.
+
+        Raises:
+            UserError: it is the one that load_step names.
+        """
+        if step == self.config.load_step:
+            raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
+        logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
+        self.storage.quarantine(folder_name(step), DAMAGED)
+
     def _of_branch(self, steps: list[int], load_step: int, listing: Listing) -> list[int]:
-        """Return the steps that count if load_step is set: that step, and what this setting has saved since.
+        """Return the steps that count if load_step is set: that step, and what was saved with this setting since.
 
         So the same command can be started again and again.
         """
@@ -130,15 +132,14 @@ class Resumption:
                 self.storage.quarantine(folder_name(newer), SUPERSEDED)
                 logger.warning(f"resuming from step {step}: {self.storage.url_of(folder_name(newer))} no longer counts")
 
-    def _quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
-        if step == self.config.load_step:
-            raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
-        logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
-        self.storage.quarantine(folder_name(step), DAMAGED)
-
 
 def _check_same(wrong: Difference, manifest: Manifest, where: str) -> None:
-    """Refuse a checkpoint of the run with other tensors."""
+    """Refuse a checkpoint whose tensors are not those of this run.
+
+    Args:
+        wrong: tensors that differ.
+        where: the checkpoint, for errors.
+    """
     if not wrong:
         return
     if wrong.is_of_quantization():

@@ -1,9 +1,9 @@
 """The protocol of a save: stage, write, commit, retain. `Saver.save` shows it from the first step to the last.
 
-Parameters and moments change only when the optimizer makes a step, so they are copied to host memory during the next
-forward and backward, and the next optimizer step copies what is left. The copy is then written in a thread. On busy
-CPUs that thread takes its time from training, so it has a lower priority and computes little: each rank writes only its
-own part, each tensor has one checksum instead of two, and plans are made once.
+Parameters and moments change only when the optimizer makes a step. So a thread copies them to host memory during the
+next forward and backward, and the next optimizer step copies what is left. Then the thread writes the copy. On busy
+CPUs it takes its time from training, so it has a lower priority and computes little: each rank writes only its own
+part, each tensor has one checksum instead of two, and plans are made once.
 """
 
 import contextlib
@@ -97,7 +97,7 @@ class Saver:
         """Begin to save a state.
 
         Args:
-            draft: manifest without what only the writer knows.
+            draft: manifest without files, hash, versions and times.
             background: write a copy in a thread. Otherwise the state itself is written before this returns.
 
         Returns:

@@ -113,9 +113,9 @@ def _buffer(memory: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def pin(memory: Tensor) -> None:
-    """Let GPUs copy to memory of the host directly, by its exact size.
+    """Pin memory of the host, so that GPUs copy to it directly.
 
-    PyTorch's own pinned memory is rounded up to a power of two: up to twice the size.
+    PyTorch rounds the memory that it pins itself up to a power of two, which is up to twice the size.
 
     Raises:
         torch.cuda.CudaError: the system does not lock so much memory.

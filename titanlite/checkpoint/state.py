@@ -24,11 +24,12 @@ AVERAGE = "average"
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Return {model: {name: tensor}, optimizer: {state.name.moment: tensor}}.
+    """Return the tensors to save: {"model": {name: tensor}, "optimizer": {"state.<parameter>.<moment>": tensor}}.
 
-    Because these are the tensors in use, a load that writes into them needs no further copy; numbers do. A shared
-    parameter has one entry. A quantized moment has one for each inner tensor: state.name.moment.codes,
-    state.name.moment.scale. Learning rates and decay are not state: they come from the config.
+    They are the tensors in use and no copies, so loading into them restores the model and the optimizer. Only numbers
+    that an optimizer keeps are copied into tensors, and `put_back_numbers` sets them after a load. A parameter that
+    modules share has one entry. A quantized moment has one for each of its tensors (<moment>.codes, <moment>.scale).
+    Learning rates and weight decay are not state: they come from the config.
 
     Raises:
         UserError: the optimizer keeps something other than tensors and numbers.
@@ -66,7 +67,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Set the optimizer's numbers from the tensors that were loaded in their place."""
+    """Set the numbers that an optimizer keeps from the tensors into which they were loaded."""
     for name, parameter in unique_parameters(model):
         moments = optimizer.state.get(parameter, {})
         for key, value in moments.items():
@@ -75,9 +76,9 @@ def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
 
 
 def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that has not made a step the state that it has after one, to load into.
+    """Create the state of an optimizer that has not made a step, so that a checkpoint can be loaded into it.
 
-    It makes a step of no effect, which Adam counts: only for an optimizer that is then loaded.
+    The optimizer makes a step with learning rates and gradients of zero. Adam counts that step, so a load must follow.
     """
     if all(parameter in optimizer.state for parameter in model.parameters() if parameter.requires_grad):
         return
@@ -93,6 +94,7 @@ def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def flat(state: State) -> dict[str, Tensor]:
+    """Return the tensors of a state by their names in a checkpoint: <part>.<name>."""
     return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
 
 
