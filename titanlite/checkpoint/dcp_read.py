@@ -257,7 +257,9 @@ class ShardReader(RankReader):
         self.folder = folder
         self.manifest = manifest
         self.where = storage.url_of(folder)
-        self.metadata = self._read_metadata()
+        where = storage.url_of(f"{folder}/{manifests.METADATA}")
+        self.metadata = unpickle_metadata(self._read_small(manifests.METADATA), where)
+        self._check_places(self.metadata, where)
         listed = self._read_small(manifests.CHECKSUMS)
         try:
             self.ends = {
@@ -268,12 +270,6 @@ class ShardReader(RankReader):
         except (ValueError, TypeError, AttributeError, RecursionError) as error:
             where = self.storage.url_of(f"{self.folder}/{manifests.CHECKSUMS}")
             raise UnsafeCheckpoint(f"{where} has no checksums of a checkpoint: refused ({error})") from None
-
-    def _read_metadata(self) -> Metadata:
-        where = self.storage.url_of(f"{self.folder}/{manifests.METADATA}")
-        found = unpickle_metadata(self._read_small(manifests.METADATA), where)
-        self._check_places(found, where)
-        return found
 
     def _check_places(self, found: Metadata, where: str) -> None:
         """Check that every entry is a whole tensor in a file of the manifest: DCP skips entries without a place."""

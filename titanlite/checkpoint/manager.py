@@ -83,9 +83,7 @@ class CheckpointManager:
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
             pin = False
-        self._saver = Saver(
-            config, storage, group=group, device=device, pin=pin, flush=flush, whole_config=whole_config
-        )
+        self._saver = Saver(config, storage, group, device, pin=pin, flush=flush, whole_config=whole_config)
         self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
         self._open_weights = open_weights
         self._is_cut = bool(getattr(model, "stages", ()))
@@ -114,7 +112,7 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            run = Resumption(self.config, self.storage, self._settings, group=self._group, is_cut=self._is_cut)
+            run = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
             while (manifest := on_rank_0(self._group, run.find)) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = self.state()

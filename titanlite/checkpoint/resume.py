@@ -2,6 +2,7 @@
 
 import logging
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch.distributed as dist
@@ -20,24 +21,20 @@ from titanlite.storage.storage import MANIFEST, Listing, Storage, open_storage
 logger = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Resumption:
     """Search for the checkpoint at which a run resumes, the newest first.
 
     `find` and `quarantine` are called on rank 0 alone: a network file system may show other ranks an older list, and
     checks on every rank would flood it.
-
-    Args:
-        is_cut: ranks have tensors of different names.
     """
 
-    def __init__(
-        self, config: Checkpoint, storage: Storage, settings: RunSettings, *, group: dist.ProcessGroup, is_cut: bool
-    ) -> None:
-        self.config = config
-        self.storage = storage
-        self.settings = settings
-        self.group = group
-        self.is_cut = is_cut
+    config: Checkpoint
+    storage: Storage
+    settings: RunSettings
+    group: dist.ProcessGroup
+    is_cut: bool
+    """Ranks have tensors of different names."""
 
     def find(self) -> Manifest | None:
         """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.

@@ -60,37 +60,26 @@ class Saved:
     bytes: int
 
 
+@dataclass
 class Saver:
-    """Saves of a run's state, one after another. Each rank writes its own part.
+    """Saves of a run's state, one after another. Each rank writes its own part."""
 
-    Args:
-        config: the retention rule.
-        group: a gloo group of its own, because the thread uses it beside training.
-        device: device of the state.
-        pin: stage to pinned memory.
-        flush: called before a save where the state is on disk.
-        whole_config: resolved config of the run as TOML, of which each checkpoint keeps a copy.
-    """
+    config: Checkpoint
+    storage: Storage
+    group: dist.ProcessGroup
+    """A gloo group of its own, because the thread uses it beside training."""
+    device: torch.device
+    """Device of the state."""
+    pin: bool
+    """Stage to pinned memory."""
+    flush: Callable[[], None] | None
+    """Called before a save where the state is on disk."""
+    whole_config: str
+    """Resolved config of the run as TOML, of which each checkpoint keeps a copy."""
 
-    def __init__(
-        self,
-        config: Checkpoint,
-        storage: Storage,
-        *,
-        group: dist.ProcessGroup,
-        device: torch.device,
-        pin: bool,
-        flush: Callable[[], None] | None,
-        whole_config: str,
-    ) -> None:
-        self.config = config
-        self.storage = storage
-        self.group = group
-        self.device = device
-        self.flush = flush
-        self.whole_config = whole_config
+    def __post_init__(self) -> None:
         self.planner = CachingPlanner(f"titanlite-{id(self)}")
-        self.staging = Staging(device, pin=pin)
+        self.staging = Staging(self.device, pin=self.pin)
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
 
     def start(self, state: State, draft: Manifest, *, background: bool) -> Future[Saved]:

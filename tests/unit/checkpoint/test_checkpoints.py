@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tests.support.foreign import Payload
-from tests.support.helpers import TinyRun, mentions
+from tests.support.helpers import TinyRun, built, mentions
 from tests.support.manifests import flip, forge, manifest_of
 from tests.support.object_stores import Flaky
 from tests.support.whole_runs import assert_equal, trained
@@ -37,7 +37,7 @@ from titanlite.checkpoint import staging as staging_module
 from titanlite.checkpoint.dcp_read import UnsafeCheckpoint, unpickle_metadata
 from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.initial import find_checkpoint
-from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, folder_name
+from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, Progress, folder_name
 from titanlite.checkpoint.save_overhead import SaveClock
 from titanlite.checkpoint.settings import RunSettings
 from titanlite.checkpoint.staging import Staging
@@ -197,6 +197,13 @@ def test_other_modes_save_the_same(tiny: TinyRun, caplog: pytest.LogCaptureFixtu
         assert_equal(trained(tiny.config(*options)), whole_run)
     notes = [record.getMessage() for record in caplog.records if "async_mode" in record.getMessage()]
     assert [mentions(note, "checkpoint.async_mode", "async") for note in notes] == [True] * 2
+
+
+def test_the_end_of_a_run_waits_for_a_save_and_records_it(tiny: TinyRun) -> None:
+    checkpoints = built(0, 1, tiny.config()).checkpoints
+    checkpoints.save(Progress(1, 8), last=False)
+    assert [record["step"] for record in checkpoints.finish()] == [1]
+    assert steps(tiny) == [1]
 
 
 # When
