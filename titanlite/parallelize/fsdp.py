@@ -4,8 +4,9 @@
 Small blocks may be gathered together: `parallelism.fsdp_min_unit_params`.
 """
 
+from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +15,7 @@ from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
     MixedPrecisionPolicy,
+    OffloadPolicy,
     fully_shard,
 )
 from torch.distributed.tensor import Shard
@@ -24,7 +26,7 @@ from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.parallelize.reductions import Reduce, set_reductions
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.dtypes import torch_dtype
-from titanlite.schema import Config, Parallelism
+from titanlite.schema import Config, Parallelism, Training
 from titanlite.step import reduces_once
 
 if TYPE_CHECKING:
@@ -87,39 +89,37 @@ def shard(
         reduce: adds gradients over shards, and the step must add them over micro-batches and replicas. Default:
             FSDP averages them over all.
     """
-    training, parallelism = config.training, config.parallelism
-    compute_dtype = DTYPES[training.mixed_precision_param]
-    has_compute_dtype = all(parameter.dtype == compute_dtype for parameter in model.parameters())
-    policy = MixedPrecisionPolicy(
-        param_dtype=None if has_compute_dtype else compute_dtype,  # None: weights are not copied
-        reduce_dtype=DTYPES[training.mixed_precision_reduce],
-        cast_forward_inputs=False,
+    parallelism = config.parallelism
+    units, roots = fsdp_units(model, min_params=parallelism.fsdp_min_unit_params), [*model.stages] or [model]
+    shard_degree, head = shard_degree_of(mesh), head_of(model)
+    precision, offload = _precision(model, config.training), _offload(config, mesh)
+    apply = partial(
+        fully_shard,
+        mesh=sharding_mesh(mesh, with_replicas=reduce is None),
+        mp_policy=precision,
+        offload_policy=offload,
     )
-    options: dict[str, Any] = {"mesh": sharding_mesh(mesh, with_replicas=reduce is None), "mp_policy": policy}
-    if training.enable_cpu_offload:
-        is_in_memory = config.offload.parameters == "memory"
-        options["offload_policy"] = CPUOffloadPolicy(pin_memory=is_in_memory and mesh.device_type == "cuda")
-    shard_degree = shard_degree_of(mesh)
-    placement = partial(placement_of, shard_degree=shard_degree)
     reshard = _reshard_after_forward(parallelism, shard_degree=shard_degree)
-    units = fsdp_units(model, min_params=parallelism.fsdp_min_unit_params)
-    head = head_of(model)
-    ignored = separate.parameters if separate else None
     for unit in units:
         keeps = head in unit and parallelism.fsdp_reshard_after_forward == "default"
-        together = unit if len(unit) > 1 else unit[0]
-        policies = {"reshard_after_forward": False if keeps else reshard, "shard_placement_fn": placement}
-        fully_shard(together, ignored_params=ignored, **policies, **options)
-    roots = [*model.stages] or [model]
+        apply(
+            unit if len(unit) > 1 else unit[0],
+            reshard_after_forward=False if keeps else reshard,
+            shard_placement_fn=partial(placement_of, shard_degree=shard_degree),
+            ignored_params=separate.parameters if separate else None,
+        )
     for root in roots:
-        fully_shard(root, reshard_after_forward=reshard, **options)
-    modules = *(unit[0] for unit in units), *roots
-    sharded: list[FSDPModule] = [module for module in modules if isinstance(module, FSDPModule)]
+        apply(root, reshard_after_forward=reshard)
+    others: Sequence[FSDPModule] = ()
+    if separate:
+        others = separate.shard(not parallelism.keeps_gathered, precision=precision, offload=offload)
+
+    blocks, outer = _sharded(unit[0] for unit in units), _sharded(roots)
     choose = partial(
         set_reductions,
         on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),
         keeps_gradients=keeps_reduced_gradients(config, mesh),
-        reduces_in_backward=has_replicas(mesh) or training.dtype != training.mixed_precision_reduce,
+        reduces_in_backward=has_replicas(mesh) or config.training.dtype != config.training.mixed_precision_reduce,
         is_alone=parallelism.context_parallel_degree
         == parallelism.tensor_parallel_degree
         == parallelism.expert_parallel_degree
@@ -127,15 +127,35 @@ def shard(
         awaited=head if [head] in units and can_wait(config, mesh) else None,
         reduce=reduce,
     )
-    choose(sharded[: len(units)], shard_degree=shard_degree)
-    choose(sharded[len(units) :], shard_degree=shard_degree)  # roots, which no unit gathers ahead
+    choose(blocks, shard_degree=shard_degree)
+    choose(outer, shard_degree=shard_degree)  # which no unit gathers ahead
     if separate:
-        others = separate.shard(reshard_after_forward=not parallelism.keeps_gathered, **options)
         choose(others, shard_degree=separate.mesh.size(-1))
-    _prefetch(sharded[: len(units)], parallelism)
-    for unit in sharded:
+    _prefetch(blocks, parallelism)
+    for unit in blocks:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table
+
+
+def _sharded(modules: Iterable[nn.Module]) -> list[FSDPModule]:
+    return [module for module in modules if isinstance(module, FSDPModule)]
+
+
+def _precision(model: Model, training: Training) -> MixedPrecisionPolicy:
+    compute_dtype = DTYPES[training.mixed_precision_param]
+    has_compute_dtype = all(parameter.dtype == compute_dtype for parameter in model.parameters())
+    return MixedPrecisionPolicy(
+        param_dtype=None if has_compute_dtype else compute_dtype,  # None: weights are not copied
+        reduce_dtype=DTYPES[training.mixed_precision_reduce],
+        cast_forward_inputs=False,
+    )
+
+
+def _offload(config: Config, mesh: DeviceMesh) -> OffloadPolicy:
+    if not config.training.enable_cpu_offload:
+        return OffloadPolicy()
+    is_in_memory = config.offload.parameters == "memory"  # mapped files are not pinned
+    return CPUOffloadPolicy(pin_memory=is_in_memory and mesh.device_type == "cuda")
 
 
 def placement_of(parameter: Tensor, *, shard_degree: int) -> Shard | None:

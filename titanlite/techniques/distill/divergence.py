@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from titanlite.loss import LossTerm, TokenLoss, token_loss
+from titanlite.ops.cross_entropy import SplitVocabulary
 from titanlite.ops.divergence import ChunkDivergence
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.schema import Distill
@@ -35,16 +36,26 @@ def distilled_loss(
     teacher: TeacherOutput | None,
     distill: Distill,
     kernels: Kernels = DEFAULT_KERNELS,
-    **options: Any,
+    labels_BL: Tensor,
+    z_loss: float = 0.0,
+    vocabulary: SplitVocabulary | None = None,
 ) -> TokenLoss:
     """Return (1 - ratio) * loss + ratio * T^2 * divergence, whose formulas are in `ops.divergence`.
 
     Args:
         teacher: its output for the same tokens. The metric distill_loss is T^2 * divergence. None: the loss alone.
-        options: as `token_loss`.
+        labels_BL, z_loss, vocabulary: as of `token_loss`.
     """
     with teacher.divergence(distill, kernels) if teacher else nullcontext() as term:
-        return token_loss(hidden_BLD, weight_VD, kernels=kernels, term=term, **options)
+        return token_loss(
+            hidden_BLD,
+            weight_VD,
+            labels_BL=labels_BL,
+            z_loss=z_loss,
+            kernels=kernels,
+            term=term,
+            vocabulary=vocabulary,
+        )
 
 
 def head_logits(hidden_TD: Tensor, weight_VD: Tensor, kernels: Kernels) -> Callable[[slice], Tensor]:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from titanlite.models.base import NOT_CHOSEN, ComputeExperts, Model, TokenExchange, expert_layers
@@ -39,15 +39,20 @@ class SeparateUnits:
     """For `fully_shard`."""
     placement: Callable[[Tensor], Shard]
 
-    def shard(self, **options: Any) -> list[FSDPModule]:
-        """Make each module an FSDP unit, after the units around them.
-
-        Args:
-            options: of `fully_shard`, but for the mesh.
-        """
-        options |= {"mesh": self.mesh, "shard_placement_fn": self.placement}
+    def shard(
+        self, reshard_after_forward: bool, *, precision: MixedPrecisionPolicy, offload: OffloadPolicy
+    ) -> list[FSDPModule]:
+        """Make each module an FSDP unit, after the units around them."""
         return [
-            fully_shard(module, ignored_params={*module.parameters()} - self.parameters, **options)
+            fully_shard(
+                module,
+                mesh=self.mesh,
+                reshard_after_forward=reshard_after_forward,
+                shard_placement_fn=self.placement,
+                mp_policy=precision,
+                offload_policy=offload,
+                ignored_params={*module.parameters()} - self.parameters,
+            )
             for module in self.modules
         ]
 
