@@ -1,5 +1,8 @@
 # pyright: reportUnknownMemberType=false
-"""Decisions about checkpoints: when to save, when to wait for a save, what to do when one fails."""
+"""Decisions about checkpoints: what to load, when to save, when to wait for a save, what to do when one fails.
+
+What a save does is in `Saver.save`.
+"""
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
@@ -112,14 +115,14 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            run = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
-            while (manifest := on_rank_0(self._group, run.find)) is not None:
+            resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
+            while (manifest := on_rank_0(self._group, resumption.find)) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = self.state()
                 try:
-                    run.load(manifest, state)
+                    resumption.load(manifest, state)
                 except DamagedCheckpoint as damage:
-                    on_rank_0(self._group, partial(run.quarantine, manifest.step, damage))
+                    on_rank_0(self._group, partial(resumption.quarantine, manifest.step, damage))
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
                 self.newest = manifest.step

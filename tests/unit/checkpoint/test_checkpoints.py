@@ -304,6 +304,21 @@ def test_links_among_checkpoints_are_no_checkpoints(trained_once: TinyRun, warni
 
 
 @pytest.mark.long
+def test_a_checkpoint_of_a_later_format_is_left_as_it_is(trained_once: TinyRun) -> None:
+    """An older version of titanlite neither quarantines it nor resumes from the one before."""
+    tiny = trained_once
+    copy_run(tiny, "later")
+    path = checkpoint(tiny, 4, "later") / MANIFEST
+    later = replace(manifests.Manifest.from_json(path.read_bytes()), format=manifests.FORMAT + 1).to_json()
+    path.write_bytes(later)
+    for options in (["--job.name=later"], ["--job.name=new", f"--checkpoint.initial_load_path={path.parents[1]}"]):
+        with pytest.raises(UserError, match=rf"{path}\b.*\b{manifests.FORMAT + 1}\b"):
+            trained(tiny.config(*options))
+    assert path.read_bytes() == later
+    assert steps(tiny, "later") == [2, 4]
+
+
+@pytest.mark.long
 def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(trained_once: TinyRun) -> None:
     tiny = trained_once
     copy_run(tiny, "asked")
