@@ -6,11 +6,9 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
@@ -34,7 +32,6 @@ from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
-from titanlite.optim.state_memory import StateMemory
 from titanlite.parallelize import DTYPES, materialize, parallelize
 from titanlite.run.records import RecordFile
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
@@ -59,40 +56,66 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Setup:
+    """What all parts of a run are built from."""
+
+    config: Config
+    resolved: "ResolvedConfig"
+    written: str
+    """The config as TOML, without secrets."""
+    ranks: Ranks
+    device: torch.device
+    mesh: DeviceMesh
+    kernels: Kernels
+    folder: RunFolder
+    techniques: Parts
+
+
+@dataclass(frozen=True, kw_only=True)
+class Student:
+    """The model that is trained, with what its weights change in."""
+
+    model: Model
+    """Parallelized, with memory and initial values."""
+    whole: Model
+    """The uncut model; on the meta device if this rank holds only some pipeline stages."""
+    optimizer: torch.optim.Optimizer
+    average: "WeightAverage | None"
+    after_update: Callable[[], None]
+    """Is called at the start, and whenever weights have changed."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Run:
     """Everything that the training loop works with."""
 
     config: Config
     ranks: Ranks
     folder: RunFolder
+    student: Student
     step: Step
-    whole: Model
-    """The uncut model; on the meta device if this rank holds only some pipeline stages."""
     guard: StepGuard
     samples: Samples
     micro_batches: MicroBatches
     batches: Generator[Batch, None, None]
     validator: Validator
     checkpoints: CheckpointManager
-    average: "WeightAverage | None"
     progress: Progress
     """Progress at the start: of the checkpoint that the run resumes from."""
     steps: int
     """Steps of the whole run."""
     metrics: MetricsRecorder
     phase: CurrentPhase
-    after_update: Callable[[], None]
-    """Is called at the start, and whenever weights have changed."""
     observers: list[StepObserver]
     """Observers of training that the config asks for."""
 
     @property
     def model(self) -> Model:
-        return self.step.model
+        return self.student.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self.step.optimizer
+        return self.student.optimizer
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -124,126 +147,75 @@ def build(
     Raises:
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
     """
-    training, targets = config.training, resolved.targets
     phase = phase or PhaseTimeouts(config.comm)
-    mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
-    world = world_group(mesh)
-    folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
-
+    setup = set_up(config, resolved, ranks=ranks, device=device)
     phase.phase(Phase.DATA_PREPARATION)
-    samples, validation_sources = build_data(
-        config, resolved, cache_folder=folder.data_cache, world=world, prepare_text=prepare_text
-    )
-    sources = samples.sources
-
+    samples, validation_sources = build_data(setup, prepare_text)
+    sources = [*samples.sources, *validation_sources]
     phase.phase(Phase.MODEL)
-    kernels = pick_kernels(device, compiles=config.compile.enable, attention_backend=training.attention_backend)
-    parts = parts_of(config, mesh, folder.path)
-    model, whole = build_model(
-        config, resolved, mesh=mesh, kernels=kernels, device=device, memory=parts.memory, phase=phase
-    )
-    phase.phase(Phase.OPTIMIZER)
-    on_gpu = device.type == "cuda" and "parameters" not in places(config)
-    fused = on_gpu or not config.debug.reproducible_layouts
-    optimizer = build_optimizer(model, config.optimizer, seed=config.debug.seed, memory=parts.memory, fused=fused)
-    after_update = parts.after_update(model)
-    average = parts.average(model, parts.memory, after_update) if parts.average else None
-
+    student = build_student(setup, phase)
     phase.phase(Phase.CHECKPOINT_LOAD)
-    whole_config = hide_secrets(dump(config))
-    checkpoints = build_checkpoints(
-        config, resolved, folder=folder, mesh=mesh, device=device, model=model, optimizer=optimizer, average=average,
-        samples=samples, whole_config=whole_config, memory=parts.memory, open_weights=open_weights,
-    )  # fmt: skip
-    progress = checkpoints.load(has_saved=folder.has_saved)
+    checkpoints = build_checkpoints(setup, student, samples, open_weights)
+    progress = checkpoints.load(has_saved=setup.folder.has_saved)
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
     record_start(
-        folder, whole_config, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks, device=device, mesh=mesh
-    )
-    limit = samples.limit(training.epochs) if training.epochs else None
-    steps = count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
-    if targets:
-        from titanlite.parallelize.frozen import build_frozen
-
-        targets.use(build_frozen(targets.frozen, config, mesh=mesh, kernels=kernels, device=device))
-
-    lengths = SequenceLengths.of(training, samples=progress.samples_seen)
-    micro_batches, batches = build_batches(
-        config, samples, progress, mesh=mesh, device=device, lengths=lengths, split=parts.batch
-    )
-    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
-    step = build_step(
-        config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, targets=targets, state=progress.guard,
-        should_skip=guard.should_skip,
+        setup.folder, setup.written, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks,
+        device=device, mesh=setup.mesh,
     )  # fmt: skip
-
-    validator = build_validator(
-        config, resolved, validation_sources, mesh=mesh, kernels=kernels, device=device, parts=parts
-    )
-    metrics = MetricsRecorder(
-        config.metrics,
-        folder=folder,
-        step=progress.step,
-        steps=steps,
-        seq_len=training.seq_len,
-        samples=progress.samples_seen,
-        flops_per_token=flops_counter([whole, targets.frozen] if targets else [whole], lengths),
-        device=device,
-        compute_type=training.mixed_precision_param,
-        group=world,
-        phase=phase,
-    )
-    observed = Observed(
-        model=model,
-        replicas=step.replicas,
-        mesh=mesh,
-        ranks=ranks,
-        device=device,
-        steps=steps,
-        folder=folder.path,
-        open_records=lambda name: RecordFile(folder.path / name, progress.step) if ranks.rank == 0 else None,
-        paused=metrics.paused,
-        state=lambda: flat(checkpoints.state()),
-    )
+    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    step = build_training_step(setup, student, guard, progress)
+    micro_batches, batches = build_batches(setup, samples, progress)
+    limit = samples.limit(config.training.epochs) if config.training.epochs else None
+    steps = count_steps(config.training, step=progress.step, samples=progress.samples_seen, limit=limit)
+    metrics = build_metrics(setup, student, progress, steps=steps, phase=phase)
     return Run(
         config=config,
         ranks=ranks,
-        folder=folder,
+        folder=setup.folder,
+        student=student,
         step=step,
-        whole=whole,
         guard=guard,
         samples=samples,
         micro_batches=micro_batches,
-        batches=while_checking(batches, [*sources, *validation_sources], folder.data_cache, ranks),
-        validator=validator,
+        batches=while_checking(batches, sources, setup.folder.data_cache, ranks),
+        validator=build_validator(setup, validation_sources),
         checkpoints=checkpoints,
-        average=average,
         progress=progress,
         steps=steps,
         metrics=metrics,
         phase=phase,
-        after_update=after_update,
-        observers=[*parts.observers(observed)],
+        observers=build_observers(setup, step, checkpoints, metrics, progress, steps=steps),
     )
 
 
-def build_data(
-    config: Config,
-    resolved: "ResolvedConfig",
-    *,
-    cache_folder: Path,
-    world: dist.ProcessGroup,
-    prepare_text: PrepareText | None,
-) -> tuple[Samples, list[Source]]:
+def set_up(config: Config, resolved: "ResolvedConfig", *, ranks: Ranks, device: torch.device) -> Setup:
+    mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
+    folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
+    backend = config.training.attention_backend
+    return Setup(
+        config=config,
+        resolved=resolved,
+        written=hide_secrets(dump(config)),
+        ranks=ranks,
+        device=device,
+        mesh=mesh,
+        kernels=pick_kernels(device, compiles=config.compile.enable, attention_backend=backend),
+        folder=folder,
+        techniques=parts_of(config, mesh, folder.path),
+    )
+
+
+def build_data(setup: Setup, prepare_text: PrepareText | None) -> tuple[Samples, list[Source]]:
     """Open the data, which must be the same on all ranks: samples of training, and the sources of validation."""
+    config, resolved, world = setup.config, setup.resolved, world_group(setup.mesh)
     samples, validation_sources = open_data(
         config.data,
         config.validation,
         seq_len=config.training.seq_len,
         seed=config.debug.seed,
         tokenizer=resolved.tokenizer,
-        cache_folder=cache_folder,
+        cache_folder=setup.folder.data_cache,
         group=world,
         prepare_text=prepare_text,
     )
@@ -255,51 +227,35 @@ def build_data(
     return samples, validation_sources
 
 
-def build_model(
-    config: Config,
-    resolved: "ResolvedConfig",
-    *,
-    mesh: DeviceMesh,
-    kernels: Kernels,
-    device: torch.device,
-    memory: StateMemory | None,
-    phase: CurrentPhase,
-) -> tuple[Model, Model]:
-    """Build the model on the meta device, parallelize it, and give it memory and values; return also the uncut."""
-    training = config.training
-    model = resolved.model.build()
+def build_student(setup: Setup, phase: CurrentPhase) -> Student:
+    """Build the model on the meta device, parallelize it, give it memory and values, and build its optimizer."""
+    config, memory, on_host = setup.config, setup.techniques.memory, "parameters" in places(setup.config)
+    model = setup.resolved.model.build()
     phase.phase(Phase.SHARDING)
-    parallelize(model, config, mesh=mesh, kernels=kernels)
+    parallelize(model, config, mesh=setup.mesh, kernels=setup.kernels)
     whole = model
     if model.stages:
-        whole = resolved.model.build()
+        whole = setup.resolved.model.build()
         choose_trained(whole, config)
-    materialize(
-        model,
-        device=device,
-        dtype=DTYPES[training.dtype],
-        seed=config.debug.seed,
-        on_host="parameters" in places(config),
-        memory=memory,
+    dtype, seed = DTYPES[config.training.dtype], config.debug.seed
+    materialize(model, device=setup.device, dtype=dtype, seed=seed, on_host=on_host, memory=memory)
+    phase.phase(Phase.OPTIMIZER)
+    fused = (setup.device.type == "cuda" and not on_host) or not config.debug.reproducible_layouts
+    optimizer = build_optimizer(model, config.optimizer, seed=seed, memory=memory, fused=fused)
+    after_update, average = setup.techniques.after_update(model), setup.techniques.average
+    return Student(
+        model=model,
+        whole=whole,
+        optimizer=optimizer,
+        average=average(model, memory, after_update) if average else None,
+        after_update=after_update,
     )
-    return model, whole
 
 
 def build_checkpoints(
-    config: Config,
-    resolved: "ResolvedConfig",
-    *,
-    folder: RunFolder,
-    mesh: DeviceMesh,
-    device: torch.device,
-    model: Model,
-    optimizer: torch.optim.Optimizer,
-    average: "WeightAverage | None",
-    samples: Samples,
-    whole_config: str,
-    memory: StateMemory | None,
-    open_weights: OpenWeights | None,
+    setup: Setup, student: Student, samples: Samples, open_weights: OpenWeights | None
 ) -> CheckpointManager:
+    config, resolved, folder, memory = setup.config, setup.resolved, setup.folder, setup.techniques.memory
     spec, allow_changes = resolved.model, config.checkpoint.allow_changes
 
     def settings(samples_seen: int) -> dict[str, Any]:
@@ -309,32 +265,46 @@ def build_checkpoints(
     return CheckpointManager(
         config.checkpoint,
         storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
-        model=model,
-        optimizer=optimizer,
-        average=average.tensors if average else None,
-        mesh=mesh,
-        device=device,
+        model=student.model,
+        optimizer=student.optimizer,
+        average=student.average.tensors if student.average else None,
+        mesh=setup.mesh,
+        device=setup.device,
         settings=settings,
         may_change=["data.*"] if config.data.on_change != "error" else [],
-        whole_config=whole_config,
+        whole_config=setup.written,
         timeout_seconds=config.comm.save_timeout_seconds,
         flush=memory.flush if memory else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
     )
 
 
+def build_training_step(setup: Setup, student: Student, guard: StepGuard, progress: Progress) -> Step:
+    """Build the step, and the model of its targets."""
+    config, targets = setup.config, setup.resolved.targets
+    if targets:
+        from titanlite.parallelize.frozen import build_frozen
+
+        frozen = build_frozen(targets.frozen, config, mesh=setup.mesh, kernels=setup.kernels, device=setup.device)
+        targets.use(frozen)
+    return build_step(
+        config,
+        student.model,
+        student.optimizer,
+        mesh=setup.mesh,
+        kernels=setup.kernels,
+        parts=setup.techniques,
+        targets=targets,
+        state=progress.guard,
+        should_skip=guard.should_skip,
+    )
+
+
 def build_batches(
-    config: Config,
-    samples: Samples,
-    progress: Progress,
-    *,
-    mesh: DeviceMesh,
-    device: torch.device,
-    lengths: SequenceLengths,
-    split: Callable[[Batch], Batch],
+    setup: Setup, samples: Samples, progress: Progress
 ) -> tuple[MicroBatches, Generator[Batch, None, None]]:
     """Return which samples each step of this rank takes, and the loader of their batches."""
-    training, (rank, ranks) = config.training, data_parallel_rank(mesh)
+    config, training, (rank, ranks) = setup.config, setup.config.training, data_parallel_rank(setup.mesh)
     micro_batches = MicroBatches(
         progress.samples_seen,
         sizes=BatchSizes.of(training),
@@ -342,45 +312,79 @@ def build_batches(
         rank=rank,
         ranks=ranks,
         step=progress.step,
-        together=mesh["shard"].size() if config.debug.reproducible_layouts else 1,
+        together=setup.mesh["shard"].size() if config.debug.reproducible_layouts else 1,
     )
     dataset = samples
     if training.seq_len_ramp:
         from titanlite.data.shorter import ShorterSequences
 
-        dataset = ShorterSequences(samples, lengths)
-    return micro_batches, build_loader(
-        dataset, micro_batches, num_workers=config.data.num_workers, device=device, split=split
-    )
+        dataset = ShorterSequences(samples, SequenceLengths.of(training, samples=progress.samples_seen))
+    workers, split = config.data.num_workers, setup.techniques.batch
+    return micro_batches, build_loader(dataset, micro_batches, num_workers=workers, device=setup.device, split=split)
 
 
-def build_validator(
-    config: Config,
-    resolved: "ResolvedConfig",
-    sources: list[Source],
-    *,
-    mesh: DeviceMesh,
-    kernels: Kernels,
-    device: torch.device,
-    parts: Parts,
-) -> Validator:
-    rank, ranks = data_parallel_rank(mesh)
+def build_validator(setup: Setup, sources: list[Source]) -> Validator:
+    config, (rank, ranks) = setup.config, data_parallel_rank(setup.mesh)
     return Validator(
         config.validation,
         sources,
-        resolved.tasks,
+        setup.resolved.tasks,
         seq_len=config.training.seq_len,
         multiple_of=2 * config.sequence_parts,
         batch_size=config.training.batch_split(ranks)[0],
-        token_bytes=resolved.tokenizer.token_bytes(),
-        kernels=kernels,
-        vocabulary=parts.vocabulary,
-        device=device,
+        token_bytes=setup.resolved.tokenizer.token_bytes(),
+        kernels=setup.kernels,
+        vocabulary=setup.techniques.vocabulary,
+        device=setup.device,
         rank=rank,
         ranks=ranks,
-        group=loss_group(mesh),
-        split=parts.batch,
+        group=loss_group(setup.mesh),
+        split=setup.techniques.batch,
     )
+
+
+def build_metrics(
+    setup: Setup, student: Student, progress: Progress, *, steps: int, phase: CurrentPhase
+) -> MetricsRecorder:
+    training, targets = setup.config.training, setup.resolved.targets
+    models = [student.whole, targets.frozen] if targets else [student.whole]
+    return MetricsRecorder(
+        setup.config.metrics,
+        folder=setup.folder,
+        step=progress.step,
+        steps=steps,
+        seq_len=training.seq_len,
+        samples=progress.samples_seen,
+        flops_per_token=flops_counter(models, SequenceLengths.of(training, samples=progress.samples_seen)),
+        device=setup.device,
+        compute_type=training.mixed_precision_param,
+        group=world_group(setup.mesh),
+        phase=phase,
+    )
+
+
+def build_observers(
+    setup: Setup,
+    step: Step,
+    checkpoints: CheckpointManager,
+    metrics: MetricsRecorder,
+    progress: Progress,
+    *,
+    steps: int,
+) -> list[StepObserver]:
+    folder, ranks = setup.folder.path, setup.ranks
+    observed = Observed(
+        model=step.model,
+        replicas=step.replicas,
+        mesh=setup.mesh,
+        ranks=ranks,
+        device=setup.device,
+        steps=steps,
+        open_records=lambda name: RecordFile(folder / name, progress.step) if ranks.rank == 0 else None,
+        paused=metrics.paused,
+        state=lambda: flat(checkpoints.state()),
+    )
+    return [*setup.techniques.observers(observed)]
 
 
 def flops_counter(
@@ -407,7 +411,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     report_start(
         run.config,
         model=run.model,
-        whole=run.whole,
+        whole=run.student.whole,
         optimizer=run.optimizer,
         mesh=run.mesh,
         samples=run.samples,
@@ -430,7 +434,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
-    run.after_update()
+    run.student.after_update()
     metrics.clock.follow(run.model)
     observer = Observers(*run.observers, run.phase)
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
@@ -442,10 +446,10 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         lr = _learning_rate(run, step)
         set_learning_rate(run.optimizer, lr)
         result = run.step(batches, decide=run.guard.decide, stop_flag=stop.flag(), on_phase=observer.phase)
-        if run.average:
-            run.average.update(step, result.skip_reason)
+        if average := run.student.average:
+            average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)
-        run.after_update()
+        run.student.after_update()
         if step == run.progress.step + 1:
             freeze_garbage_collector()
         _after_step(run, step, result, lr=lr, stop=stop, stop_requests=stop_requests, observer=observer)
@@ -486,7 +490,8 @@ def _after_step(
 
             if record := measure():
                 checkpoints.wait_until_staged()
-                record |= run.average.measured(measure) if run.average else {}
+                average = run.student.average
+                record |= average.measured(measure) if average else {}
                 metrics.record_validation(step, record)
     if saves:
         with metrics.not_training(waits_for_device=not checkpoints.is_background):

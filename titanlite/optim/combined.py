@@ -51,7 +51,7 @@ class CombinedOptimizer(torch.optim.Optimizer):
         skip = getattr(self, "found_inf", None)
         for optimizer in self.optimizers:
             if not any(group["params"] for group in optimizer.param_groups):
-                continue  # `InBackward` takes parameters out
+                continue  # `StepInBackward` takes parameters out
             if skip is None:
                 optimizer.step()
             else:

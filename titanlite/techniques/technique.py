@@ -68,7 +68,6 @@ class Observed:
     device: "torch.device"
     steps: int
     """Steps of the whole run."""
-    folder: Path
     open_records: "Callable[[str], RecordFile | None]"
     """Opens a file of records in the run's folder, by name; None on ranks that do not write."""
     paused: Callable[[], AbstractContextManager[None]]
