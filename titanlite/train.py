@@ -15,8 +15,7 @@ from titanlite.batch import Batch
 from titanlite.checkpoint.initial import OpenWeights
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress
-from titanlite.checkpoint.resume import newest_saved
-from titanlite.checkpoint.settings import resume_settings
+from titanlite.checkpoint.resume import newest_saved, resume_settings
 from titanlite.checkpoint.state import flat
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from tests.support.helpers import one_process
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress, folder_name
-from titanlite.checkpoint.settings import resume_settings
+from titanlite.checkpoint.resume import resume_settings
 from titanlite.config.load import load
 from titanlite.models.base import Model, added_parameters
 from titanlite.models.registry import resolve_model

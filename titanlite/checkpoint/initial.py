@@ -7,7 +7,6 @@ such as a teacher, is read whole.
 import logging
 import os
 from collections.abc import Callable, Collection
-from typing import Protocol
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from torch import Tensor, nn
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader, read_tensors
 from titanlite.checkpoint.manifest import Manifest, folder_name
-from titanlite.checkpoint.settings import LORA_ALPHA, RunSettings
+from titanlite.checkpoint.resume import LORA_ALPHA, RunSettings
 from titanlite.checkpoint.state import Difference, State, difference, flat, model_state, names_of_ranks, selected
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
@@ -29,16 +28,10 @@ PROGRESS = "progress"
 """Part of `initial_load` that is no tensor: the position of the run."""
 
 
-class OpenWeights(Protocol):
-    """Open weights of another program: `titanlite.tools.convert.weights.open_weights`, which training is handed.
-
-    It returns None if the path may be a checkpoint of titanlite's, and raises UserError if the weights are of another
-    model. `allow_changes` are globs of arguments of the model that may differ.
-    """
-
-    def __call__(self, path: str, spec: ModelSpec, allow_changes: list[str], /) -> RankReader | None: ...
-
-
+OpenWeights = Callable[[str, ModelSpec, list[str]], RankReader | None]
+"""(path, model, globs of its arguments that may differ): opens weights of another program, as
+`titanlite.tools.convert.weights.open_weights` does. It returns None if the path may be a checkpoint of titanlite's, and
+raises UserError if the weights are of another model."""
 Opener = Callable[[str], RankReader | None]
 """`OpenWeights` for the model of this run."""
 
@@ -80,7 +73,9 @@ def load_initial(
         settings.check(manifest, where)
     new = {f"model.{name}" for name in added} - reader.metadata.state_dict_metadata.keys()
     if manifest is not None and len(new) < len(added):
-        _check_scale(manifest, settings, where)
+        then, now = manifest.settings.get(LORA_ALPHA), settings.at(0).get(LORA_ALPHA)
+        if then != now:
+            raise UserError(f"lora.alpha: {where} has adapters that were trained with {then}, and this is {now}")
     chosen = {name: tensor for name, tensor in flat(state).items() if selected(name, wanted)}
     chosen = {name: tensor for name, tensor in chosen.items() if name not in new and name not in reader.kept}
     found = difference(chosen, reader.metadata, wanted, everywhere=everywhere)
@@ -114,13 +109,6 @@ def _open(path: str, open_weights: Opener | None, group: dist.ProcessGroup) -> R
             return weights
     url, folder, manifest = on_rank_0(group, lambda: find_checkpoint(path, "checkpoint.initial_load_path: "))
     return on_each(group, lambda: ShardReader(open_storage(url), folder, manifest))
-
-
-def _check_scale(manifest: Manifest, settings: RunSettings, where: str) -> None:
-    """Refuse adapters that were trained with another scale."""
-    then, now = manifest.settings.get(LORA_ALPHA), settings.at(0).get(LORA_ALPHA)
-    if then != now:
-        raise UserError(f"lora.alpha: {where} has adapters that were trained with {then}, and this is {now}")
 
 
 def _check_fits(wrong: Difference, where: str) -> None:

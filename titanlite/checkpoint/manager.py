@@ -20,10 +20,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.initial import Opener, load_initial
 from titanlite.checkpoint.manifest import Manifest, Progress, Settings
-from titanlite.checkpoint.resume import Resumption
+from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
-from titanlite.checkpoint.settings import RunSettings
 from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
 from titanlite.models.base import added_parameters
 from titanlite.run.timeouts import CHECKPOINT_GROUP

@@ -43,9 +43,8 @@ class Part:
     """Files that one rank has written, and the time that it took."""
 
     files: WrittenFiles
-    staging_seconds: float
-    planning_seconds: float
-    writing_seconds: float
+    seconds: tuple[float, float, float]
+    """Of staging, planning and writing."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +117,7 @@ class Saver:
             writer = ShardWriter(self.storage, folder, rank, lambda name: local_tensor(tensors[name]).cpu())
             write_state(state, writer, self.planner, self.group)
             # Commit: rank 0 collects the checksums of all ranks, writes the manifest, and renames the folder.
-            part = Part(writer.written, staging_seconds, writer.planning_seconds, writer.writing_seconds)
+            part = Part(writer.written, (staging_seconds, writer.planning_seconds, writer.writing_seconds))
             saved = on_all(self.group, lambda: part, lambda parts: self.commit(writer, draft, parts, started))
         except Exception:
             self._discard(final)
@@ -138,14 +137,8 @@ class Saver:
         """
         manifest = writer.complete(draft, self.whole_config, started=started, others=[part.files for part in parts])
         self.storage.publish(folder_name(manifest.step), manifest.to_json())
-        return Saved(
-            manifest.step,
-            staging_seconds=max(part.staging_seconds for part in parts),
-            planning_seconds=max(part.planning_seconds for part in parts),
-            writing_seconds=max(part.writing_seconds for part in parts),
-            total_seconds=time.perf_counter() - started,
-            bytes=manifest.size,
-        )
+        staging, planning, writing = (max(column) for column in zip(*(part.seconds for part in parts), strict=True))
+        return Saved(manifest.step, staging, planning, writing, time.perf_counter() - started, manifest.size)
 
     def close(self) -> None:
         """Wait for deletions, and end the thread. No save may be running."""

@@ -38,8 +38,8 @@ from titanlite.checkpoint.dcp_read import UnsafeCheckpoint, unpickle_metadata
 from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.initial import find_checkpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, Progress, folder_name
+from titanlite.checkpoint.resume import RunSettings
 from titanlite.checkpoint.save_overhead import SaveClock
-from titanlite.checkpoint.settings import RunSettings
 from titanlite.checkpoint.staging import Staging
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError, UserError

@@ -19,7 +19,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import ShardWriter, write_state
 from titanlite.checkpoint.initial import of_further_token
 from titanlite.checkpoint.manifest import Manifest, folder_name
-from titanlite.checkpoint.settings import model_settings
+from titanlite.checkpoint.resume import model_settings
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
 from titanlite.models.base import Model
