@@ -28,8 +28,9 @@ from record import Better, add_record_option, ratios, record
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
-from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.checkpoint.save_overhead import SaveClock
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.manifest import Progress
+from titanlite.checkpoint.save_overhead import SaveClock, between
 from titanlite.checkpoint.state import flat, state_of
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
@@ -176,7 +177,7 @@ class Contest:
     def report(self, blocked: dict[str, list[float]], managers: dict[str, CheckpointManager], state: int) -> None:
         if dist.get_rank() != 0:
             return
-        usual = statistics.median(b - a for a, b in self.clock._undisturbed)
+        usual = statistics.median(between(a, b) for a, b in self.clock._undisturbed)
         print(f"{dist.get_world_size()} process(es), torch {torch.__version__}, a step {usual * 1e3:.0f} ms")
         medians = {name: statistics.median(seconds) for name, seconds in blocked.items()}
         for name, seconds in blocked.items():

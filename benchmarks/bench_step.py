@@ -27,7 +27,7 @@ import torch
 from plain_llama import take_turns
 from record import add_record_option, ratios, record
 
-from titanlite.checkpoint.manager import Progress
+from titanlite.checkpoint.manifest import Progress
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.data.sources import open_tokens

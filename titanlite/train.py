@@ -12,8 +12,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
-from titanlite.checkpoint.load import OpenWeights, newest_saved, resume_settings
-from titanlite.checkpoint.manager import CheckpointManager, Progress
+from titanlite.checkpoint.initial import OpenWeights
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.manifest import Progress
+from titanlite.checkpoint.resume import newest_saved, resume_settings
 from titanlite.checkpoint.state import flat
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source

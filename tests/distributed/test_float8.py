@@ -25,10 +25,10 @@ APART = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false
 def scale_reductions(rank: int, world_size: int, config: Config) -> int:
     """Train; the loss of step 3 is NaN. Returns the all-reduces of scales, the only functional ones."""
     run = built(rank, world_size, config)
-    calls = [run.progress.step]
+    calls, right = [run.progress.step], run.step.loss_function
 
     def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
-        found = run.step.loss_function(*args, **kwargs)
+        found = right(*args, **kwargs)
         calls[0] += torch.is_grad_enabled()
         bad = math.nan if calls[0] == 3 else 1.0
         return TokenLoss(found.total * bad, found.cross_entropy * bad)

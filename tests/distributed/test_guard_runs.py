@@ -43,10 +43,10 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     run = built(rank, world_size, config)
     before: list[Snapshot] = []
     calls = [0]
-    micro_batches = run.accumulation
+    micro_batches, right = run.accumulation, run.step.loss_function
 
     def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
-        found = run.step.loss_function(*args, **kwargs)
+        found = right(*args, **kwargs)
         number, calls[0] = calls[0], calls[0] + 1
         step = run.progress.step + number // micro_batches + 1
         bad = step == BAD_STEP or (step > BAD_STEP and "forever" in str(config.job.name))

@@ -23,7 +23,7 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Train until step 3 has a nonfinite loss on rank 1. If the name of the run has "gradient": nonfinite gradients of
     all below the head."""
     run = built(rank, world_size, config)
-    calls = [0]
+    calls, right = [0], run.step.loss_function
     in_gradient = "gradient" in str(config.job.name)
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
@@ -33,7 +33,7 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 
     def loss_of(hidden_BLD: torch.Tensor, *args: Any, **kwargs: Any) -> TokenLoss:
         calls[0] += 1
-        loss = run.step.loss_function(hidden_BLD, *args, **kwargs)
+        loss = right(hidden_BLD, *args, **kwargs)
         if calls[0] != BAD_STEP or rank != 1 or in_gradient:
             return loss
         return TokenLoss(loss.total * math.nan, loss.cross_entropy * math.nan)

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.helpers import one_process
-from titanlite.checkpoint.load import resume_settings
-from titanlite.checkpoint.manager import CheckpointManager, Progress
-from titanlite.checkpoint.manifest import folder_name
+from titanlite.checkpoint.manager import CheckpointManager
+from titanlite.checkpoint.manifest import Progress, folder_name
+from titanlite.checkpoint.resume import resume_settings
 from titanlite.config.load import load
 from titanlite.models.base import Model, added_parameters
 from titanlite.models.registry import resolve_model

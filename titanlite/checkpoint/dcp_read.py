@@ -1,4 +1,4 @@
-"""DCP's StorageReader: checks what it reads in the same pass, and runs no code from a checkpoint."""
+"""Reading by DCP: every tensor is checked in the pass that reads it, and no code from a checkpoint is run."""
 
 import io
 import json
@@ -6,13 +6,16 @@ import pathlib
 import pickle
 import zlib
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.checkpoint import metadata
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -21,6 +24,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.state_dict_loader import load  # pyright: ignore[reportUnknownVariableType]
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
@@ -28,21 +32,30 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.private_torch.checkpoint import MemoryFormat, StorageInfo, StoredProperties
+from titanlite.runtime.ranks import calling_dcp
 from titanlite.storage.storage import Storage
-
-# Base of DCP's storage readers here: each rank reads for itself.
 
 
 class RankReader(StorageReader):
-    """StorageReader that takes the planner's plans as they are, and is opened for one checkpoint."""
+    """Base of the readers here: one is opened for one checkpoint, and each rank reads what its own plan asks for.
 
+    Tensors that another program wrote are read under the names, and in the layout, of a model of ours.
+    """
+
+    where: str
+    """Place, for errors."""
     metadata: Metadata
+    """Our names and shapes of the tensors."""
+    kept: Collection[str] = ()
+    """Our tensors that another program's format does not know: they keep their initial values."""
+    unknown: Mapping[str, str] = MappingProxyType({})
+    """Description of each tensor that our model does not know, by the name in another program's format."""
 
     @abstractmethod
     def read_item(self, item: ReadItem) -> Tensor:
         """Return the region of a tensor that an item of a plan asks for."""
 
-    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+    def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
         return self.metadata
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -54,7 +67,9 @@ class RankReader(StorageReader):
         done.set_result(None)
         return done
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None: ...
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object
+    ) -> None: ...
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         return plan
@@ -62,11 +77,22 @@ class RankReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def reset(self, checkpoint_id: Any = None) -> None: ...
+    def reset(self, checkpoint_id: object = None) -> None: ...
 
     @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:
         return True
+
+
+def read_tensors(reader: StorageReader, tensors: dict[str, Tensor], group: dist.ProcessGroup | None) -> None:
+    """Read tensors in place, every rank of a group its own part; without a group, in this process alone.
+
+    Raises:
+        DamagedCheckpoint, UserError, RunError: of `reader`; the same on every rank.
+    """
+    planner = DefaultLoadPlanner(allow_partial_load=False)
+    with calling_dcp(group):
+        load({**tensors}, storage_reader=reader, planner=planner, process_group=group, no_dist=group is None)
 
 
 def covers(shape: torch.Size, pieces: Sequence[ChunkStorageMetadata]) -> bool:
@@ -116,7 +142,7 @@ class MetadataUnpickler(pickle.Unpickler):
         StorageInfo,
     )
 
-    def find_class(self, module_name: str, global_name: str) -> Any:
+    def find_class(self, module_name: str, global_name: str) -> object:
         for known in self.CLASSES:
             if (module_name, global_name) == (known.__module__, known.__name__):
                 return known
@@ -128,10 +154,15 @@ class MetadataUnpickler(pickle.Unpickler):
             case "torch", _ if isinstance(found := vars(torch).get(global_name), torch.dtype):
                 return found
             case "torch.serialization", "_get_layout":
-                return lambda name: {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}[name]
+                return {str(layout): layout for layout in (torch.strided, torch.sparse_coo)}.__getitem__
             case "pathlib" | "pathlib._local", "PosixPath" | "WindowsPath" | "PurePosixPath" | "PureWindowsPath":
-                return lambda *parts: pathlib.PurePosixPath(*parts)
-        raise Forbidden(f"{module_name}.{global_name}")
+                return _path_of
+            case _:
+                raise Forbidden(f"{module_name}.{global_name}")
+
+
+def _path_of(*parts: str) -> pathlib.PurePosixPath:
+    return pathlib.PurePosixPath(*parts)
 
 
 class UnsafeCheckpoint(UserError):
@@ -168,16 +199,18 @@ def _of_other_types(found: Metadata) -> Iterator[str]:
     """Yield the names of entries and places that are not of the types that DCP gives them."""
 
     def is_size(value: Any) -> bool:
-        return isinstance(value, tuple) and all(type(number) is int and number >= 0 for number in value)
+        return issubclass(type(value), tuple) and all(type(number) is int and number >= 0 for number in value)
 
-    for name, entry in found.state_dict_metadata.items():
+    entries: dict[Any, Any] = found.state_dict_metadata
+    places: dict[Any, Any] = found.storage_data or {}
+    for name, entry in entries.items():
         is_right = isinstance(name, str)
         if isinstance(entry, TensorStorageMetadata):
-            is_right &= isinstance(entry.properties.dtype, torch.dtype) and is_size(entry.size)
+            is_right &= type(entry.properties.dtype) is torch.dtype and is_size(entry.size)
             is_right &= all(is_size(chunk.offsets + chunk.sizes) for chunk in entry.chunks)
         if not is_right or not isinstance(entry, TensorStorageMetadata | BytesStorageMetadata):
             yield str(name)
-    for index, info in (found.storage_data or {}).items():
+    for index, info in places.items():
         numbers = type(info.offset) is type(info.length) is int
         if not (isinstance(index.fqn, str) and isinstance(info.relative_path, str) and numbers):
             yield str(index)
@@ -223,7 +256,10 @@ class ShardReader(RankReader):
         self.storage = storage
         self.folder = folder
         self.manifest = manifest
-        self.metadata = self._read_metadata()
+        self.where = storage.url_of(folder)
+        where = storage.url_of(f"{folder}/{manifests.METADATA}")
+        self.metadata = unpickle_metadata(self._read_small(manifests.METADATA), where)
+        self._check_places(self.metadata, where)
         listed = self._read_small(manifests.CHECKSUMS)
         try:
             self.ends = {
@@ -235,15 +271,9 @@ class ShardReader(RankReader):
             where = self.storage.url_of(f"{self.folder}/{manifests.CHECKSUMS}")
             raise UnsafeCheckpoint(f"{where} has no checksums of a checkpoint: refused ({error})") from None
 
-    def _read_metadata(self) -> Metadata:
-        where = self.storage.url_of(f"{self.folder}/{manifests.METADATA}")
-        found = unpickle_metadata(self._read_small(manifests.METADATA), where)
-        self._check_places(found, where)
-        return found
-
     def _check_places(self, found: Metadata, where: str) -> None:
         """Check that every entry is a whole tensor in a file of the manifest: DCP skips entries without a place."""
-        places = found.storage_data or {}
+        places: dict[MetadataIndex, StorageInfo] = found.storage_data or {}
         for index, info in places.items():
             entry = found.state_dict_metadata.get(index.fqn)
             if not isinstance(entry, TensorStorageMetadata) or info.transform_descriptors:

@@ -1,25 +1,26 @@
-"""Decisions about checkpoints: when to save, when to wait for a save, what to do when one fails."""
+# pyright: reportUnknownMemberType=false
+"""Decisions about checkpoints: what to load, when to save, when to wait for a save, what to do when one fails.
 
-import hashlib
-import json
+What a save does is in `Saver.save`.
+"""
+
 import logging
-import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from datetime import timedelta
-from typing import Any
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.load import ForeignWeights, Loader
-from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
+from titanlite.checkpoint.initial import Opener, load_initial
+from titanlite.checkpoint.manifest import Manifest, Progress, Settings
+from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
 from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
@@ -29,26 +30,11 @@ from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import Storage
-from titanlite.version import __version__
 
 logger = logging.getLogger(__name__)
 
-
-@dataclass(frozen=True)
-class Progress:
-    """Position of a run."""
-
-    step: int = 0
-    samples_seen: int = 0
-    """Sequences consumed: the position in the data."""
-    data: dict[str, Any] = field(default_factory=dict)
-    """`Samples.state`."""
-    guard: dict[str, Any] = field(default_factory=dict)
-    """`StepGuard.state`."""
-
-
-def _progress_of(manifest: Manifest) -> Progress:
-    return Progress(manifest.step, manifest.samples, manifest.data, manifest.guard)
+Record = dict[str, float | None]
+"""Step, size and seconds of a save, by name."""
 
 
 class CheckpointManager:
@@ -75,12 +61,12 @@ class CheckpointManager:
         average: Mapping[str, Tensor] | None = None,
         mesh: DeviceMesh,
         device: torch.device,
-        settings: Callable[[int], dict[str, Any]],
+        settings: Callable[[int], Settings],
         may_change: Sequence[str] = (),
         whole_config: str,
         timeout_seconds: float = 1800,
         flush: Callable[[], None] | None = None,
-        open_weights: Callable[[str], ForeignWeights | None] | None = None,
+        open_weights: Opener | None = None,
     ) -> None:
         self.config = config
         self.storage = storage
@@ -88,34 +74,29 @@ class CheckpointManager:
         self.optimizer = optimizer
         self.average = average
         self.mesh = mesh
-        self._settings = lambda samples: json.loads(json.dumps(settings(samples)))  # as in a manifest that was read
-        self.config_hash = hashlib.sha256(whole_config.encode()).hexdigest()
         # A save runs in a thread: its collectives must not mix with training's.
         timeout = timedelta(seconds=timeout_seconds)
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc=CHECKPOINT_GROUP)
         assert isinstance(group, dist.ProcessGroup)
         self.is_background = config.async_mode != "disabled" and flush is None
-        self._flush = flush
         if config.enable and config.async_mode != "disabled" and flush is not None:
             logger.info("checkpoint.async_mode: states on disk are saved as they are, and training waits for that")
         pin = self.is_background and config.async_mode == "async_with_pinned_mem"
         if pin and device.type == "cpu":
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
-        pin = pin and device.type != "cpu"
-        self._saver = Saver(storage, group=group, device=device, pin=pin, config=whole_config)
-        may_change = [*config.allow_changes, *may_change]
-        self._loader = Loader(
-            config, storage, group=group, settings=self._settings, may_change=may_change, open_weights=open_weights,
-            is_cut=bool(getattr(model, "stages", ())),
-        )  # fmt: skip
+            pin = False
+        self._saver = Saver(config, storage, group, device, pin=pin, flush=flush, whole_config=whole_config)
+        self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
+        self._open_weights = open_weights
+        self._is_cut = bool(getattr(model, "stages", ()))
         self._group = group
         self._clock = SaveClock(device)
         self._in_flight: tuple[int, Future[Saved]] | None = None
         """Step of the save that has begun and not ended, and its result."""
-        self._ended: list[tuple[int, Saved, SaveOverhead]] = []
+        self._ended: list[tuple[Saved, SaveOverhead]] = []
         self.newest = 0
         """Step that was loaded, or committed last."""
-        optimizer.register_step_pre_hook(lambda *_: self.wait_until_staged())
+        optimizer.register_step_pre_hook(self.wait_until_staged)
 
     def state(self) -> State:
         """Return the tensors of a checkpoint."""
@@ -133,33 +114,36 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            while (manifest := self._loader.find()) is not None:
+            resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
+            while (manifest := on_rank_0(self._group, resumption.find)) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = self.state()
                 try:
-                    self._loader.load(manifest, state)
+                    resumption.load(manifest, state)
                 except DamagedCheckpoint as damage:
-                    self._loader.quarantine(manifest, damage)
+                    on_rank_0(self._group, partial(resumption.quarantine, manifest.step, damage))
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
                 self.newest = manifest.step
-                return _progress_of(manifest)
+                return manifest.progress
             if on_rank_0(self._group, lambda: has_saved):
                 raise UserError(
                     f"this run has saved checkpoints, and none is in {self.storage.url}. Is that the right place, and "
                     "is it mounted? To begin anew, give another job.name, or delete the run's folder"
                 )
-        if self.config.initial_load_path is not None:
-            if any(name.startswith("optimizer") for name in self.config.initial_load):
-                complete_optimizer_state(self.model, self.optimizer)
-            state = state_of(self.model, self.optimizer)
-            manifest = self._loader.load_initial(state, added=added_parameters(self.model))
-            put_back_numbers(self.model, self.optimizer, state)
-            if manifest is not None:
-                return _progress_of(manifest)
-        return Progress()
+        if self.config.initial_load_path is None:
+            return Progress()
+        if any(name.startswith("optimizer") for name in self.config.initial_load):
+            complete_optimizer_state(self.model, self.optimizer)
+        state = state_of(self.model, self.optimizer)
+        manifest = load_initial(
+            self.config, state, settings=self._settings, added=added_parameters(self.model),
+            open_weights=self._open_weights, group=self._group, is_cut=self._is_cut,
+        )  # fmt: skip
+        put_back_numbers(self.model, self.optimizer, state)
+        return manifest.progress if manifest is not None else Progress()
 
-    def watch(self) -> list[dict[str, Any]]:
+    def watch(self) -> list[Record]:
         """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.
 
         Raises:
@@ -170,7 +154,7 @@ class CheckpointManager:
             step, save = self._in_flight
             flags = torch.tensor([not save.done(), save.done() and save.exception() is not None], dtype=torch.int32)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)  # 8 bytes over gloo: cheap
-            is_running, has_failed = map(bool, flags.tolist())
+            is_running, has_failed = bool(flags[0]), bool(flags[1])
             if has_failed:
                 self._end_save(timeout=30 if is_running else None)
                 raise RunError(f"the checkpoint of step {step} could not be saved: another rank failed")
@@ -182,9 +166,9 @@ class CheckpointManager:
         """Exclude a block from the cost of saving."""
         return self._clock.not_training()
 
-    def wait_until_staged(self) -> None:
-        """Return when the state may change."""
-        self._saver.wait_until_staged()
+    def wait_until_staged(self, *_: object) -> None:
+        """Return when the state may change. The optimizer calls it before each step."""
+        self._saver.staging.wait()
 
     def is_saving(self) -> bool:
         """Return whether a save has begun and not ended."""
@@ -198,33 +182,18 @@ class CheckpointManager:
         """
         self._end_save()
         self._clock.begin_save()
-        started = time.perf_counter()
-        names = self.mesh.mesh_dim_names or ()
-        mesh = dict(zip(names, self.mesh.shape, strict=True))
-
-        def manifest(files: dict[str, FileRecord]) -> Manifest:
-            return Manifest(
-                step=progress.step,
-                samples=progress.samples_seen,
-                data=progress.data,
-                guard=progress.guard,
-                run_id=self.storage.owner,
-                settings=self._settings(progress.samples_seen),
-                config_hash=self.config_hash,
-                mesh=mesh,
-                versions={"titanlite": __version__, "torch": torch.__version__},
-                saved_at=time.time(),
-                elapsed_seconds=time.perf_counter() - started,
-                load_step=self.config.load_step,
-                files=files,
-            )
-
-        if self._flush is not None:
-            self._flush()
-        state = self.state()
+        draft = Manifest(
+            step=progress.step,
+            samples=progress.samples_seen,
+            data=progress.data,
+            guard=progress.guard,
+            run_id=self.storage.owner,
+            settings=self._settings.at(progress.samples_seen),
+            mesh=dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+            load_step=self.config.load_step,
+        )
         background = self.is_background and not last
-        save = self._saver.start(state, folder_name(progress.step), manifest, background=background)
-        self._in_flight = progress.step, save
+        self._in_flight = progress.step, self._saver.start(self.state(), draft, background=background)
         if not background:
             self._end_save()
 
@@ -240,8 +209,9 @@ class CheckpointManager:
         if self.config.enable and progress.step > self.newest:
             self.save(progress, last=True)
 
-    def finish(self) -> list[dict[str, Any]]:
-        """Wait for deletions in flight. Returns records of finished saves."""
+    def finish(self) -> list[Record]:
+        """Wait for a save and deletions in flight. Returns records of finished saves."""
+        self._end_save(must_succeed=False)
         self._saver.close()
         return self._records(wait=True)
 
@@ -263,40 +233,24 @@ class CheckpointManager:
         error = save.exception() if save.done() else RunError("another rank failed")
         if error is None:
             self.newest = step
-            self._ended.append((step, save.result(), overhead))
-            if dist.get_rank() == 0:
-                self._saver.later(lambda: self._retain(step))
+            self._ended.append((save.result(), overhead))
             return
         text = f"the checkpoint of step {step} could not be saved: {error}"
         if must_succeed:
             raise RunError(text) from error
         logger.warning(f"{text}. Continuing without it")
 
-    def _retain(self, step: int) -> None:
-        """Delete checkpoints by the retention rule, if the newest is that of this step, and complete."""
-        try:
-            listing = self.storage.list()
-            steps = manifests.committed_steps(listing)
-            newest = folder_name(steps[-1])
-            if steps[-1] != step:
-                logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
-                return
-            manifests.read_complete(self.storage, newest, listing[newest])
-            old = manifests.to_delete(steps, keep_latest_k=self.config.keep_latest_k, keep_every=self.config.keep_every)
-            for unwanted in old:
-                self.storage.delete(folder_name(unwanted))
-        except Exception as error:
-            logger.warning(f"old checkpoints could not be deleted: {error}")
-
-    def _records(self, *, wait: bool = False) -> list[dict[str, Any]]:
-        records = []
-        while self._ended and (wait or self._ended[0][2].is_known()):
-            step, saved, blocking = self._ended.pop(0)
-            if wait and not blocking.is_known():
+    def _records(self, *, wait: bool = False) -> list[Record]:
+        records: list[Record] = []
+        while self._ended and (wait or self._ended[0][1].is_known()):
+            saved, overhead = self._ended.pop(0)
+            if wait and not overhead.is_known():
                 torch.cuda.synchronize()
-            seconds = blocking.seconds()
+            seconds = overhead.seconds()
             blocked = "" if seconds is None else f", training was held up for {max(seconds, 0):.2f} s"
             size = saved.bytes / 2**20
-            logger.info(f"saved checkpoint of step {step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}")
-            records.append({"step": step, "blocking_seconds": seconds, **asdict(saved)})
+            logger.info(
+                f"saved checkpoint of step {saved.step}: {size:,.0f} MiB in {saved.total_seconds:.2f} s{blocked}"
+            )
+            records.append({"step": saved.step, "blocking_seconds": seconds} | asdict(saved))
         return records

@@ -1,7 +1,8 @@
-"""Manifest of a checkpoint, and the rule by which a checkpoint counts. Imports no torch. storage.py commits.
+"""Manifest of a checkpoint, and the rule by which a checkpoint counts. Imports no torch.
 
-A checkpoint is a folder step-00000100 of DCP files, checksums.json, config.toml (resolved) and manifest.json. It is
-complete if its manifest is: that is written last, with the size and checksum of every other file, and its own checksum.
+A checkpoint is a folder step-00000100 with files of DCP, checksums.json, the resolved config.toml and manifest.json. It
+counts if it has a manifest, which `Storage.publish` writes last: with the size and checksum of every other file, and a
+checksum of itself.
 """
 
 import json
@@ -9,24 +10,29 @@ import re
 import zlib
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, cast
 
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import SMALL, checked_name
-from titanlite.storage.storage import MANIFEST, Storage
+from titanlite.storage.storage import MANIFEST, Listing, Storage
 
 CHECKSUMS = "checksums.json"
 CONFIG = "config.toml"
 METADATA = ".metadata"
 FORMAT = 2
+"""Schema of the manifest. A change that older versions must not read raises it, and reads the number before as well."""
+FIRST_FORMAT = 2
+"""Oldest schema with checksums. No release wrote the one before."""
 DAMAGED, SUPERSEDED = "damaged", "superseded"  # reasons of a quarantine
 CHUNK = 1 << 24  # bytes to read at once
 
+Settings = dict[str, Any]
+"""Settings of a run by name, as JSON has them."""
 TYPES: dict[str, type] = {
     "step": int, "samples": int, "run_id": str, "settings": dict, "config_hash": str, "mesh": dict, "versions": dict,
     "files": dict, "data": dict, "guard": dict,
 }  # fmt: skip
-"""Types of a manifest's entries, of which code relies on."""
+"""Types of the entries of a manifest, on which code relies."""
 
 
 @dataclass(frozen=True)
@@ -38,31 +44,49 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
+class Progress:
+    """Position of a run."""
+
+    step: int = 0
+    samples_seen: int = 0
+    """Sequences that the run has consumed: the position in the data."""
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`Samples.state`: where the data was changed on the way."""
+    guard: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`StepGuard.state`."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """Description of a checkpoint, in the order of the keys of manifest.json."""
+    """Description of a checkpoint; the fields have the order of the keys of manifest.json.
+
+    A save begins with a draft. `ShardWriter.complete` adds the files, the hash, the versions and the times.
+    """
 
     step: int
     samples: int
-    """Sequences that the run has consumed, `Progress.samples_seen`: the position in the data."""
+    """`Progress.samples_seen`."""
     run_id: str
-    settings: dict[str, Any]
+    settings: Settings
     """Settings that must match on resume: the model's shape, the data, sequence length, batch, seed."""
-    config_hash: str
+    config_hash: str = ""
     """SHA-256 of the resolved config."""
     mesh: dict[str, int]
-    versions: dict[str, str]
-    saved_at: float
+    versions: dict[str, str] = field(default_factory=dict[str, str])
+    saved_at: float = 0.0
     """Seconds since 1970."""
-    elapsed_seconds: float
+    elapsed_seconds: float = 0.0
     """Time from the start of the save to the commit."""
-    load_step: int | None
+    load_step: int | None = None
     """checkpoint.load_step of the process that saved it."""
-    files: dict[str, FileRecord]
-    data: dict[str, Any] = field(default_factory=dict)
-    """`Samples.state`: where the data was changed on the way."""
-    guard: dict[str, Any] = field(default_factory=dict)
-    """`StepGuard.state`."""
+    files: dict[str, FileRecord] = field(default_factory=dict[str, FileRecord])
+    data: dict[str, Any] = field(default_factory=dict[str, Any])
+    guard: dict[str, Any] = field(default_factory=dict[str, Any])
     format: int = FORMAT
+
+    @property
+    def progress(self) -> Progress:
+        return Progress(self.step, self.samples, self.data, self.guard)
 
     @property
     def size(self) -> int:
@@ -75,19 +99,26 @@ class Manifest:
 
     @staticmethod
     def from_json(text: bytes) -> "Manifest":
-        """Raises:
-        ValueError: the text has changed since it was written.
-        UserError: the manifest has another format.
+        """Return the manifest of a text.
+
+        Raises:
+            ValueError, TypeError, KeyError: the text has changed since it was written.
+            UserError: the manifest has another format.
         """
-        fields: dict[str, Any] = json.loads(text)
-        if not isinstance(fields, dict):
+        found = json.loads(text)
+        if not isinstance(found, dict):
             raise ValueError("not a manifest")
+        fields = cast(dict[str, Any], found)
         checksum = fields.pop("crc32", None)
         if checksum is not None and checksum != _crc32(json.dumps(fields, indent=1).encode()):
             raise ValueError("its own checksum is wrong")
-        if fields.get("format") != FORMAT:
-            raise UserError(f"has format {fields.get('format')}, this version of titanlite reads format {FORMAT}")
-        wrong = [name for name, kind in TYPES.items() if not isinstance(fields.get(name, kind()), kind)]
+        readable = range(max(FORMAT - 1, FIRST_FORMAT), FORMAT + 1)
+        if (number := fields.get("format")) not in readable:
+            reads = " and ".join(map(str, readable))
+            raise UserError(f"has format {number}, and this version of titanlite reads {reads}: use one that reads it")
+        for name in ("data", "guard"):  # the first manifests of this format lack them
+            fields.setdefault(name, {})
+        wrong = [name for name, kind in TYPES.items() if not isinstance(fields.get(name), kind)]
         if wrong or not all(isinstance(record, dict) for record in fields["files"].values()):
             raise ValueError(f"{', '.join(wrong) or 'files'}: not of the right type")
         fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
@@ -106,13 +137,13 @@ def step_of(folder: str) -> int | None:
     return int(match[1]) if match else None
 
 
-def committed_steps(listing: dict[str, dict[str, int]]) -> list[int]:
+def committed_steps(listing: Listing) -> list[int]:
     """Return the steps of the checkpoints that count, oldest first."""
     steps = [step_of(folder) for folder, files in listing.items() if MANIFEST in files]
     return sorted(step for step in steps if step is not None)
 
 
-def without_manifest(listing: dict[str, dict[str, int]], *, since: int) -> list[str]:
+def without_manifest(listing: Listing, *, since: int) -> list[str]:
     """Return the folders of steps after `since` that have no manifest, not even one set aside."""
     steps = {
         folder: step_of(folder) for folder, files in listing.items() if not any(MANIFEST in name for name in files)

@@ -1,19 +1,22 @@
+# pyright: reportUnknownMemberType=false
 """Marks in the queue of a device, and save overhead: how much longer the steps took until a save ended, not how long a
 call took."""
 
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from statistics import median
-from typing import Any
 
 import torch
 
+Mark = float | torch.cuda.Event
+"""Seconds, or on a GPU an event in its queue."""
 
-def mark(device: torch.device) -> Any:
-    """Return a mark of now: seconds, or on a GPU an event in its queue, for which the host does not wait."""
+
+def mark(device: torch.device) -> Mark:
+    """Return a mark of now. The host does not wait for the device."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -21,14 +24,18 @@ def mark(device: torch.device) -> Any:
     return event
 
 
-def is_past(mark: Any) -> bool:
+def is_past(mark: Mark) -> bool:
     """Return whether the device has passed a mark."""
-    return isinstance(mark, float) or mark.query()
+    return not isinstance(mark, torch.cuda.Event) or bool(mark.query())
 
 
-def between(a: Any, b: Any) -> float:
-    """Return the seconds between two marks that are past."""
-    return b - a if isinstance(a, float) else a.elapsed_time(b) / 1e3
+def between(a: Mark, b: Mark) -> float:
+    """Return the seconds between two marks of one device that are past."""
+    if isinstance(a, torch.cuda.Event):
+        assert isinstance(b, torch.cuda.Event)
+        return a.elapsed_time(b) / 1e3
+    assert not isinstance(b, torch.cuda.Event)
+    return b - a
 
 
 class SaveClock:
@@ -36,11 +43,11 @@ class SaveClock:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._undisturbed: deque[tuple[Any, Any]] = deque(maxlen=20)
-        self._last: Any = None
-        self._begin: Any = None
+        self._undisturbed: deque[tuple[Mark, Mark]] = deque(maxlen=20)
+        self._last: Mark | None = None
+        self._begin: Mark | None = None
         self._steps = 0
-        self._gaps: list[tuple[Any, Any]] = []
+        self._gaps: list[tuple[Mark, Mark]] = []
 
     def step(self) -> None:
         """Mark the end of a step."""
@@ -52,7 +59,7 @@ class SaveClock:
         self._last = now
 
     @contextmanager
-    def not_training(self) -> Iterator[None]:
+    def not_training(self) -> Generator[None]:
         """Exclude a block (a validation) from the steps and from the overhead."""
         start = mark(self.device)
         yield
@@ -65,21 +72,22 @@ class SaveClock:
 
     def end_save(self) -> "SaveOverhead":
         """End a save, which ended during the last step, or now if training waited for it."""
+        assert self._begin is not None
         self._last = mark(self.device)
-        blocking = SaveOverhead([*self._undisturbed], self._begin, self._last, self._steps, self._gaps)
+        overhead = SaveOverhead([*self._undisturbed], self._begin, self._last, self._steps, self._gaps)
         self._begin = None
-        return blocking
+        return overhead
 
 
 @dataclass(frozen=True)
 class SaveOverhead:
     """Marks of a save, from which its overhead follows once the device has passed them."""
 
-    undisturbed: list[tuple[Any, Any]]
-    begin: Any
-    end: Any
+    undisturbed: list[tuple[Mark, Mark]]
+    begin: Mark
+    end: Mark
     steps: int
-    gaps: list[tuple[Any, Any]]
+    gaps: list[tuple[Mark, Mark]]
 
     def is_known(self) -> bool:
         return is_past(self.end)

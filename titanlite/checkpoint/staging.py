@@ -5,7 +5,7 @@ import threading
 from collections import deque
 from collections.abc import Mapping
 from itertools import accumulate
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -113,21 +113,24 @@ def _buffer(memory: Tensor, start: int, like: Tensor) -> Tensor:
 
 
 def pin(memory: Tensor) -> None:
-    """Let GPUs copy to memory of the host directly, by its exact size.
+    """Pin memory of the host, so that GPUs copy to it directly.
 
-    PyTorch's own pinned memory is rounded up to a power of two: up to twice the size.
+    PyTorch rounds the memory that it pins itself up to a power of two, which is up to twice the size.
 
     Raises:
         torch.cuda.CudaError: the system does not lock so much memory.
     """
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)))
+    _call_cuda("cudaHostRegister", memory.data_ptr(), memory.nbytes, 0)
 
 
 def unpin(memory: Tensor) -> None:
     """Undo `pin`, before the memory is freed."""
-    runtime: Any = torch.cuda.cudart()
-    torch.cuda.check_error(int(runtime.cudaHostUnregister(memory.data_ptr())))
+    _call_cuda("cudaHostUnregister", memory.data_ptr())
+
+
+def _call_cuda(function: str, *arguments: int) -> None:
+    runtime = cast(Any, torch.cuda.cudart())
+    torch.cuda.check_error(int(getattr(runtime, function)(*arguments)))
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

@@ -2,12 +2,12 @@
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
@@ -16,6 +16,7 @@ from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.runtime.dtensor import unwrapped
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import non_persistent_buffers
+from titanlite.runtime.ranks import gather
 
 State = dict[str, dict[str, Tensor]]
 AVERAGE = "average"
@@ -23,11 +24,12 @@ AVERAGE = "average"
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
-    """Return {model: {name: tensor}, optimizer: {state.name.moment: tensor}}.
+    """Return the tensors to save: {"model": {name: tensor}, "optimizer": {"state.<parameter>.<moment>": tensor}}.
 
-    Because these are the tensors in use, a load that writes into them needs no further copy; numbers do. A shared
-    parameter has one entry. A quantized moment has one for each inner tensor: state.name.moment.codes,
-    state.name.moment.scale. Learning rates and decay are not state: they come from the config.
+    They are the tensors in use and no copies, so loading into them restores the model and the optimizer. Only numbers
+    that an optimizer keeps are copied into tensors, and `put_back_numbers` sets them after a load. A parameter that
+    modules share has one entry. A quantized moment has one for each of its tensors (<moment>.codes, <moment>.scale).
+    Learning rates and weight decay are not state: they come from the config.
 
     Raises:
         UserError: the optimizer keeps something other than tensors and numbers.
@@ -54,9 +56,10 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
 
 def model_state(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters and persistent buffers of a model by name. A shared parameter has one entry."""
+    modules: dict[str, nn.Module] = dict(model.named_modules())  # pyright: ignore[reportUnknownArgumentType]
     buffers = {
         f"{prefix}.{name}" if prefix else name: buffer
-        for prefix, module in model.named_modules()
+        for prefix, module in modules.items()
         for name, buffer in module.named_buffers(recurse=False)
         if name not in non_persistent_buffers(module)
     }
@@ -64,7 +67,7 @@ def model_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: State) -> None:
-    """Set the optimizer's numbers from the tensors that were loaded in their place."""
+    """Set the numbers that an optimizer keeps from the tensors into which they were loaded."""
     for name, parameter in unique_parameters(model):
         moments = optimizer.state.get(parameter, {})
         for key, value in moments.items():
@@ -73,9 +76,9 @@ def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
 
 
 def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Give an optimizer that has not made a step the state that it has after one, to load into.
+    """Create the state of an optimizer that has not made a step, so that a checkpoint can be loaded into it.
 
-    It makes a step of no effect, which Adam counts: only for an optimizer that is then loaded.
+    The optimizer makes a step with learning rates and gradients of zero. Adam counts that step, so a load must follow.
     """
     if all(parameter in optimizer.state for parameter in model.parameters() if parameter.requires_grad):
         return
@@ -91,7 +94,14 @@ def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer)
 
 
 def flat(state: State) -> dict[str, Tensor]:
+    """Return the tensors of a state by their names in a checkpoint: <part>.<name>."""
     return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
+
+
+def names_of_ranks(state: State, group: dist.ProcessGroup | None) -> set[str]:
+    """Return the names of the tensors of a state: of this rank, and of the ranks of a group that hold others."""
+    names = {*flat(state)}
+    return names if group is None else names.union(*gather(names, group))
 
 
 def selected(name: str, patterns: Iterable[str]) -> bool:
@@ -141,11 +151,14 @@ class Difference:
         return bool(self.missing or self.unexpected)
 
 
-def difference(wanted: dict[str, Tensor], there: Metadata, patterns: Iterable[str]) -> Difference:
+def difference(
+    wanted: dict[str, Tensor], there: Metadata, patterns: Iterable[str], *, everywhere: Collection[str] = ()
+) -> Difference:
     """Compare names and shapes.
 
     Args:
-        patterns: the names of the checkpoint to look at.
+        patterns: globs of the names in the checkpoint to compare.
+        everywhere: names of other ranks, which are not unexpected.
     """
     stored = {
         name: tuple(entry.size)
@@ -157,45 +170,10 @@ def difference(wanted: dict[str, Tensor], there: Metadata, patterns: Iterable[st
         for name, tensor in wanted.items()
         if stored.get(name) != tuple(tensor.shape)
     }
-    unexpected = {name: f"{name} {[*shape]}" for name, shape in stored.items() if name not in wanted}
+    unexpected = {
+        name: f"{name} {[*shape]}" for name, shape in stored.items() if name not in wanted and name not in everywhere
+    }
     return Difference(missing, unexpected)
-
-
-def check_settings(now: dict[str, Any], then: dict[str, Any], allowed: Iterable[str], where: str) -> None:
-    """Refuse to resume with other settings than the checkpoint's.
-
-    One that is missing is one that is off: None, False, 0 or empty. An older version may not have known it.
-
-    Raises:
-        UserError: listing every setting that changed without being allowed to.
-    """
-    differing = (key for key in sorted(now | then) if (now.get(key) or None) != (then.get(key) or None))
-    changed = [key for key in differing if not selected(key, allowed)]
-    if changed:
-        lines = "\n".join(f"  {_change(key, then.get(key), now.get(key))}" for key in changed)
-        keys = ", ".join(f'"{key}"' for key in changed if not key.startswith("data."))
-        accept = [f"checkpoint.allow_changes = [{keys}]"] if keys else []
-        if any(key.startswith("data.") for key in changed):
-            accept.append('data.on_change = "continue" or "restart"')
-        raise UserError(
-            f"{where} was trained with other settings, and a resumed run would be another experiment:\n{lines}\n"
-            f"Restore them, or give the new run another job.name, or accept: {', '.join(accept)}"
-        )
-
-
-def _change(key: str, then: Any, now: Any) -> str:
-    """Return a changed setting in words. That of a source is fingerprint-packing x weight, which people cannot read."""
-    if not key.startswith("data.sources."):
-        return f"{key} was {then}, is {now}"
-    if then is None or now is None:
-        return f"{key} is {'new' if then is None else 'gone'}"
-    (old, _, old_weight), (new, _, new_weight) = (str(setting).rpartition(" x ") for setting in (then, now))
-    if old == new:
-        return f"{key}.weight was {old_weight}, is {new_weight}"
-    if old.partition("-")[0] == new.partition("-")[0]:
-        return f"{key} has its tokens in other sequences (data.packing, training.seq_len)"
-    options = "data.tokenizer, chat_template, add_bos or add_eos"
-    return f"{key} has other tokens (other text in data.path, or another {options})"
 
 
 def _as_tensor(value: Tensor | int | float) -> Tensor:

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.manager import Progress
+from titanlite.checkpoint.manifest import Progress
 from titanlite.config.shipped import shipped_names
 from titanlite.config.warnings import find_warnings
 from titanlite.data.packing import BestFit

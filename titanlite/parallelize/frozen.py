@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from titanlite.checkpoint.load import read_model
+from titanlite.checkpoint.initial import read_model
 from titanlite.models.base import Model, unique_parameters
 from titanlite.models.frozen import FrozenModel
 from titanlite.ops.kernels import Kernels

@@ -1,8 +1,10 @@
 """What ranks do together: an error on one is raised on all of them, and all stop after the same step."""
 
+import contextlib
 import os
 import socket
-from collections.abc import Callable, Iterable, Sequence
+import warnings
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import TypeVar
 
 import torch
@@ -18,16 +20,26 @@ T = TypeVar("T")
 S = TypeVar("S")
 
 
+@contextlib.contextmanager
+def calling_dcp(group: dist.ProcessGroup | None) -> Generator[None]:
+    """Raise a failure in a call of DCP as `error_of_ranks`. Without a group, hide DCP's warning that there is none."""
+    with warnings.catch_warnings() if group is None else contextlib.nullcontext():  # filters belong to all threads
+        if group is None:
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        try:
+            yield
+        except CheckpointException as error:
+            raise error_of_ranks(error) from None
+
+
 def on_rank_0(group: dist.ProcessGroup, act: Callable[[], T]) -> T:
     """Call a function on rank 0, and return its result on every rank.
 
     Raises:
         UserError, DamagedCheckpoint, RunError: the same on every rank, see `error_of_ranks`.
     """
-    try:
+    with calling_dcp(group):
         return run_on_rank_0(group, act)
-    except CheckpointException as error:
-        raise error_of_ranks(error) from None
 
 
 def on_all(group: dist.ProcessGroup, act: Callable[[], T], then: Callable[[list[T]], S] = lambda _: None) -> S:
@@ -36,10 +48,8 @@ def on_all(group: dist.ProcessGroup, act: Callable[[], T], then: Callable[[list[
     Raises:
         UserError, DamagedCheckpoint, RunError: the same on every rank, see `error_of_ranks`.
     """
-    try:
+    with calling_dcp(group):
         return run_on_all_ranks(group, act, then)
-    except CheckpointException as error:
-        raise error_of_ranks(error) from None
 
 
 def on_each(group: dist.ProcessGroup, act: Callable[[], T]) -> T:

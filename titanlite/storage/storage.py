@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 MANIFEST = "manifest.json"
+Listing = dict[str, dict[str, int]]
+"""Bytes of each file, by folder and name."""
 S3_SETTINGS = {"retries": {"mode": "standard", "total_max_attempts": 3}, "connect_timeout": 5, "read_timeout": 10}
 """Settings of botocore: a request is repeated twice, so that a call fails within 3 s if the store answers with errors,
 and within half a minute if it does not answer."""
@@ -52,8 +54,8 @@ class Storage(ABC):
         return f"{self.url}/{name}"
 
     @abstractmethod
-    def list(self) -> dict[str, dict[str, int]]:
-        """Return {folder: {file: bytes}}, with unfinished and hidden folders; links to folders are none of them.
+    def list(self) -> Listing:
+        """Return the files of all folders, with unfinished and hidden folders; links to folders are none of them.
 
         An object store is listed once.
         """
@@ -126,8 +128,8 @@ class LocalStorage(Storage):
         self.root = Path(url).expanduser()
         super().__init__(str(self.root), owner)
 
-    def list(self) -> dict[str, dict[str, int]]:
-        found: dict[str, dict[str, int]] = {}
+    def list(self) -> Listing:
+        found: Listing = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), naming_path(self.root):
             for folder in os.scandir(self.root):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
@@ -215,7 +217,7 @@ class ObjectStorage(Storage):
             self.fs.retries = 1
         self.root = root.rstrip("/")
 
-    def list(self) -> dict[str, dict[str, int]]:
+    def list(self) -> Listing:
         def find() -> dict[str, Any]:
             self.fs.invalidate_cache()
             try:
@@ -223,7 +225,7 @@ class ObjectStorage(Storage):
             except FileNotFoundError:
                 return {}
 
-        found: dict[str, dict[str, int]] = {}
+        found: Listing = {}
         for path, info in self._in_time(find, "").items():
             folder, _, name = path[len(self.root) + 1 :].partition("/")
             if name:

@@ -21,7 +21,7 @@ from titanlite.schema import Config, Data
 from titanlite.train import Run, build
 
 if TYPE_CHECKING:
-    from titanlite.checkpoint.load import ForeignWeights
+    from titanlite.checkpoint.dcp_read import RankReader
     from titanlite.data.tokens import TokenStore
     from titanlite.tasks import Task
 
@@ -90,7 +90,7 @@ def _open_model(path: str, config: str | None, section: str) -> ModelWeights:
     return open_model(path, config, section)
 
 
-def _open_weights(path: str, spec: ModelSpec, allow_changes: Sequence[str]) -> "ForeignWeights | None":
+def _open_weights(path: str, spec: ModelSpec, allow_changes: Sequence[str]) -> "RankReader | None":
     from titanlite.tools.convert.weights import open_weights
 
     return open_weights(path, spec, allow_changes)

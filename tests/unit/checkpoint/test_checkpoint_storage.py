@@ -20,7 +20,7 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.data.tokens import TokenStore
 from titanlite.run.endings import report_errors
-from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError
 from titanlite.runtime.files import write_all, write_atomically
 from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage, sync
 from titanlite.tools import cli
@@ -184,13 +184,39 @@ def test_damage_of_a_manifest_is_named(tmp_path: Path, change: Any, message: str
         manifests.read_manifest(storage, folder_name(1))
 
 
-def test_another_format_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", [*manifests.TYPES])
+def test_an_entry_that_is_missing_is_damage(name: str, tmp_path: Path) -> None:
+    """Those that the first manifests of this format did not have are empty."""
+    storage = open_storage(str(tmp_path), owner="me")
+    whole = save(storage, 1)
+    path = tmp_path / "step-00000001" / MANIFEST
+    fields = {key: value for key, value in json.loads(path.read_bytes()).items() if key not in (name, "crc32")}
+    path.write_text(json.dumps(fields))
+    if name in ("data", "guard"):
+        assert manifests.read_manifest(storage, folder_name(1)) == whole
+    else:
+        with pytest.raises(DamagedCheckpoint, match=rf"{MANIFEST}.*\b{name}\b"):
+            manifests.read_manifest(storage, folder_name(1))
+
+
+@pytest.mark.parametrize(
+    ("written", "now", "is_read"),
+    [(1, 2, False), (2, 2, True), (3, 2, False), (2, 3, True), (2, 4, False), (None, 2, False), ("2", 2, False)],
+)
+def test_the_present_format_and_the_one_before_are_read(
+    written: Any, now: int, is_read: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture
+) -> None:
+    """Another one is refused with exit code 2, and stays a checkpoint. Before format 2 there were no checksums."""
+    monkeypatch.setattr(manifests, "FORMAT", now)
     storage = open_storage(str(tmp_path), owner="me")
     save(storage, 1)
     path = tmp_path / "step-00000001" / MANIFEST
-    path.write_text(json.dumps({"step": 1, "format": 1}))  # as titanlite wrote it before there were checksums
-    with pytest.raises(UserError, match=r"manifest\.json\b.*\b1\b.*\b2\b"):
-        manifests.read_manifest(storage, folder_name(1))
+    path.write_bytes(without_checksum(path.read_bytes(), format=written))
+    assert cli.run(["checkpoint", "verify", str(tmp_path)]) == (0 if is_read else 2)
+    assert steps(storage) == [1]
+    if not is_read:
+        [line] = capfd.readouterr().err.splitlines()
+        assert mentions(line, path, written, now)
 
 
 def test_files_are_synced_before_a_checkpoint_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ import shutil
 import time
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -27,19 +28,19 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
 
 from tests.support.foreign import Payload
-from tests.support.helpers import TinyRun, mentions
-from tests.support.manifests import flip, forge
+from tests.support.helpers import TinyRun, built, mentions
+from tests.support.manifests import flip, forge, manifest_of
 from tests.support.object_stores import Flaky
 from tests.support.whole_runs import assert_equal, trained
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging as staging_module
 from titanlite.checkpoint.dcp_read import UnsafeCheckpoint, unpickle_metadata
 from titanlite.checkpoint.dcp_write import ShardWriter
-from titanlite.checkpoint.load import find_checkpoint
-from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, folder_name
+from titanlite.checkpoint.initial import find_checkpoint
+from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, Progress, folder_name
+from titanlite.checkpoint.resume import RunSettings
 from titanlite.checkpoint.save_overhead import SaveClock
 from titanlite.checkpoint.staging import Staging
-from titanlite.checkpoint.state import check_settings
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.private_torch.checkpoint import StorageInfo
@@ -156,7 +157,7 @@ def test_staging_is_one_allocation_that_is_used_again() -> None:
 def test_a_view_is_written_without_the_rest_of_its_storage(tmp_path: Path) -> None:
     """Uneven shards of FSDP are views of padded ones."""
     storage, whole = open_storage(str(tmp_path)), torch.randn(100_000)
-    writer = ShardWriter(storage, storage.begin("step-00000001"), rank=0, read=lambda item: whole[10:20])
+    writer = ShardWriter(storage, storage.begin("step-00000001"), 0, lambda name: whole[10:20])
     [result] = writer._write([WriteItem(index=MetadataIndex("a"), type=WriteItemType.TENSOR)])
     assert result.size_in_bytes < 10_000
     data = (tmp_path / writer.folder / writer.name).read_bytes()
@@ -196,6 +197,13 @@ def test_other_modes_save_the_same(tiny: TinyRun, caplog: pytest.LogCaptureFixtu
         assert_equal(trained(tiny.config(*options)), whole_run)
     notes = [record.getMessage() for record in caplog.records if "async_mode" in record.getMessage()]
     assert [mentions(note, "checkpoint.async_mode", "async") for note in notes] == [True] * 2
+
+
+def test_the_end_of_a_run_waits_for_a_save_and_records_it(tiny: TinyRun) -> None:
+    checkpoints = built(0, 1, tiny.config()).checkpoints
+    checkpoints.save(Progress(1, 8), last=False)
+    assert [record["step"] for record in checkpoints.finish()] == [1]
+    assert steps(tiny) == [1]
 
 
 # When
@@ -293,6 +301,21 @@ def test_links_among_checkpoints_are_no_checkpoints(trained_once: TinyRun, warni
         trained(tiny.config("--checkpoint.load_step=97", *options))
     assert find_checkpoint(str(place / folder_name(99)))[:2] == (str(tiny.folder / "other"), folder_name(4))
     assert not [line for line in warnings() if "superseded" in line or "step-00000097" in line]
+
+
+@pytest.mark.long
+def test_a_checkpoint_of_a_later_format_is_left_as_it_is(trained_once: TinyRun) -> None:
+    """An older version of titanlite neither quarantines it nor resumes from the one before."""
+    tiny = trained_once
+    copy_run(tiny, "later")
+    path = checkpoint(tiny, 4, "later") / MANIFEST
+    later = replace(manifests.Manifest.from_json(path.read_bytes()), format=manifests.FORMAT + 1).to_json()
+    path.write_bytes(later)
+    for options in (["--job.name=later"], ["--job.name=new", f"--checkpoint.initial_load_path={path.parents[1]}"]):
+        with pytest.raises(UserError, match=rf"{path}\b.*\b{manifests.FORMAT + 1}\b"):
+            trained(tiny.config(*options))
+    assert path.read_bytes() == later
+    assert steps(tiny, "later") == [2, 4]
 
 
 @pytest.mark.long
@@ -416,10 +439,12 @@ def test_changed_settings_need_an_option(tiny: TinyRun) -> None:
 
 
 def test_a_setting_that_an_older_version_did_not_know_is_off() -> None:
-    then = {"model.args.dim": 32, "model.args.gone": 0}
-    check_settings({"model.args.dim": 32, "model.args.new": None, "model.args.gate": False}, then, (), "it")
+    then = replace(manifest_of(1, {}), settings={"model.args.dim": 32, "model.args.gone": 0})
+    now: dict[str, Any] = {"model.args.dim": 32, "model.args.new": None, "model.args.gate": False}
+    RunSettings(lambda samples: now, []).check(then, "it")
+    now["model.args.gate"] = True
     with pytest.raises(UserError, match=r"model\.args\.gate\b.*\bNone\b.*\bTrue\b"):
-        check_settings({"model.args.dim": 32, "model.args.gate": True}, then, (), "it")
+        RunSettings(lambda samples: now, []).check(then, "it")
 
 
 @pytest.mark.long

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.helpers import train_on_this_rank
+from titanlite.checkpoint import manifest as manifests
 from titanlite.config.load import load
 from titanlite.tools import cli
 
@@ -41,5 +42,8 @@ def test_a_run_of_an_earlier_commit_resumes(config: Path, earlier: list[float]) 
 
 
 @pytest.mark.usefixtures("earlier")
-def test_a_checkpoint_of_an_earlier_commit_is_verified() -> None:
-    assert cli.run(["checkpoint", "verify", str(RUN)]) == 0
+@pytest.mark.parametrize("raised", [0, 1, 2])
+def test_a_checkpoint_of_an_earlier_commit_is_verified(raised: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also once the format is raised, and no longer once it is raised again."""
+    monkeypatch.setattr(manifests, "FORMAT", manifests.FORMAT + raised)
+    assert cli.run(["checkpoint", "verify", str(RUN)]) == (2 if raised == 2 else 0)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.support.adapted import FROZEN_BASE, TOKENS, adapted, filled
 from tests.support.helpers import TinyRun
 from tests.support.kept_matmuls import KeptMatmuls
-from titanlite.checkpoint.load import resume_settings
+from titanlite.checkpoint.resume import resume_settings
 from titanlite.checks.memory import bytes_per_parameter
 from titanlite.models.base import Model, ModelArgs, added_parameters, trainable_parameters, unique_parameters
 from titanlite.models.initial import InitialValues, Normal

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from tests.support.helpers import TinyRun, mentions
 from tests.support.whole_runs import assert_equal, trained
-from titanlite.checkpoint.load import resume_settings
+from titanlite.checkpoint.resume import resume_settings
 from titanlite.checks.preflight import preflight
 from titanlite.loss import TokenLoss
 from titanlite.models.base import Model, ModelArgs, Roles, build_on_meta

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 
 from titanlite.checkpoint.dcp_read import RankReader
-from titanlite.checkpoint.load import LORA_ALPHA
+from titanlite.checkpoint.resume import LORA_ALPHA
 from titanlite.runtime.errors import UserError
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.convert.reader import read_whole

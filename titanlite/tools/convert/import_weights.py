@@ -3,32 +3,28 @@
 At no time is there more in memory than the largest tensor.
 """
 
-import hashlib
 import json
 import os
 import time
 import uuid
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.dcp_write import ShardWriter, checksums_json
-from titanlite.checkpoint.load import model_settings, of_further_token
+from titanlite.checkpoint.dcp_write import ShardWriter, write_state
+from titanlite.checkpoint.initial import of_further_token
 from titanlite.checkpoint.manifest import Manifest, folder_name
+from titanlite.checkpoint.resume import model_settings
 from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
 from titanlite.models.base import Model
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.ranks import error_of_ranks
 from titanlite.schema import dump
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.techniques import multi_token
@@ -36,7 +32,6 @@ from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import ORIGIN, open_foreign, read_tensor
 from titanlite.tools.convert.weights import find_source
-from titanlite.version import __version__
 
 OWNER = "import"  # the next import to a place sweeps what a killed one left there
 
@@ -115,7 +110,8 @@ def _check(tensors: Mapping[str, Tensor], reader: ForeignReader, allow_unexpecte
     found = difference({f"model.{name}": tensor for name, tensor in tensors.items()}, reader.metadata, ["*"])
     further = of_further_token(found)
     found = found.without(unexpected=further)
-    unexpected = {name: text for name, text in (found.unexpected | reader.unknown).items() if name not in found.missing}
+    unexpected = {**found.unexpected, **reader.unknown}
+    unexpected = {name: text for name, text in unexpected.items() if name not in found.missing}
     wrong = Difference(found.missing, unexpected).without(unexpected=allow_unexpected)
     if wrong:
         globs = " ".join(f"--allow-unexpected '{glob}'" for glob in to_globs(wrong.unexpected))
@@ -182,47 +178,29 @@ def write_weights(
     started = time.perf_counter()
     with progress_bar(folder, sum(tensor.nbytes for tensor in state.values())) as advance:
 
-        def read_and_show(item: Any) -> Tensor:
-            tensor = read(item.index.fqn.removeprefix("model."))
+        def read_and_show(name: str) -> Tensor:
+            tensor = read(name.removeprefix("model."))
             advance(tensor.nbytes)
             return tensor
 
         try:
-            staging = storage.begin(folder)
-            writer = ShardWriter(storage, staging, rank=0, read=read_and_show)
-            _save(state, writer)
-            writer.write_file(manifests.CHECKSUMS, checksums_json(writer.written))
-            writer.write_file(manifests.CONFIG, config.encode())
+            writer = ShardWriter(storage, storage.begin(folder), 0, read_and_show)
+            write_state({"model": state}, writer)
             if origin is not None:
                 writer.write_file(ORIGIN, json.dumps(origin).encode())
-            manifest = Manifest(
-                step=0,
-                samples=0,
-                run_id=uuid.uuid4().hex,
-                settings=settings,
-                config_hash=hashlib.sha256(config.encode()).hexdigest(),
-                mesh={"replicate": 1, "shard": 1},
-                versions={"titanlite": __version__, "torch": torch.__version__},
-                saved_at=time.time(),
-                elapsed_seconds=time.perf_counter() - started,
-                load_step=None,
-                files={name: file.record() for name, file in sorted(writer.written.items())},
-            )
             if not is_shipped(tokenizer) and "://" not in storage.url:
                 with suppress(UserError):  # without a readable tokenizer, commands need --tokenizer
                     if path := find_tokenizer(tokenizer):
                         copy_tokenizer(files_of(path), Path(storage.url, COPY))
-            storage.publish(folder, manifest.to_json())
+            draft = Manifest(
+                step=0,
+                samples=0,
+                run_id=uuid.uuid4().hex,
+                settings=settings,
+                mesh={"replicate": 1, "shard": 1},
+            )
+            storage.publish(folder, writer.complete(draft, config, started=started).to_json())
         except BaseException:
             with suppress(Exception):
                 storage.discard(folder)
             raise
-
-
-def _save(state: dict[str, Tensor], writer: ShardWriter) -> None:
-    try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.save({"model": state}, storage_writer=writer, no_dist=True)
-    except CheckpointException as error:
-        raise error_of_ranks(error) from None

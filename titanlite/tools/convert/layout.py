@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from titanlite.checkpoint.load import stored_tensors
+from titanlite.checkpoint.initial import stored_tensors
 from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.models.formats import Entry, Table
 from titanlite.runtime.errors import UserError

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from titanlite.checkpoint.load import model_settings
+from titanlite.checkpoint.resume import model_settings
 from titanlite.ops.mean import rounded_once, weighted_mean
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, dump

@@ -4,7 +4,6 @@ The metadata has the names and shapes of our model. So `dcp.load` plans as for a
 of the other format is undone region by region.
 """
 
-import warnings
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,10 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -26,12 +22,11 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.storage import StorageReader
 
-from titanlite.checkpoint.load import ForeignWeights
+from titanlite.checkpoint.dcp_read import RankReader, read_tensors
 from titanlite.models.base import Model
 from titanlite.models.formats import Formats, Place, Table
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.files import file_inside
-from titanlite.runtime.ranks import error_of_ranks
 
 Region = tuple[slice, ...]
 """Start and stop in each dim."""
@@ -134,7 +129,7 @@ class _Stored(NamedTuple):
     place: Place
 
 
-class ForeignReader(ForeignWeights):
+class ForeignReader(RankReader):
     """Reader of foreign weights under our names.
 
     Args:
@@ -157,14 +152,14 @@ class ForeignReader(ForeignWeights):
         self.where = where
         self.head_size = head_size
         self.bytes_read = 0
-        self.unknown: dict[str, str] = {}
+        self.unknown = unknown = dict[str, str]()
         self.kept = {f"model.{name}" for name in model_names if table.find(name) is None}
         self._stored: dict[MetadataIndex, _Stored] = {}
         found: dict[str, list[_Stored]] = {}
         for tensor in tensors:
             places = [*table.places(tensor.name)]
             if not places:
-                self.unknown[tensor.name] = f"{tensor.name} {[*tensor.shape]}"
+                unknown[tensor.name] = f"{tensor.name} {[*tensor.shape]}"
             for place in [place for place in places if not place.entry.is_copy]:
                 found.setdefault(f"model.{place.name}", []).append(_Stored(tensor, place))
         entries = {name: self._entry(name, chunks) for name, chunks in found.items()}
@@ -272,14 +267,10 @@ def load_tensors(reader: StorageReader, tensors: dict[str, Tensor]) -> None:
     Raises:
         UserError: one is damaged.
     """
-    planner = DefaultLoadPlanner(allow_partial_load=False)
     try:
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-            dcp.load({"model": tensors}, storage_reader=reader, planner=planner, no_dist=True)
-    except CheckpointException as error:
-        reason = error_of_ranks(error)
-        raise UserError(str(reason)) if isinstance(reason, DamagedCheckpoint) else reason from None
+        read_tensors(reader, {f"model.{name}": tensor for name, tensor in tensors.items()}, None)
+    except DamagedCheckpoint as damage:
+        raise UserError(str(damage)) from None
 
 
 def read_whole(reader: StorageReader, name: str) -> Tensor:

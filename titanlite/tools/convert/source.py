@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
-from torch.distributed.checkpoint.storage import StorageReader
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader, UnsafeCheckpoint
-from titanlite.checkpoint.load import find_checkpoint, stored_tensors
+from titanlite.checkpoint.initial import find_checkpoint, stored_tensors
 from titanlite.checkpoint.manifest import Manifest
 from titanlite.checkpoint.state import AVERAGE, difference, model_state
 from titanlite.checks.preflight import check_decoder, select_model
@@ -64,7 +63,7 @@ class OpenedWeights:
     """Reason why the tokenizer that the weights name cannot be loaded."""
     where: str
     """Path or URL, for error messages."""
-    reader: StorageReader
+    reader: RankReader
     """Reader of tensors, whose names are "model." and the model's own."""
     generation: Generation | None = None
     """What the program that the weights come from states about generation. None for weights that we trained."""

@@ -1,0 +1,262 @@
+"""Resumption of a run: which of its checkpoints is taken, what must match, and loading in place."""
+
+import json
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch.distributed as dist
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
+from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
+from titanlite.checkpoint.state import AVERAGE, Difference, State, difference, flat, names_of_ranks, selected
+from titanlite.models.base import ModelArgs
+from titanlite.optim.quantized import MIN_ELEMENTS
+from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.ranks import on_each, on_rank_0
+from titanlite.schema import Checkpoint, Config
+from titanlite.storage.storage import MANIFEST, Listing, Storage, open_storage
+from titanlite.techniques import used
+
+logger = logging.getLogger(__name__)
+
+# Settings that must match: with another value, the resumed run would be another experiment.
+
+
+LORA_ALPHA = "lora.alpha"
+"""Setting with which adapters in a checkpoint compute."""
+
+
+def resume_settings(config: Config, *, model_args: ModelArgs, inputs: Mapping[str, object]) -> Settings:
+    """Return the settings of a run that must match.
+
+    Args:
+        model_args: dataclass of the model's shape.
+        inputs: fingerprints of the data sources and the targets.
+    """
+    ramps = {name: getattr(config.training, name) for name in ("batch_ramp", "seq_len_ramp")}
+    return {
+        **model_settings(config.model.title, model_args),
+        **inputs,
+        **{key: value for technique in used(config) for key, value in technique.resume_settings(config).items()},
+        "training.seq_len": config.training.seq_len,
+        "training.global_batch_size": config.training.global_batch_size,
+        **{f"training.{name}": [stage.model_dump() for stage in ramp] for name, ramp in ramps.items() if ramp},
+        "debug.seed": config.debug.seed,
+    }
+
+
+def model_settings(title: str, model_args: ModelArgs) -> Settings:
+    """Return the settings of a model that must match.
+
+    Args:
+        title: name of the model.
+        model_args: dataclass of its shape.
+    """
+    args = {f"model.args.{name}": value for name, value in asdict(model_args).items() if name != "max_seq_len"}
+    return {"model.name": title, **args}
+
+
+@dataclass(frozen=True)
+class RunSettings:
+    """Settings of this run that a checkpoint keeps, and those of them that may differ from a checkpoint's."""
+
+    of_run: Callable[[int], Settings]
+    """Returns the settings by the number of samples that the run has seen."""
+    may_change: Sequence[str]
+    """Globs."""
+
+    def at(self, samples: int) -> Settings:
+        """Return the settings as a manifest that was read has them: tuples are lists."""
+        return json.loads(json.dumps(self.of_run(samples)))
+
+    def check(self, manifest: Manifest, where: str) -> None:
+        """Refuse to resume with other settings than the checkpoint's.
+
+        A setting that is missing is off: None, False, 0 or empty. An older version may not have known it.
+
+        Raises:
+            UserError: listing every setting that changed without being allowed to.
+        """
+        now, then = self.at(manifest.samples), manifest.settings
+        differing = (key for key in sorted(now | then) if (now.get(key) or None) != (then.get(key) or None))
+        changed = [key for key in differing if not selected(key, self.may_change)]
+        if changed:
+            lines = "\n".join(f"  {_change(key, then.get(key), now.get(key))}" for key in changed)
+            keys = ", ".join(f'"{key}"' for key in changed if not key.startswith("data."))
+            accept = [f"checkpoint.allow_changes = [{keys}]"] if keys else []
+            if any(key.startswith("data.") for key in changed):
+                accept.append('data.on_change = "continue" or "restart"')
+            raise UserError(
+                f"{where} was trained with other settings, and a resumed run would be another experiment:\n{lines}\n"
+                f"Restore them, or give the new run another job.name, or accept: {', '.join(accept)}"
+            )
+
+
+def _change(key: str, then: object, now: object) -> str:
+    """Return a changed setting in words. The setting of a data source is its fingerprint, its packing and its weight
+    (0a1b-2c3d x 0.5), which people cannot read."""
+    if not key.startswith("data.sources."):
+        return f"{key} was {then}, is {now}"
+    if then is None or now is None:
+        return f"{key} is {'new' if then is None else 'gone'}"
+    (old, _, old_weight), (new, _, new_weight) = (str(setting).rpartition(" x ") for setting in (then, now))
+    if old == new:
+        return f"{key}.weight was {old_weight}, is {new_weight}"
+    if old.partition("-")[0] == new.partition("-")[0]:
+        return f"{key} has its tokens in other sequences (data.packing, training.seq_len)"
+    options = "data.tokenizer, chat_template, add_bos or add_eos"
+    return f"{key} has other tokens (other text in data.path, or another {options})"
+
+
+# Choice of the checkpoint, and loading.
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Search for the checkpoint at which a run resumes, the newest first.
+
+    `find` and `quarantine` are called on rank 0 alone: a network file system may show other ranks an older list, and
+    checks on every rank would flood it.
+    """
+
+    config: Checkpoint
+    storage: Storage
+    settings: RunSettings
+    group: dist.ProcessGroup
+    is_cut: bool
+    """Ranks have tensors of different names."""
+
+    def find(self) -> Manifest | None:
+        """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.
+
+        Raises:
+            UserError: only damaged checkpoints are left, the one that load_step names is damaged, or settings changed.
+            RunError: the store returns less than it lists. No checkpoint is taken for damaged then.
+        """
+        listing = self.storage.list()
+        steps = manifests.committed_steps(listing)
+        damaged = [folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names]
+        if self.config.load_step is not None:
+            steps = self._of_branch(steps, self.config.load_step, listing)
+        for step in reversed(steps):
+            folder = folder_name(step)
+            try:
+                manifest = manifests.read_complete(self.storage, folder, listing[folder])
+            except DamagedCheckpoint as damage:
+                self.quarantine(step, damage)
+                damaged.append(folder)
+                continue
+            where = self.storage.url_of(folder)
+            for lost in sorted(manifests.without_manifest(listing, since=step)):
+                logger.warning(f"{self.storage.url_of(lost)} has lost its {MANIFEST}, and does not count")
+            self.settings.check(manifest, where)
+            if manifest.run_id != self.storage.owner:
+                logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
+            return manifest
+        if damaged:
+            raise UserError(
+                f"no good checkpoint is left in {self.storage.url} (damaged: {', '.join(sorted(damaged))}). Restore "
+                "one, or begin anew under another job.name"
+            )
+        return None
+
+    def load(self, manifest: Manifest, state: State) -> None:
+        """Load a checkpoint into all tensors of a state, on every rank.
+
+        Raises:
+            DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
+            UserError: the checkpoint belongs to another model, or is not safe to load.
+        """
+        reader = on_each(self.group, lambda: ShardReader(self.storage, folder_name(manifest.step), manifest))
+        where = reader.where
+        everywhere = names_of_ranks(state, self.group if self.is_cut else None)
+        found = difference(flat(state), reader.metadata, ["*"], everywhere=everywhere)
+        wrong = found.without(missing=[AVERAGE], unexpected=[AVERAGE])
+        if AVERAGE in state and found != wrong:
+            for tensor in state[AVERAGE].values():
+                tensor.zero_()  # a damaged checkpoint may have been read into it
+            state = {part: tensors for part, tensors in state.items() if part != AVERAGE}
+            logger.info(f"{where} has no such average of the weights: it begins anew at step {manifest.step}")
+        on_each(self.group, lambda: _check_same(wrong, manifest, where))
+        read_tensors(reader, flat(state), self.group)
+        if self.config.load_step is not None:
+            on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
+
+    def quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
+        """Make a damaged checkpoint no longer count, so that `find` returns the one before.
+
+        Raises:
+            UserError: it is the one that load_step names.
+        """
+        if step == self.config.load_step:
+            raise UserError(f"checkpoint.load_step names a damaged checkpoint: {damage}")
+        logger.warning(f"damaged checkpoint: {damage}. It no longer counts; resuming from the one before")
+        self.storage.quarantine(folder_name(step), DAMAGED)
+
+    def _of_branch(self, steps: list[int], load_step: int, listing: Listing) -> list[int]:
+        """Return the steps that count if load_step is set: that step, and what was saved with this setting since.
+
+        So the same command can be started again and again.
+        """
+        since = [step for step in steps if step > load_step and self._load_step_of(step, listing) == load_step]
+        if load_step not in steps and not since:
+            there = ", ".join(map(str, steps)) or "none"
+            raise UserError(
+                f"checkpoint.load_step: {self.storage.url} has no checkpoint of step {load_step} (has: {there})"
+            )
+        return [step for step in steps if step == load_step or step in since]
+
+    def _load_step_of(self, step: int, listing: Listing) -> int | None:
+        folder = folder_name(step)
+        try:
+            return manifests.read_manifest(self.storage, folder, listing[folder][MANIFEST]).load_step
+        except DamagedCheckpoint:
+            return None
+
+    def _quarantine_newer(self, step: int) -> None:
+        for newer in manifests.committed_steps(self.storage.list()):
+            if newer > step:
+                self.storage.quarantine(folder_name(newer), SUPERSEDED)
+                logger.warning(f"resuming from step {step}: {self.storage.url_of(folder_name(newer))} no longer counts")
+
+
+def _check_same(wrong: Difference, manifest: Manifest, where: str) -> None:
+    """Refuse a checkpoint whose tensors are not those of this run.
+
+    Args:
+        wrong: tensors that differ.
+        where: the checkpoint, for errors.
+    """
+    if not wrong:
+        return
+    if wrong.is_of_quantization():
+        mesh = " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items())
+        raise UserError(
+            f"{where} keeps moments that this layout keeps in another format:\n{wrong}\n"
+            f"Shards below {MIN_ELEMENTS:,} elements keep float32 moments, larger ones quantized moments, so the state "
+            f"of the same optimizer differs with another number of shards. Use the number that saved it ({mesh}), or "
+            "begin a new run with another optimizer for these parameters in [[optimizer.groups]]"
+        )
+    section = "model" if wrong.without(missing=["optimizer"], unexpected=["optimizer"]) else "optimizer"
+    raise UserError(
+        f"{where} is of another {section}:\n{wrong}\nRestore [{section}], or give the new run another job.name"
+    )
+
+
+def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:
+    """Return (step, run id) of the newest checkpoint whose manifest is not damaged; (0, None) if there is none.
+
+    Args:
+        run: folder of the run.
+    """
+    storage = open_storage(config.folder or str(run / "checkpoints"))
+    listing = storage.list()
+    for step in reversed(manifests.committed_steps(listing)):
+        with suppress(DamagedCheckpoint):
+            newest = manifests.read_manifest(storage, folder_name(step), listing[folder_name(step)][MANIFEST])
+            return newest.step, newest.run_id
+    return 0, None
