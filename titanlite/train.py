@@ -429,7 +429,8 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     except StoppedByGuard as stopped:
         run.phase.phase(Phase.CHECKPOINT)
         run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
-        if not stopped.in_part:  # else some parameters have the values of a step that others have not made
+        # Not a state in which some parameters alone are of a later step, and not one from before this start.
+        if not stopped.in_part and stopped.taken >= run.progress.step:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     run.phase.phase(Phase.END)

@@ -38,7 +38,7 @@ Record = dict[str, float | None]
 
 
 class CheckpointManager:
-    """Manager of a run's checkpoints: parameters and optimizer states, every rank its own part.
+    """Loads and saves the checkpoints of a run. Every rank reads and writes its own part of the state.
 
     Args:
         storage: where the run's checkpoints are.
@@ -115,18 +115,18 @@ class CheckpointManager:
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
             resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
-            while (manifest := on_rank_0(self._group, resumption.find)) is not None:
+            while (manifest := on_rank_0(self._group, resumption.choose)) is not None:
                 complete_optimizer_state(self.model, self.optimizer)
                 state = self.state()
                 try:
                     resumption.load(manifest, state)
-                except DamagedCheckpoint as damage:
+                except DamagedCheckpoint as damage:  # known only as it is read: the one before is tried
                     on_rank_0(self._group, partial(resumption.quarantine, manifest.step, damage))
                     continue
                 put_back_numbers(self.model, self.optimizer, state)
                 self.newest = manifest.step
                 return manifest.progress
-            if on_rank_0(self._group, lambda: has_saved):
+            if on_rank_0(self._group, lambda: has_saved):  # rank 0 reads the run's folder
                 raise UserError(
                     f"this run has saved checkpoints, and none is in {self.storage.url}. Is that the right place, and "
                     "is it mounted? To begin anew, give another job.name, or delete the run's folder"
@@ -198,7 +198,7 @@ class CheckpointManager:
             self._end_save()
 
     def save_if_newer(self, progress: Progress) -> None:
-        """Save an earlier step that the state is of, and wait; do nothing if that step or a later one is saved.
+        """Save the state at the end of an earlier step, and wait; do nothing if that step or a later one is saved.
 
         A save in flight is waited for. If it fails, this one takes its place.
 

@@ -53,7 +53,7 @@ class Progress:
     data: dict[str, Any] = field(default_factory=dict[str, Any])
     """`Samples.state`: where the data was changed on the way."""
     guard: dict[str, Any] = field(default_factory=dict[str, Any])
-    """`StepGuard.state`."""
+    """`StepGuard.state` and `Step.checkpoint_state`, in one."""
 
 
 @dataclass(frozen=True, kw_only=True)

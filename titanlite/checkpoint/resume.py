@@ -130,7 +130,7 @@ class Resumption:
     is_cut: bool
     """Ranks have tensors of different names."""
 
-    def find(self) -> Manifest | None:
+    def choose(self) -> Manifest | None:
         """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.
 
         Raises:

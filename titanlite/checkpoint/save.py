@@ -79,6 +79,8 @@ class Saver:
     def __post_init__(self) -> None:
         self.planner = CachingPlanner(f"titanlite-{id(self)}")
         self.staging = Staging(self.device, pin=self.pin)
+        self._newest = 0
+        """Step that was committed last."""
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
 
     def start(self, state: State, draft: Manifest, *, background: bool) -> Future[Saved]:
@@ -101,9 +103,9 @@ class Saver:
         return run(lambda: self.save(state, draft, background=background))
 
     def save(self, state: State, draft: Manifest, *, background: bool) -> Saved:
-        """Save a state: every step of it, in a thread or while training waits.
+        """Save a state, in a thread or while training waits.
 
-        A step ends on all ranks, or fails on all, before the next begins. The checkpoint does not count before the
+        Each stage ends on all ranks, or fails on all, before the next begins. Nothing reads the checkpoint before the
         commit; a process that is killed earlier leaves a staging folder, which the next start deletes.
         """
         started, final = time.perf_counter(), folder_name(draft.step)
@@ -123,11 +125,12 @@ class Saver:
             self._discard(final)
             raise
         # Retain: rank 0 deletes old checkpoints, after this save.
-        self._thread.submit(self._retain, draft.step)
+        self._newest = draft.step
+        self._thread.submit(self._retain)
         return saved
 
     def commit(self, writer: ShardWriter, draft: Manifest, parts: list[Part], started: float) -> Saved:
-        """Make a checkpoint count, on rank 0, after every rank has written its part.
+        """Commit a checkpoint, on rank 0, after every rank has written its part.
 
         Args:
             started: when the save began, by `time.perf_counter`.
@@ -152,20 +155,21 @@ class Saver:
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
     def _discard(self, folder: str) -> None:
-        """Delete what a failed save has written, on rank 0, so that a full disk has room for the next save."""
+        """Delete what a failed save has written, on rank 0, so that a full disk has room for the next save. A
+        committed folder stays."""
         if dist.get_rank(self.group) == 0:
             with contextlib.suppress(Exception):
                 self.storage.discard(folder)
 
-    def _retain(self, step: int) -> None:
-        """Delete checkpoints by the retention rule, on rank 0, if the newest is that of this step, and complete."""
+    def _retain(self) -> None:
+        """Delete checkpoints by the retention rule, on rank 0, if the newest is the one saved last, and complete."""
         if dist.get_rank(self.group) != 0:
             return
         try:
             listing = self.storage.list()
             steps = manifests.committed_steps(listing)
             newest = folder_name(steps[-1])
-            if steps[-1] != step:
+            if steps[-1] != self._newest:
                 logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
                 return
             manifests.read_complete(self.storage, newest, listing[newest])
