@@ -227,6 +227,24 @@ def test_nothing_is_deleted_while_the_newest_is_damaged(
     assert mentions(warning, f"{checkpoint(tiny, 3)}/__0_0.distcp")
 
 
+@pytest.mark.usefixtures("single_process_group")
+def test_slow_deletions_of_saves_that_training_waits_for_warn_of_nothing(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, warnings: Callable[[], list[str]]
+) -> None:
+    """Later saves are committed while old checkpoints are still being deleted."""
+    delete = LocalStorage.delete
+
+    def delete_slowly(self: LocalStorage, folder: str) -> None:
+        time.sleep(0.3)
+        delete(self, folder)
+
+    monkeypatch.setattr(LocalStorage, "delete", delete_slowly)
+    options = ("--checkpoint.async_mode=disabled", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2")
+    trained(tiny.config("--training.steps=6", *options))
+    assert steps(tiny) == [5, 6]
+    assert warnings() == []
+
+
 # The checkpoint at which a run resumes
 
 
