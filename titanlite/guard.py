@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Skipping of optimizer steps whose loss or gradient is not finite or, if asked for, a spike.
 
 The decision is made on the device, from values that are the same on all ranks. The optimizer reads it as a tensor, so

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 """The loss, as a sum over tokens. `step` divides it by the global count of tokens, so that every token of the global
 batch weighs the same whatever the layout and the accumulation.
 

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Degrees -> DeviceMesh, and what follows from it. This is the only file that knows the axes by name and order."""
 
 import inspect

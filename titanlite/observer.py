@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Observers of training: named hooks, so that planner, profilers and error messages need no patches of the code."""
 
 import time

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """What a step's number decides: the learning rate, and what is due after the step. Pure functions; nothing to save."""
 
 import math

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Every option of titanlite: one frozen Pydantic model per TOML section. Never imports torch.
 
 Names follow torchtitan 0.2 wherever the idea is the same. Every option is defined globally: its effect does not depend

@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownMemberType=false
 """One optimizer step: accumulate, clip, update. Returns tensors and never waits for the device."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -47,7 +47,7 @@ class StepResult:
     """[micro-batches]: loss sum / valid tokens of the global batch. Of this rank."""
     shard_grad_norm: Tensor
     """L2 norm of this rank's part of the gradients."""
-    model_metrics: dict[str, Tensor] = field(default_factory=dict)
+    model_metrics: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
     """Metrics of the model's own, and of the loss. Global."""
     stop_flags: Tensor = field(default_factory=lambda: torch.zeros(0))
     """[1]: above 0 if any rank asks to stop after this step; empty if the step got no flag. Global."""

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Training, top to bottom: build the parts of a run, resume, loop over optimizer steps, finish."""
 
 import gc

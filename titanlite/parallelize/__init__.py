@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The ordered list of techniques that turn a single-device model on the meta device into the one that ranks train.
 
 The order matters, and comments say why each stands where it does. All change the model in place, and no parameter's

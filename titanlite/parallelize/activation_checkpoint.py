@@ -1,4 +1,4 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# pyright: reportUnknownVariableType=false
 """Activation checkpointing (arXiv:1604.06174): recompute activations in backward instead of keeping them."""
 
 from collections.abc import Collection, Iterator, Sequence

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """FSDP2 / HSDP: every block, the embedding and the head are FSDP units of their own (arXiv:2304.11277).
 
 Small blocks may be gathered together: `parallelism.fsdp_min_unit_params`.

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """Materialization: allocate the local shards of a meta model, and give every parameter the values it has on any
 layout."""
 

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """All techniques in the order in which they are applied, and which of them a config asks for. Never imports torch.
 
 A technique is a file or a folder here, with a `TECHNIQUE` that keeps the contract of `technique.py`. It is imported

@@ -1,4 +1,3 @@
-# pyright: strict, reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 """The contract of techniques: what the rest of titanlite asks of each. Never imports torch.
 
 A technique is a subclass of `Technique` that overrides the hooks that it needs. The checks of a config, the checks of
