@@ -193,14 +193,14 @@ FAULTS = {
         lambda right: lambda mesh, **_: right(mesh, with_replicas=False),
     ),
     "gradients of sinks are left out of the norm": Fault(
-        ("gpt-oss, all frozen but sinks", "t2"), "titanlite.train.count_parameter_replicas",
+        ("gpt-oss, all frozen but sinks", "t2"), "titanlite.step.count_parameter_replicas",
         counted(10**9, "sinks"),
     ),
     "the norm counts the experts of one process only": Fault(
-        (MOE, "s2 e2"), "titanlite.train.count_parameter_replicas", counted(2, "w1", "w2", "w3")
+        (MOE, "s2 e2"), "titanlite.step.count_parameter_replicas", counted(2, "w1", "w2", "w3")
     ),
     "the norm counts a whole parameter once for each process": Fault(
-        ("OLMo 3", "t2"), "titanlite.train.count_parameter_replicas", counted(1, "norm.weight")
+        ("OLMo 3", "t2"), "titanlite.step.count_parameter_replicas", counted(1, "norm.weight")
     ),
     "gradients of whole parameters are those of a process's own heads and tokens": Fault(
         ("OLMo 3", "t2"), f"{TENSOR}gather_local_parts", lambda right: lambda unit, gradient_hooks: right(
@@ -253,7 +253,7 @@ FAULTS = {
         (FURTHER, "t2"), f"{TENSOR}_first_arguments", summed_again
     ),
     "the norm leaves out what joins the next token": Fault(
-        (FURTHER, "t2"), "titanlite.train.count_parameter_replicas", counted(10**9, "join.weight")
+        (FURTHER, "t2"), "titanlite.step.count_parameter_replicas", counted(10**9, "join.weight")
     ),
     "stages pass on next tokens without their gradients": Fault(
         (FURTHER, "p2"), "titanlite.techniques.pipeline.stages.Passed.forward", detached
@@ -266,6 +266,6 @@ FAULTS = {
         ("stopped and resumed, experts", "s2 e2"), "titanlite.checkpoint.manager.CheckpointManager.load", new_buffers
     ),
     "a stage reads a micro-batch twice": Fault(
-        ("schedule 1F1B", "p2"), "titanlite.techniques.pipeline.passes.PipelinePasses.forward", used_twice
+        ("schedule 1F1B", "p2"), "titanlite.techniques.pipeline.passes.PipelineStep.forward", used_twice
     ),
 }  # fmt: skip
