@@ -3,7 +3,7 @@
 import gc
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ class Run:
     def mesh(self) -> DeviceMesh:
         return self.step.mesh
 
-    @property
+    @cached_property
     def accumulation(self) -> int:
         """Micro-batches in a step after training.batch_ramp."""
         return self.config.training.batch_split(data_parallel_rank(self.mesh)[1])[1]

@@ -43,8 +43,9 @@ def waits_for_head(config: Config, mesh: DeviceMesh) -> bool:
     FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
     8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
     """
-    sequences, _ = config.training.batch_split(data_parallel_rank(mesh)[1])
-    tokens = sequences * config.training.seq_len // context_rank(mesh)[1]
+    training = config.training
+    sequences = training.local_batch_size or training.global_batch_size // data_parallel_rank(mesh)[1]
+    tokens = sequences * training.seq_len // context_rank(mesh)[1]
     return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
 
 
