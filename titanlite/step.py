@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -153,7 +153,7 @@ class Step:
             [micro-batches, parts] for a loss of several parts of sequences.
         """
         valid_tokens = count_valid_tokens(batches, self.group)
-        losses: list[TokenLoss] = []
+        parts: list[MeanParts] = []
         for index, batch in enumerate(batches):
             tokens, arguments = model_arguments(
                 batch, self.loss_function, self.targets(batch, on_phase) if self.targets else {}
@@ -163,8 +163,8 @@ class Step:
             self.set_reduces(is_last)
             loss = checked_loss(self.model(tokens, **arguments))
             del arguments  # with the targets
-            losses.append(detached(loss, valid_tokens))
-            self.before_backward(losses[-1])
+            parts.append(MeanParts.of(loss, valid_tokens))
+            self.before_backward(parts[-1].losses)
             on_phase(Phase.BACKWARD)
             factor = self.loss_factor(valid_tokens, micro_batches=len(batches))
             try:
@@ -174,7 +174,7 @@ class Step:
                 finish_reductions(self.model)
                 raise
             self.after_backward(index, is_last=is_last)
-        return stacked(losses)
+        return stacked(parts)
 
     def set_reduces(self, is_last: bool) -> None:
         """Choose whether FSDP reduces gradients after the next backward pass."""
@@ -194,8 +194,12 @@ class Step:
         """
         return self.group.size() / valid_tokens
 
-    def before_backward(self, loss: TokenLoss) -> None:
-        """Prepare for a backward pass of a micro-batch, whose part of the global loss is known."""
+    def before_backward(self, losses: Tensor) -> None:
+        """Prepare for a backward pass of a micro-batch.
+
+        Args:
+            losses: its `MeanParts.losses`.
+        """
 
     def after_backward(self, micro_batch: int, *, is_last: bool) -> None:
         """Receive the gradients in the parameters after the backward pass of a micro-batch, as sums in a tree do.
@@ -309,25 +313,27 @@ def reduces_once(config: Config, mesh: DeviceMesh) -> bool:
     return shard_degree_of(mesh) == 1 and not (is_converted or others)
 
 
-def detached(loss: TokenLoss, valid_tokens: Tensor) -> TokenLoss:
-    """Return the sums of a micro-batch without gradients, as its part of the global means."""
-    cross_entropy, total = torch.stack([loss.cross_entropy.detach(), loss.total.detach()]) / valid_tokens
-    return TokenLoss(
-        total, cross_entropy, {name: value.detach() / valid_tokens for name, value in loss.metrics.items()}
-    )
+class MeanParts(NamedTuple):
+    """A micro-batch's parts of the means over the global batch's tokens, without gradients."""
+
+    losses: Tensor
+    """[2], or [2, parts] for a loss of several parts of sequences: what is minimized, and the cross entropy."""
+    metrics: Mapping[str, Tensor]
+
+    @staticmethod
+    def of(loss: TokenLoss, valid_tokens: Tensor) -> "MeanParts":
+        losses = torch.stack([loss.total.detach(), loss.cross_entropy.detach()]) / valid_tokens
+        return MeanParts(losses, {name: value.detach() / valid_tokens for name, value in loss.metrics.items()})
 
 
-def stacked(losses: Sequence[TokenLoss]) -> TokenLoss:
-    """Return the losses of micro-batches as one, with a dimension of micro-batches."""
+def stacked(parts: Sequence[MeanParts]) -> TokenLoss:
+    """Return the losses and metrics of micro-batches, each with a first dimension of micro-batches."""
+    total, cross_entropy = torch.stack([part.losses for part in parts], dim=1)
     metrics: dict[str, list[Tensor]] = {}
-    for loss in losses:
-        for name, value in loss.metrics.items():
+    for part in parts:
+        for name, value in part.metrics.items():
             metrics.setdefault(name, []).append(value)
-    return TokenLoss(
-        torch.stack([loss.total for loss in losses]),
-        torch.stack([loss.cross_entropy for loss in losses]),
-        {name: torch.stack(values) for name, values in metrics.items()},
-    )
+    return TokenLoss(total, cross_entropy, {name: torch.stack(values) for name, values in metrics.items()})
 
 
 def model_arguments(

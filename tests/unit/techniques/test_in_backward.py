@@ -12,7 +12,6 @@ from torch.nn import functional
 
 from tests.support.helpers import TinyRun
 from tests.support.models import plain_step
-from titanlite.loss import TokenLoss
 from titanlite.optim import build_optimizer
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.errors import UserError
@@ -77,7 +76,7 @@ def test_each_parameter_is_updated_once_by_its_whole_gradient(name: str) -> None
         whole(x).backward()
         gradients = [parameter.grad for parameter in whole.parameters() if parameter.grad is not None]
         loss = parts(x)
-        in_backward.before_backward(TokenLoss(loss.detach(), loss.detach()))
+        in_backward.before_backward(loss.detach())
         loss.backward()
         assert all(parameter.grad is None for parameter in parts.parameters())
         found = in_backward.norms([], [])
@@ -106,7 +105,7 @@ def test_a_unit_with_a_parameter_without_gradient_is_updated_at_the_end() -> Non
     for uses_bias in (False, True, False):
         model.uses_bias = uses_bias
         before = [local_tensor(it).detach().clone() for it in (model.weight, model.bias)]
-        in_backward.before_backward(TokenLoss(torch.zeros(()), torch.zeros(())))
+        in_backward.before_backward(torch.zeros(()))
         model(torch.ones(2, 8)).backward()
         assert len(in_backward.norms([], [])) == 1 + uses_bias
         after = [local_tensor(it) for it in (model.weight, model.bias)]
@@ -126,7 +125,7 @@ def test_nonfinite_losses_and_gradients_are_not_used(name: str) -> None:
 
     def moved(loss: float) -> list[bool]:
         before = [parameter.detach().clone() for parameter in model.parameters()]
-        in_backward.before_backward(TokenLoss(torch.tensor(loss), torch.tensor(loss)))
+        in_backward.before_backward(torch.tensor(loss))
         model(torch.ones(2, 8)).backward()
         assert len(in_backward.norms([], [])) == 3
         assert all(parameter.isfinite().all() for parameter in model.parameters())

@@ -15,7 +15,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.loss import TokenLoss
 from titanlite.optim.combined import update
 from titanlite.optim.norm import gradient_norms
 from titanlite.runtime.private_torch.fsdp import release_all_reduce_input, sharded_parameters
@@ -58,8 +57,8 @@ class StepInBackward(Step):
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
-    def before_backward(self, loss: TokenLoss) -> None:
-        losses = torch.stack([loss.cross_entropy, loss.total])
+    def before_backward(self, losses: Tensor) -> None:
+        losses = losses.clone()
         dist.all_reduce(losses, group=self.group)
         self._skip = self.should_skip(losses)
 

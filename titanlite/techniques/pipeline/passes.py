@@ -24,7 +24,7 @@ from titanlite.loss import TokenLoss
 from titanlite.mesh import pipeline_mesh
 from titanlite.observer import OnPhase, Phase
 from titanlite.runtime.dtypes import torch_dtype
-from titanlite.step import Step, checked_loss, count_valid_tokens, detached, model_arguments, stacked
+from titanlite.step import MeanParts, Step, checked_loss, count_valid_tokens, model_arguments, stacked
 from titanlite.techniques.pipeline.stages import Stage, rank_of_stage
 from titanlite.techniques.tensor.layers import split_blocks, tensor_ranks
 
@@ -90,7 +90,7 @@ class PipelineStep(Step):
         # A teacher is refused.
         self.inputs = [model_arguments(batch, self.loss_function, {}) for batch in batches]
         self.factor = self.loss_factor(self.valid_tokens, micro_batches=len(batches))
-        self.losses: list[TokenLoss] = []
+        self.means: list[MeanParts] = []
         self.begun = {stage.number: 0 for stage in self.stages}
         places = torch.empty(len(batches))  # of what is split: each stage knows which micro-batch is next
         first = (places,) if self.rank_of(0) == self.stage_rank else ()
@@ -99,14 +99,14 @@ class PipelineStep(Step):
             schedule.step(*first, target=places, return_outputs=False)
         except RuntimeError as error:  # the schedule wraps what a stage raises
             raise error.__cause__ or error from None
-        zero = torch.zeros((), device=self.device)
-        names = self._names_of_metrics()
-        return stacked(self.losses or [TokenLoss(zero, zero, dict.fromkeys(names, zero))] * len(batches))
+        zeros = torch.zeros(2, device=self.device)
+        nothing = MeanParts(zeros, dict.fromkeys(self._names_of_metrics(), zeros[0]))
+        return stacked(self.means or [nothing] * len(batches))
 
     @cache  # noqa: B019 (as long as the run)
     def _names_of_metrics(self) -> list[str]:
         """Return the names of the metrics of the loss, which the first step knows where the last stage is."""
-        names = [[*self.losses[0].metrics] if self.losses else []]
+        names = [[*self.means[0].metrics] if self.means else []]
         if self.has_metrics and not self.is_alone:
             dist.broadcast_object_list(names, group=self.stage_group, group_src=self.last_rank, device=self.device)
         return names[0]
@@ -160,7 +160,7 @@ class PipelineStep(Step):
         out = stage(self._whole_tokens(hidden_BLD) if stage.number else tokens, **arguments)
         if stage.is_last:
             loss = checked_loss(out)
-            self.losses.append(detached(loss, self.valid_tokens))
+            self.means.append(MeanParts.of(loss, self.valid_tokens))
             out = loss.total * self.factor
         if out.requires_grad:  # not if all up to here is frozen
             out.register_hook(lambda _: self.on_phase(Phase.BACKWARD))
