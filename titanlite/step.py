@@ -99,6 +99,8 @@ class Step:
         self.max_norm = self.config.training.max_norm
         self.reduces_once = reduces_once(self.config, self.mesh)
         """Whether gradients are reduced over shards after the last micro-batch, not after each."""
+        self._reduces = True
+        """What `set_reduces` chose last. FSDP begins with reductions after each backward pass."""
 
     def __call__(
         self,
@@ -178,8 +180,9 @@ class Step:
 
     def set_reduces(self, is_last: bool) -> None:
         """Choose whether FSDP reduces gradients after the next backward pass."""
-        if not isinstance(self.model, FSDPModule):
-            return
+        if not isinstance(self.model, FSDPModule) or self._reduces == is_last:
+            return  # each change visits every module
+        self._reduces = is_last
         if self.reduces_once:  # over shards and replicas, after the last micro-batch
             self.model.set_requires_gradient_sync(is_last)
         else:  # over shards after each micro-batch, over replicas (HSDP) after the last
