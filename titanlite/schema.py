@@ -66,6 +66,13 @@ class Checkpoint(Section):
     """Keep in addition the checkpoints of steps that are a multiple of this number; 0 keeps none."""
     load_step: PositiveInt | None = None
     """Step to resume from, instead of the newest. Newer checkpoints are quarantined."""
+    local_interval: Count = 0
+    """Steps between local copies, from which a run resumes after a failure without the steps since the last save; 0
+    makes none."""
+    local_folder: Name | None = None
+    """Folder of local copies on each machine. Default: /dev/shm/titanlite-<user>, which is memory."""
+    local_copies: Literal[1, 2] = 2
+    """Machines that keep each local copy: that of its rank, and with 2 the next one too, if there are several."""
     allow_changes: list[Name] = []
     """Settings that may differ from those of the checkpoint on resume, as globs (training.seq_len, model.args.*)."""
     initial_load_path: Name | None = None

@@ -482,7 +482,8 @@ def _after_step(
     is_agreed = stop.is_agreed(result.stop_flags)  # asked by every rank at every step; on a GPU of the step before
     config, stops = run.config, is_agreed and not last
     saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
-    if saves or stops or metrics.records(step, last=last):
+    copies = not last and is_due(step, config.checkpoint.local_interval or run.steps, last=False)
+    if saves or copies or stops or metrics.records(step, last=last):
         skipped = run.guard.check(run.step.world)  # waits for the device, and raises StoppedByGuard
         metrics.record_skipped(skipped, run.micro_batches, run.samples)
     if stops:
@@ -503,6 +504,8 @@ def _after_step(
         with metrics.not_training(waits_for_device=not checkpoints.is_background):
             observer.phase(Phase.CHECKPOINT)
             checkpoints.save(_progress(run, step), last=last)
+    if copies:
+        checkpoints.copy(_progress(run, step))
 
 
 def _learning_rate(run: Run, step: int) -> float:

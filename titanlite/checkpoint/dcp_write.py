@@ -152,9 +152,6 @@ class ShardWriter(StorageWriter):
             config: TOML of which the checkpoint keeps a copy.
             started: when the save began, by `time.perf_counter`.
             others: files that other ranks have written.
-
-        Raises:
-            RunError: a file is missing.
         """
         for files in others:
             self.written |= files
@@ -162,7 +159,7 @@ class ShardWriter(StorageWriter):
         sums = {name: [[end, f"{crc:08x}"] for end, crc in ends] for name, ends in shards.items()}
         self.write_file(manifests.CHECKSUMS, json.dumps(sums).encode())
         self.write_file(manifests.CONFIG, config.encode())
-        manifest = replace(
+        return replace(
             draft,
             config_hash=hashlib.sha256(config.encode()).hexdigest(),
             versions={"titanlite": __version__, "torch": torch.__version__},
@@ -170,11 +167,17 @@ class ShardWriter(StorageWriter):
             saved_at=time.time(),
             elapsed_seconds=time.perf_counter() - started,
         )
+
+    def check_sizes(self, manifest: Manifest) -> None:
+        """Check that the files of all ranks are there, with their sizes.
+
+        Raises:
+            RunError: a file is missing.
+        """
         try:
             manifests.check_sizes(self.storage, self.folder, manifest, self.storage.list().get(self.folder, {}))
         except DamagedCheckpoint as missing:
             raise RunError(f"{missing}. All nodes must share the folder of checkpoints") from None
-        return manifest
 
     def reset(self, checkpoint_id: object = None) -> None: ...
 

@@ -18,7 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.initial import Opener, load_initial
+from titanlite.checkpoint.local import Base, LocalCopies, open_copies
 from titanlite.checkpoint.manifest import Manifest, Progress, Settings
 from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
@@ -86,6 +88,12 @@ class CheckpointManager:
             logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
             pin = False
         self._saver = Saver(config, storage, group, device, pin=pin, flush=flush, whole_config=whole_config)
+        self._local: LocalCopies | None = None
+        if config.local_interval:
+            self._local = open_copies(
+                config, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,
+                timeout_seconds=timeout_seconds, base=self._base,
+            )  # fmt: skip
         self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
         self._open_weights = open_weights
         self._is_cut = bool(getattr(model, "stages", ()))
@@ -115,17 +123,11 @@ class CheckpointManager:
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
             resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
-            while (manifest := on_rank_0(self._group, resumption.choose)) is not None:
-                complete_optimizer_state(self.model, self.optimizer)
-                state = self.state()
-                try:
-                    resumption.load(manifest, state)
-                except DamagedCheckpoint as damage:  # known only as it is read: the one before is tried
-                    on_rank_0(self._group, partial(resumption.quarantine, manifest.step, damage))
-                    continue
-                put_back_numbers(self.model, self.optimizer, state)
-                self.newest = manifest.step
-                return manifest.progress
+            progress = self._load_copy(resumption) or self._load_shared(resumption)
+            if self._local is not None:
+                self._local.forget_after(progress.step if progress else 0)
+            if progress is not None:
+                return progress
             if on_rank_0(self._group, lambda: has_saved):  # rank 0 reads the run's folder
                 raise UserError(
                     f"this run has saved checkpoints, and none is in {self.storage.url}. Is that the right place, and "
@@ -142,6 +144,45 @@ class CheckpointManager:
         )  # fmt: skip
         put_back_numbers(self.model, self.optimizer, state)
         return manifest.progress if manifest is not None else Progress()
+
+    def _load_shared(self, resumption: Resumption) -> Progress | None:
+        """Load the newest complete checkpoint; return None if there is none."""
+        while (manifest := on_rank_0(self._group, resumption.choose)) is not None:
+            try:
+                self._read(resumption, manifest)
+            except DamagedCheckpoint as damage:  # known only as it is read: the one before is tried
+                on_rank_0(self._group, partial(resumption.quarantine, manifest.step, damage))
+                continue
+            self.newest, self._saver.newest = manifest.step, (manifest.step, manifest.saved_at)
+            return manifest.progress
+        return None
+
+    def _load_copy(self, resumption: Resumption) -> Progress | None:
+        """Load the newest local copy, if it is newer than every checkpoint and continues this run.
+
+        Raises:
+            RunError: a copy was read in part. Another start does not take it.
+        """
+        if self._local is None:
+            return None
+        newest = on_rank_0(self._group, resumption.newest)
+        for copy, base in self._local.search(after=newest):
+            if not on_rank_0(self._group, partial(resumption.allows, copy.manifest, base)):
+                continue
+            self._read(resumption, copy.manifest, partial(self._local.open, copy))
+            self.newest, self._saver.newest = newest, (base.step, base.saved_at)
+            step = copy.manifest.step
+            logger.info(f"local    resuming from the copies of step {step} in {self._local.storage.root}, not {newest}")
+            return copy.manifest.progress
+        return None
+
+    def _read(
+        self, resumption: Resumption, manifest: Manifest, open_reader: Callable[[], ShardReader] | None = None
+    ) -> None:
+        complete_optimizer_state(self.model, self.optimizer)
+        state = self.state()
+        resumption.load(manifest, state, open_reader)
+        put_back_numbers(self.model, self.optimizer, state)
 
     def watch(self) -> list[Record]:
         """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.
@@ -169,6 +210,8 @@ class CheckpointManager:
     def wait_until_staged(self, *_: object) -> None:
         """Return when the state may change. The optimizer calls it before each step."""
         self._saver.staging.wait()
+        if self._local is not None:
+            self._local.wait_until_staged()
 
     def is_saving(self) -> bool:
         """Return whether a save has begun and not ended."""
@@ -182,20 +225,15 @@ class CheckpointManager:
         """
         self._end_save()
         self._clock.begin_save()
-        draft = Manifest(
-            step=progress.step,
-            samples=progress.samples_seen,
-            data=progress.data,
-            guard=progress.guard,
-            run_id=self.storage.owner,
-            settings=self._settings.at(progress.samples_seen),
-            mesh=dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
-            load_step=self.config.load_step,
-        )
         background = self.is_background and not last
-        self._in_flight = progress.step, self._saver.start(self.state(), draft, background=background)
+        self._in_flight = progress.step, self._saver.start(self.state(), self._draft(progress), background=background)
         if not background:
             self._end_save()
+
+    def copy(self, progress: Progress) -> None:
+        """Start to make local copies, and return."""
+        if self._local is not None:
+            self._local.save(self.state, partial(self._draft, progress))
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save the state at the end of an earlier step, and wait; do nothing if that step or a later one is saved.
@@ -213,7 +251,25 @@ class CheckpointManager:
         """Wait for a save and deletions in flight. Returns records of finished saves."""
         self._end_save(must_succeed=False)
         self._saver.close()
+        if self._local is not None:
+            self._local.close(saved=self.newest)
         return self._records(wait=True)
+
+    def _draft(self, progress: Progress) -> Manifest:
+        return Manifest(
+            step=progress.step,
+            samples=progress.samples_seen,
+            data=progress.data,
+            guard=progress.guard,
+            run_id=self.storage.owner,
+            settings=self._settings.at(progress.samples_seen),
+            mesh=dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
+            load_step=self.config.load_step,
+        )
+
+    def _base(self) -> Base:
+        """Return the shared checkpoints that there are, on rank 0."""
+        return Base(*self._saver.newest, saving=self._in_flight[0] if self._in_flight else None)
 
     def _end_save(self, *, timeout: float | None = None, must_succeed: bool = True) -> None:
         """Wait for the save in flight, if there is one.

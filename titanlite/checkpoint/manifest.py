@@ -241,15 +241,22 @@ def verify(
         DamagedCheckpoint: naming the first file that has changed since it was written.
     """
     manifest = read_complete(storage, folder, sizes)
-    for name, record in manifest.files.items():
-        crc32 = 0
-        for start in range(0, record.size, CHUNK):
-            data = storage.read(f"{folder}/{name}", start, min(CHUNK, record.size - start))
-            crc32 = zlib.crc32(data, crc32)
-            on_read(len(data))
-        if f"{crc32:08x}" != record.crc32:
-            raise DamagedCheckpoint(f"{storage.url_of(f'{folder}/{name}')}: its checksum is not that of the manifest")
+    for name in manifest.files:
+        verify_file(storage, folder, name, manifest, on_read=on_read)
     return manifest
+
+
+def verify_file(
+    storage: Storage, folder: str, name: str, manifest: Manifest, *, on_read: Callable[[int], None] = lambda read: None
+) -> None:
+    """Read a file of a checkpoint, and check it; arguments and errors as of `verify`."""
+    record, crc32 = manifest.files[name], 0
+    for start in range(0, record.size, CHUNK):
+        data = storage.read(f"{folder}/{name}", start, min(CHUNK, record.size - start))
+        crc32 = zlib.crc32(data, crc32)
+        on_read(len(data))
+    if f"{crc32:08x}" != record.crc32:
+        raise DamagedCheckpoint(f"{storage.url_of(f'{folder}/{name}')}: its checksum is not that of the manifest")
 
 
 def to_delete(steps: list[int], *, keep_latest_k: int, keep_every: int) -> list[int]:

@@ -5,12 +5,14 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
+from titanlite.checkpoint.local import Base
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
 from titanlite.checkpoint.state import AVERAGE, Difference, State, difference, flat, names_of_ranks, selected
 from titanlite.models.base import ModelArgs
@@ -164,14 +166,50 @@ class Resumption:
             )
         return None
 
-    def load(self, manifest: Manifest, state: State) -> None:
+    def newest(self) -> int:
+        """Return the step of the newest checkpoint, which may be damaged; 0 if there is none."""
+        listing = self.storage.list()
+        steps = manifests.committed_steps(listing)
+        if self.config.load_step is not None:
+            steps = self._of_branch(steps, self.config.load_step, listing)
+        return max(steps, default=0)
+
+    def allows(self, copy: Manifest, base: Base) -> bool:
+        """Return whether a local copy continues this run: with the same settings, branch and earlier checkpoints."""
+        try:
+            self.settings.check(copy, "")
+        except UserError:
+            continues = False
+        else:
+            continues = self.config.load_step in (None, copy.load_step) and self._is_history(base)
+        if not continues:
+            logger.info(f"the local copy of step {copy.step} does not continue this run, and does not count")
+        return continues
+
+    def _is_history(self, base: Base) -> bool:
+        """Return whether the shared checkpoints at the time of a local copy are those of this storage."""
+        listing = self.storage.list()
+        steps = manifests.committed_steps(listing)
+        folder = folder_name(base.step)
+        files = listing.get(folder, {})
+        if base.saving in steps or f"{MANIFEST}.{DAMAGED}" in files or (not steps and not base.step):
+            return True
+        with suppress(DamagedCheckpoint, UserError):
+            return MANIFEST in files and manifests.read_manifest(self.storage, folder).saved_at == base.saved_at
+        return False
+
+    def load(self, manifest: Manifest, state: State, open_reader: Callable[[], ShardReader] | None = None) -> None:
         """Load a checkpoint into all tensors of a state, on every rank.
+
+        Args:
+            open_reader: opens a local copy. Default: a reader of the shared checkpoint.
 
         Raises:
             DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
             UserError: the checkpoint belongs to another model, or is not safe to load.
         """
-        reader = on_each(self.group, lambda: ShardReader(self.storage, folder_name(manifest.step), manifest))
+        default = partial(ShardReader, self.storage, folder_name(manifest.step), manifest)
+        reader = on_each(self.group, open_reader or default)
         where = reader.where
         everywhere = names_of_ranks(state, self.group if self.is_cut else None)
         found = difference(flat(state), reader.metadata, ["*"], everywhere=everywhere)
@@ -183,7 +221,7 @@ class Resumption:
             logger.info(f"{where} has no such average of the weights: it begins anew at step {manifest.step}")
         on_each(self.group, lambda: _check_same(wrong, manifest, where))
         read_tensors(reader, flat(state), self.group)
-        if self.config.load_step is not None:
+        if self.config.load_step is not None and open_reader is None:
             on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
 
     def quarantine(self, step: int, damage: DamagedCheckpoint) -> None:

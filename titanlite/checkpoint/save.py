@@ -33,6 +33,8 @@ from titanlite.storage.storage import Storage
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
+Commit = tuple[int, float]
+"""Step of a checkpoint, and `Manifest.saved_at`, by which it differs from another one of the same step."""
 NICE = 10
 """Nice value of the thread: about a tenth of training's share of a core that both want. With much less (SCHED_IDLE,
 nice 19), a save beside other busy processes took a minute, and training waited for it."""
@@ -79,8 +81,8 @@ class Saver:
     def __post_init__(self) -> None:
         self.planner = CachingPlanner(f"titanlite-{id(self)}")
         self.staging = Staging(self.device, pin=self.pin)
-        self._newest = 0
-        """Step that was committed last."""
+        self.newest: Commit = 0, 0.0
+        """Commit of the newest checkpoint, on rank 0."""
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
 
     def start(self, state: State, draft: Manifest, *, background: bool) -> Future[Saved]:
@@ -114,34 +116,43 @@ class Saver:
         staging_seconds = time.perf_counter() - started
         try:
             # Write: rank 0 makes an empty staging folder. Each rank writes its part to one file, and syncs it.
-            folder = on_rank_0(self.group, lambda: self.storage.begin(final))
+            folder = self.begin(final)
             rank = dist.get_rank(self.group)
             writer = ShardWriter(self.storage, folder, rank, lambda name: local_tensor(tensors[name]).cpu())
             write_state(state, writer, self.planner, self.group)
             # Commit: rank 0 collects the checksums of all ranks, writes the manifest, and renames the folder.
             part = Part(writer.written, (staging_seconds, writer.planning_seconds, writer.writing_seconds))
-            saved = on_all(self.group, lambda: part, lambda parts: self.commit(writer, draft, parts, started))
+            saved = self.commit(writer, draft, part, started)
         except Exception:
-            self._discard(final)
+            self.discard(final)
             raise
         # Retain: rank 0 deletes old checkpoints, after this save.
-        self._newest = draft.step
-        self._thread.submit(self._retain)
+        self._thread.submit(self.retain)
         return saved
 
-    def commit(self, writer: ShardWriter, draft: Manifest, parts: list[Part], started: float) -> Saved:
-        """Commit a checkpoint, on rank 0, after every rank has written its part.
+    def begin(self, final: str) -> str:
+        """Return the name of the staging folder, which is empty."""
+        return on_rank_0(self.group, lambda: self.storage.begin(final))
+
+    def commit(self, writer: ShardWriter, draft: Manifest, part: Part, started: float) -> Saved:
+        """Commit a checkpoint after every rank has written its part.
 
         Args:
+            part: of this rank.
             started: when the save began, by `time.perf_counter`.
 
         Raises:
-            RunError: a file is missing.
+            RunError: on every rank, if a file is missing.
         """
-        manifest = writer.complete(draft, self.whole_config, started=started, others=[part.files for part in parts])
-        self.storage.publish(folder_name(manifest.step), manifest.to_json())
-        staging, planning, writing = (max(column) for column in zip(*(part.seconds for part in parts), strict=True))
-        return Saved(manifest.step, staging, planning, writing, time.perf_counter() - started, manifest.size)
+
+        def publish(parts: list[Part]) -> Saved:
+            manifest = writer.complete(draft, self.whole_config, started=started, others=[part.files for part in parts])
+            writer.check_sizes(manifest)
+            self.storage.publish(folder_name(manifest.step), manifest.to_json())
+            self.newest = manifest.step, manifest.saved_at
+            return saved_of(manifest, parts, started)
+
+        return on_all(self.group, lambda: part, publish)
 
     def close(self) -> None:
         """Wait for deletions, and end the thread. No save may be running."""
@@ -154,14 +165,14 @@ class Saver:
         if sys.platform == "linux":  # elsewhere, a priority belongs to the process
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
 
-    def _discard(self, folder: str) -> None:
+    def discard(self, folder: str) -> None:
         """Delete what a failed save has written, on rank 0, so that a full disk has room for the next save. A
         committed folder stays."""
         if dist.get_rank(self.group) == 0:
             with contextlib.suppress(Exception):
                 self.storage.discard(folder)
 
-    def _retain(self) -> None:
+    def retain(self) -> None:
         """Delete checkpoints by the retention rule, on rank 0, if the newest is the one saved last, and complete."""
         if dist.get_rank(self.group) != 0:
             return
@@ -169,7 +180,7 @@ class Saver:
             listing = self.storage.list()
             steps = manifests.committed_steps(listing)
             newest = folder_name(steps[-1])
-            if steps[-1] != self._newest:
+            if steps[-1] != self.newest[0]:
                 logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
                 return
             manifests.read_complete(self.storage, newest, listing[newest])
@@ -178,6 +189,12 @@ class Saver:
                 self.storage.delete(folder_name(unwanted))
         except Exception as error:
             logger.warning(f"old checkpoints could not be deleted: {error}")
+
+
+def saved_of(manifest: Manifest, parts: list[Part], started: float) -> Saved:
+    """Return the result of a save, of all ranks' parts."""
+    staging, planning, writing = (max(column) for column in zip(*(part.seconds for part in parts), strict=True))
+    return Saved(manifest.step, staging, planning, writing, time.perf_counter() - started, manifest.size)
 
 
 def _done(act: Callable[[], T]) -> Future[T]:

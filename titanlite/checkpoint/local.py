@@ -1,0 +1,469 @@
+# pyright: reportUnknownMemberType=false
+"""Copies of the newest states near the ranks: in the memory, or on a disk, of each machine and of its neighbour.
+
+A copy has the form of a checkpoint, but a machine has the files of its own ranks only, and with `local_copies = 2`
+those of the machine before it. Every machine has the manifest, which names all files with their checksums. At a start
+the newest copy counts of which each file is whole on some machine. A rank that needs a file of another machine gets it
+before it reads.
+"""
+
+import getpass
+import json
+import logging
+import os
+import shutil
+import stat
+import tempfile
+import uuid
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+
+from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp_read import ShardReader
+from titanlite.checkpoint.dcp_write import ShardWriter
+from titanlite.checkpoint.manifest import DAMAGED, Manifest, committed_steps, folder_name
+from titanlite.checkpoint.save import Part, Saved, Saver, saved_of
+from titanlite.checkpoint.state import State
+from titanlite.run.timeouts import CHECKPOINT_GROUP
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.ranks import gather, on_all, on_each
+from titanlite.schema import Checkpoint
+from titanlite.storage.storage import LocalStorage
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+KEPT = 2
+"""Copies that stay: the newest one, and the one before, should a file of the newest be damaged."""
+BASE = "base.json"
+SMALL = (manifests.METADATA, manifests.CHECKSUMS, manifests.CONFIG, BASE)
+"""Files of a copy that every machine has, beside the manifest."""
+PIECE = 1 << 24
+"""Bytes that are sent at once."""
+TOKEN = "machine"
+
+
+@dataclass(frozen=True)
+class Base:
+    """Shared checkpoints at the time of a copy (base.json). The copy counts only while they are the run's history."""
+
+    step: int
+    """Of the newest one; 0 if there was none."""
+    saved_at: float
+    saving: int | None
+    """Step of the save that was under way."""
+
+
+@dataclass(frozen=True)
+class Copy:
+    """A copy of which each file is whole on some machine."""
+
+    manifest: Manifest
+    owners: dict[str, list[str]]
+    """Machines with a whole copy of each file, by its name."""
+
+    @property
+    def folder(self) -> str:
+        return folder_name(self.manifest.step)
+
+
+@dataclass(frozen=True)
+class Machines:
+    """Machines of a job: ranks that share a folder of copies are on the same one."""
+
+    of_rank: Sequence[str]
+    """Id of each rank's machine."""
+    rank: int
+    """This process's rank."""
+
+    @property
+    def own(self) -> str:
+        return self.of_rank[self.rank]
+
+    @property
+    def count(self) -> int:
+        return len({*self.of_rank})
+
+    def ranks(self, machine: str) -> list[int]:
+        return [rank for rank, other in enumerate(self.of_rank) if other == machine]
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank is the first of its machine, which makes and deletes folders."""
+        return self.ranks(self.own)[0] == self.rank
+
+    def neighbour(self, rank: int) -> int:
+        """Return the rank on the next machine that keeps a second copy of a rank's file."""
+        order = [*dict.fromkeys(self.of_rank)]
+        there = self.ranks(order[(order.index(self.of_rank[rank]) + 1) % len(order)])
+        return there[self.ranks(self.of_rank[rank]).index(rank) % len(there)]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A file that one rank sends to another."""
+
+    name: str
+    size: int
+    source: int
+    target: int
+
+
+class LocalCopies:
+    """The local copies of a run. All ranks call each method together, but `wait_until_staged`.
+
+    Args:
+        folder: of this machine's copies, in a folder of this user.
+        run_id: of the run. Copies of other runs are in other folders.
+        pin: stage to pinned memory.
+        whole_config: see `Saver`.
+        base: returns the shared checkpoints that there are. It is called on rank 0.
+
+    Raises (from the constructor):
+        RunError, UserError: on every rank, if a folder cannot be made.
+    """
+
+    def __init__(
+        self,
+        config: Checkpoint,
+        *,
+        run_id: str,
+        device: torch.device,
+        pin: bool,
+        whole_config: str,
+        timeout_seconds: float,
+        base: Callable[[], Base],
+    ) -> None:
+        # Copies are made beside shared saves: their collectives must not mix.
+        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
+        assert isinstance(group, dist.ProcessGroup)
+        self.group = group
+        folder = local_folder(config) / run_id
+        self.storage = LocalStorage(str(folder), run_id)
+        self.machines = Machines(self._of_all(lambda: _open_folder(folder)), dist.get_rank(group))
+        on_each(group, lambda: self.storage.sweep() if self.machines.leads else None)
+        self._saver = _LocalSaver(
+            config, self.storage, group, device, pin=pin, flush=None, whole_config=whole_config, copies=self, base=base
+        )
+        self.is_doubled = config.local_copies > 1 and self.machines.count > 1
+        self._in_flight: Future[Saved] | None = None
+        self._has_warned = False
+
+    def wait_until_staged(self) -> None:
+        """Return when the state may change."""
+        self._saver.staging.wait()
+
+    def save(self, state: Callable[[], State], draft: Callable[[], Manifest]) -> None:
+        """Begin to copy a state, unless the copy before is still being made. A failure is a warning."""
+        if self._in_flight is not None:
+            is_running = torch.tensor(not self._in_flight.done(), dtype=torch.int32)
+            dist.all_reduce(is_running, op=dist.ReduceOp.MAX)
+            if is_running:
+                return
+            self._end_save()
+        self._in_flight = self._saver.start(state(), draft(), background=True)
+
+    def close(self, *, saved: int) -> None:
+        """Wait for the copy in flight, and delete all copies if a shared checkpoint has replaced them.
+
+        Args:
+            saved: step of the newest shared checkpoint.
+        """
+        self._end_save()
+        self._saver.close()
+        if self.machines.leads and max(committed_steps(self.storage.list()), default=0) <= saved:
+            shutil.rmtree(self.storage.root, ignore_errors=True)
+
+    def _end_save(self) -> None:
+        if self._in_flight is None:
+            return
+        error, self._in_flight = self._in_flight.exception(), None
+        if error is not None and not self._has_warned:
+            logger.warning(f"no local copy was made: {error}. A failure costs the steps since the newest checkpoint")
+        self._has_warned = error is not None
+
+    # At a start.
+
+    def search(self, after: int) -> Iterator[tuple[Copy, Base]]:
+        """Yield the copies of steps after `after`, the newest first. Each of their files is whole on some machine.
+
+        The ranks of a machine share the reading of its files. A damaged one is set aside, with a warning.
+        """
+        texts = {text for found in self._of_all(lambda: self._manifests(after)) for text in found}
+        found = sorted((Manifest.from_json(text).step, text) for text in texts)  # in the same order on every rank
+        for _, text in reversed(found):
+            manifest = Manifest.from_json(text)
+            copy = Copy(manifest, self._owners(manifest))
+            if lost := [name for name, machines in copy.owners.items() if not machines]:
+                logger.info(f"the local copy of step {manifest.step} does not count: no machine has {', '.join(lost)}")
+                continue
+            self.fetch(copy, SMALL)
+            read = manifests.read_checked(self.storage, copy.folder, BASE, manifest)
+            yield copy, Base(**json.loads(read))
+
+    def open(self, copy: Copy) -> ShardReader:
+        """Return a reader of a copy, which gets files from other machines when it reads."""
+        return _CopyReader(self, copy)
+
+    def fetch(self, copy: Copy, needed: Iterable[str]) -> None:
+        """Get the files that this rank needs and its machine lacks from other machines.
+
+        Raises:
+            DamagedCheckpoint, RunError: on every rank, if a file could not be sent or written.
+        """
+        missing: dict[str, set[str]] = {}
+        for machine, names in zip(self.machines.of_rank, gather([*needed], self.group), strict=True):
+            missing.setdefault(machine, set()).update(name for name in names if machine not in copy.owners[name])
+        transfers: list[Transfer] = []
+        for machine, names in missing.items():
+            for number, name in enumerate(sorted(names)):
+                sources = self.machines.ranks(copy.owners[name][number % len(copy.owners[name])])
+                targets = self.machines.ranks(machine)
+                source, target = sources[number % len(sources)], targets[number % len(targets)]
+                transfers.append(Transfer(name, copy.manifest.files[name].size, source, target))
+        if not transfers:
+            return
+        os.makedirs(self.storage.root / copy.folder, exist_ok=True)
+        arrived = self.exchange(copy.folder, transfers)
+
+        def check() -> None:
+            for name, crc32 in arrived().items():
+                if f"{crc32:08x}" != copy.manifest.files[name].crc32:
+                    raise DamagedCheckpoint(f"{self.storage.url_of(f'{copy.folder}/{name}')} has arrived damaged")
+
+        on_each(self.group, check)
+        for transfer in transfers:
+            copy.owners[transfer.name].append(self.machines.of_rank[transfer.target])
+
+    def forget_after(self, step: int) -> None:
+        """Delete the copies of later steps than the one at which the run resumes."""
+        if self.machines.leads:
+            for folder in self.storage.list():
+                if (manifests.step_of(folder) or 0) > step:
+                    self.storage.delete(folder)
+
+    def exchange(self, folder: str, transfers: Sequence[Transfer]) -> Callable[[], dict[str, int]]:
+        """Send and receive files of a folder. All ranks give the same transfers, and none waits for a failed one.
+
+        Returns:
+            a function that returns the CRC-32 of each file that this rank has received, or raises its error.
+        """
+        rank, errors = self.machines.rank, list[Exception]()
+        own = {tag: transfer for tag, transfer in enumerate(transfers) if rank in (transfer.source, transfer.target)}
+        sums = {transfer.name: 0 for transfer in own.values() if transfer.target == rank}
+        contents: dict[int, Any] = {}
+        for tag, transfer in own.items():
+            try:
+                path = self.storage.root / folder / transfer.name
+                contents[tag] = _mapped(path, transfer.size, is_new=transfer.name in sums)
+            except (OSError, ValueError) as error:
+                errors.append(error)
+        for start in range(0, max((transfer.size for transfer in own.values()), default=0), PIECE):
+            pieces = {tag: range(start, min(start + PIECE, of.size)) for tag, of in own.items() if start < of.size}
+            works: list[tuple[Any, Transfer, torch.Tensor]] = []
+            for tag, piece in pieces.items():
+                # After an error, zeros are sent, whose checksum is wrong.
+                data = contents[tag][piece.start : piece.stop] if tag in contents else np.zeros(len(piece), np.uint8)
+                tensor, transfer = torch.from_numpy(data), own[tag]
+                if transfer.source == rank:
+                    work = dist.isend(tensor, transfer.target, self.group, tag)
+                else:
+                    work = dist.irecv(tensor, transfer.source, self.group, tag)
+                works.append((work, transfer, tensor))
+            for work, transfer, tensor in works:
+                work.wait()
+                if transfer.target == rank:
+                    sums[transfer.name] = zlib.crc32(tensor.numpy().data, sums[transfer.name])
+
+        def arrived() -> dict[str, int]:
+            if errors:
+                raise errors[0]
+            return sums
+
+        return arrived
+
+    def _of_all(self, act: Callable[[], T]) -> list[T]:
+        """Call a function on every rank, and return the results of all. Raises as `on_all`."""
+        return on_all(self.group, act, lambda results: results)
+
+    def _manifests(self, after: int) -> list[bytes]:
+        """Return the manifests on this machine of copies of steps after `after`."""
+        found: list[bytes] = []
+        for step in committed_steps(self.storage.list() if self.machines.leads else {}):
+            with suppress(DamagedCheckpoint, UserError, OSError):
+                manifest = manifests.read_manifest(self.storage, folder_name(step))
+                if step > after and manifest.run_id == self.storage.owner:
+                    found.append(manifest.to_json())
+        return found
+
+    def _owners(self, manifest: Manifest) -> dict[str, list[str]]:
+        """Return the machines with a whole copy of each file, by its name."""
+        owners: dict[str, list[str]] = {name: [] for name in manifest.files}
+        whole = self._of_all(lambda: self._whole_files(manifest))
+        for machine, names in zip(self.machines.of_rank, whole, strict=True):
+            for name in names:
+                owners[name].append(machine)
+        return owners
+
+    def _whole_files(self, manifest: Manifest) -> list[str]:
+        """Read this rank's share of the files on its machine, and return the names of those that are whole."""
+        folder = folder_name(manifest.step)
+        there = sorted(manifest.files.keys() & self.storage.list().get(folder, {}).keys())
+        ranks = self.machines.ranks(self.machines.own)
+        whole: list[str] = []
+        for name in there[ranks.index(self.machines.rank) :: len(ranks)]:
+            try:
+                manifests.verify_file(self.storage, folder, name, manifest)
+                whole.append(name)
+            except (DamagedCheckpoint, OSError) as damage:
+                logger.warning(f"damaged local copy: {damage}. It is set aside")
+                with suppress(OSError):
+                    self.storage.rename(folder, name, f"{name}.{DAMAGED}")
+        return whole
+
+
+class _CopyReader(ShardReader):
+    def __init__(self, copies: LocalCopies, copy: Copy) -> None:
+        super().__init__(copies.storage, copy.folder, copy.manifest)
+        self._copies, self._copy = copies, copy
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> torch.futures.Future[None]:
+        places = self.metadata.storage_data
+        self._copies.fetch(self._copy, {places[item.storage_index].relative_path for item in plan.items})
+        return super().read_data(plan, planner)
+
+
+@dataclass
+class _LocalSaver(Saver):
+    """Saves to the folder of each machine: its first rank makes the folder, commits it, and deletes old ones."""
+
+    copies: LocalCopies
+    base: Callable[[], Base]
+
+    def begin(self, final: str) -> str:
+        leads = self.copies.machines.leads
+        return on_all(self.group, lambda: self.storage.begin(final) if leads else final, lambda names: names[0])
+
+    def commit(self, writer: ShardWriter, draft: Manifest, part: Part, started: float) -> Saved:
+        """Send each file to the neighbour, and commit the folder of each machine. It raises as `Saver.commit`."""
+        parts: list[Part] = []  # of all ranks, on rank 0
+
+        def sizes(of_all: list[Part]) -> list[dict[str, int]]:
+            parts.extend(of_all)
+            return [{name: file.size for name, file in part.files.items() if name not in SMALL} for part in of_all]
+
+        written = on_all(self.group, lambda: part, sizes)
+        transfers = [
+            Transfer(name, size, rank, self.copies.machines.neighbour(rank))
+            for rank, files in enumerate(written if self.copies.is_doubled else ())
+            for name, size in files.items()
+        ]
+        arrived = self.copies.exchange(writer.folder, transfers)
+
+        def complete(of_all: list[dict[str, int]]) -> tuple[Saved, bytes, dict[str, bytes]]:
+            writer.write_file(BASE, json.dumps(asdict(self.base())).encode())
+            others = [part.files for part in parts]
+            manifest = writer.complete(draft, self.whole_config, started=started, others=others)
+            for name, crc32 in (item for sums in of_all for item in sums.items()):
+                if f"{crc32:08x}" != manifest.files[name].crc32:
+                    raise RunError(f"{name} has arrived damaged at the next machine")
+            small = {name: self.storage.read(f"{writer.folder}/{name}") for name in SMALL}
+            return saved_of(manifest, parts, started), manifest.to_json(), small
+
+        saved, manifest, small = on_all(self.group, arrived, complete)
+
+        def publish() -> None:
+            for name, data in small.items():
+                writer.write_file(name, data)
+            self.storage.publish(folder_name(draft.step), manifest)
+
+        on_each(self.group, publish if self.copies.machines.leads else lambda: None)
+        return saved
+
+    def discard(self, folder: str) -> None:
+        if self.copies.machines.leads:
+            self.storage.discard(folder)
+
+    def retain(self) -> None:
+        """Delete this machine's copies before the newest ones: those are whole on all machines."""
+        if not self.copies.machines.leads:
+            return
+        folders = {folder: manifests.step_of(folder) for folder in self.storage.list()}
+        newest = sorted({step for step in folders.values() if step is not None})[-KEPT:]
+        for folder, step in folders.items():
+            if step is not None and step not in newest:
+                with suppress(OSError):
+                    self.storage.delete(folder)
+
+
+def open_copies(config: Checkpoint, **options: Any) -> LocalCopies | None:
+    """Return the local copies of a run; None with a warning where no folder can be made for them.
+
+    Args:
+        options: see `LocalCopies`.
+    """
+    try:
+        copies = LocalCopies(config, **options)
+    except (RunError, UserError) as error:
+        logger.warning(f"checkpoint.local_interval: no local copies are made: {error}")
+        return None
+    places = f"{copies.machines.count} machines" if copies.machines.count > 1 else "this machine"
+    places += ", and on the next one" if copies.is_doubled else ""
+    logger.info(f"local    copies every {config.local_interval:,} steps in {copies.storage.root} of {places}")
+    return copies
+
+
+def local_folder(config: Checkpoint) -> Path:
+    """Return the folder of this user's local copies: in memory where the system has /dev/shm."""
+    if config.local_folder is not None:
+        return Path(config.local_folder).expanduser().resolve()
+    memory = Path("/dev/shm")
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # in containers, a user may have no name
+        user = str(os.getuid())
+    return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"titanlite-{user}"
+
+
+def _open_folder(folder: Path) -> str:
+    """Make the folder of a run's copies, which nobody else may read, and return the id of its machine.
+
+    Raises:
+        UserError: the folder above it belongs to someone else.
+    """
+    root = folder.parent
+    root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = os.lstat(root)  # in /dev/shm, others can make folders and links of any name
+    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+        raise UserError(f"{root} is no folder of this user: set checkpoint.local_folder")
+    root.chmod(0o700)
+    folder.mkdir(exist_ok=True)
+    new = folder / f".{uuid.uuid4().hex}"
+    new.write_text(uuid.uuid4().hex)
+    with suppress(FileExistsError):  # another rank was first
+        os.link(new, folder / TOKEN)
+    new.unlink()
+    return (folder / TOKEN).read_text()
+
+
+def _mapped(path: Path, size: int, *, is_new: bool) -> Any:
+    """Return the bytes of a file as an array: of a new one, which is written by changing it, or of one to read.
+
+    Raises:
+        OSError, ValueError: there is no room for it, or it is shorter.
+    """
+    if is_new:
+        with open(path, "wb") as file:
+            os.posix_fallocate(file.fileno(), 0, size)  # without room, a change would end the process (SIGBUS)
+    return np.memmap(path, np.uint8, "r+" if is_new else "c", shape=(size,))
