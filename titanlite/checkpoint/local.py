@@ -128,7 +128,6 @@ class LocalCopies:
         run_id: of the run. Copies of other runs are in other folders.
         pin: stage to pinned memory.
         whole_config: see `Saver`.
-        base: returns the shared checkpoints that there are. It is called on rank 0.
 
     Raises (from the constructor):
         RunError, UserError: on every rank, if a folder cannot be made.
@@ -143,7 +142,6 @@ class LocalCopies:
         pin: bool,
         whole_config: str,
         timeout_seconds: float,
-        base: Callable[[], Base],
     ) -> None:
         # Copies are made beside shared saves: their collectives must not mix.
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
@@ -154,7 +152,7 @@ class LocalCopies:
         self.machines = Machines(self._of_all(lambda: _open_folder(folder)), dist.get_rank(group))
         on_each(group, lambda: self.storage.sweep() if self.machines.leads else None)
         self._saver = _LocalSaver(
-            config, self.storage, group, device, pin=pin, flush=None, whole_config=whole_config, copies=self, base=base
+            config, self.storage, group, device, pin=pin, flush=None, whole_config=whole_config, copies=self
         )
         self.is_doubled = config.local_copies > 1 and self.machines.count > 1
         self._in_flight: Future[Saved] | None = None
@@ -164,14 +162,19 @@ class LocalCopies:
         """Return when the state may change."""
         self._saver.staging.wait()
 
-    def save(self, state: Callable[[], State], draft: Callable[[], Manifest]) -> None:
-        """Begin to copy a state, unless the copy before is still being made. A failure is a warning."""
+    def save(self, state: Callable[[], State], draft: Callable[[], Manifest], base: Base) -> None:
+        """Begin to copy a state, unless the copy before is still being made. A failure is a warning.
+
+        Args:
+            base: the shared checkpoints that there are, on rank 0.
+        """
         if self._in_flight is not None:
             is_running = torch.tensor(not self._in_flight.done(), dtype=torch.int32)
             dist.all_reduce(is_running, op=dist.ReduceOp.MAX)
             if is_running:
                 return
             self._end_save()
+        self._saver.base = base
         self._in_flight = self._saver.start(state(), draft(), background=True)
 
     def close(self, *, saved: int) -> None:
@@ -349,7 +352,8 @@ class _LocalSaver(Saver):
     """Saves to the folder of each machine: its first rank makes the folder, commits it, and deletes old ones."""
 
     copies: LocalCopies
-    base: Callable[[], Base]
+    base: Base | None = None
+    """Set before each save."""
 
     def begin(self, final: str) -> str:
         leads = self.copies.machines.leads
@@ -372,7 +376,8 @@ class _LocalSaver(Saver):
         arrived = self.copies.exchange(writer.folder, transfers)
 
         def complete(of_all: list[dict[str, int]]) -> tuple[Saved, bytes, dict[str, bytes]]:
-            writer.write_file(BASE, json.dumps(asdict(self.base())).encode())
+            assert self.base is not None
+            writer.write_file(BASE, json.dumps(asdict(self.base)).encode())
             others = [part.files for part in parts]
             manifest = writer.complete(draft, self.whole_config, started=started, others=others)
             for name, crc32 in (item for sums in of_all for item in sums.items()):

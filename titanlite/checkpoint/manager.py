@@ -92,7 +92,7 @@ class CheckpointManager:
         if config.local_interval:
             self._local = open_copies(
                 config, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,
-                timeout_seconds=timeout_seconds, base=self._base,
+                timeout_seconds=timeout_seconds,
             )  # fmt: skip
         self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
         self._open_weights = open_weights
@@ -123,10 +123,9 @@ class CheckpointManager:
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
             resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
-            progress = self._load_copy(resumption) or self._load_shared(resumption)
-            if self._local is not None:
-                self._local.forget_after(progress.step if progress else 0)
-            if progress is not None:
+            if progress := self._load_copy(resumption) or self._load_shared(resumption):
+                if self._local is not None:
+                    self._local.forget_after(progress.step)
                 return progress
             if on_rank_0(self._group, lambda: has_saved):  # rank 0 reads the run's folder
                 raise UserError(
@@ -233,7 +232,8 @@ class CheckpointManager:
     def copy(self, progress: Progress) -> None:
         """Start to make local copies, and return."""
         if self._local is not None:
-            self._local.save(self.state, partial(self._draft, progress))
+            base = Base(*self._saver.newest, saving=self._in_flight[0] if self._in_flight else None)
+            self._local.save(self.state, partial(self._draft, progress), base)
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save the state at the end of an earlier step, and wait; do nothing if that step or a later one is saved.
@@ -266,10 +266,6 @@ class CheckpointManager:
             mesh=dict(zip(self.mesh.mesh_dim_names or (), self.mesh.shape, strict=True)),
             load_step=self.config.load_step,
         )
-
-    def _base(self) -> Base:
-        """Return the shared checkpoints that there are, on rank 0."""
-        return Base(*self._saver.newest, saving=self._in_flight[0] if self._in_flight else None)
 
     def _end_save(self, *, timeout: float | None = None, must_succeed: bool = True) -> None:
         """Wait for the save in flight, if there is one.

@@ -194,9 +194,12 @@ class Resumption:
         files = listing.get(folder, {})
         if base.saving in steps or f"{MANIFEST}.{DAMAGED}" in files or (not steps and not base.step):
             return True
-        with suppress(DamagedCheckpoint, UserError):
-            return MANIFEST in files and manifests.read_manifest(self.storage, folder).saved_at == base.saved_at
-        return False
+        if MANIFEST not in files:
+            return False
+        try:
+            return manifests.read_manifest(self.storage, folder).saved_at == base.saved_at
+        except DamagedCheckpoint:  # it is there, and does not say otherwise
+            return True
 
     def load(self, manifest: Manifest, state: State, open_reader: Callable[[], ShardReader] | None = None) -> None:
         """Load a checkpoint into all tensors of a state, on every rank.

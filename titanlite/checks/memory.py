@@ -2,6 +2,7 @@
 
 import torch
 
+from titanlite.checkpoint.local import KEPT
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.frozen import FrozenModel
 from titanlite.optim.state_size import state_bytes
@@ -36,6 +37,10 @@ def check_model_memory(
         or_host = f", or set {frozen.section}.enable_cpu_offload = true"
     if device.type == "cpu":  # host memory is all there is
         needed = {True: sum(needed.values())}
+    if copies := copies_in_memory(config, machines=ranks.world_size // ranks.local_world_size):
+        state = even_share(model, degrees) * state_per_parameter(model, config) / degrees.replicate
+        needed[True] = needed.get(True, 0) + copies * state
+        count += f" and {copies} copies of them (checkpoint.local_interval)"
     for on_host, size in needed.items():
         if on_host:
             available, place = host_memory() / ranks.local_world_size, "this machine"
@@ -50,6 +55,16 @@ def check_model_memory(
                 f"{available / 2**30:,.1f} GiB. Use more processes, a higher shard degree, or a smaller flavor"
                 f"{'' if on_host else or_host}"
             )
+
+
+def copies_in_memory(config: Config, machines: int) -> int:
+    """Return how many copies of a rank's share of the state are in host memory for local copies: one that is staged,
+    and in a folder in memory those that stay and the next one, on each machine that keeps them."""
+    checkpoint = config.checkpoint
+    if not checkpoint.local_interval:
+        return 0
+    in_memory = checkpoint.local_folder is None or checkpoint.local_folder.startswith("/dev/shm")
+    return 1 + in_memory * (KEPT + 1) * min(checkpoint.local_copies, machines)
 
 
 def bytes_on_disk(model: Model, config: Config, ranks: Ranks) -> float:
@@ -88,7 +103,14 @@ def bytes_per_parameter(model: Model, config: Config) -> tuple[float, float]:
     size = DTYPES[config.training.dtype].size
     weight = weight_bytes(model, config) / parameters
     gradient = trained * size if not config.optimizer.in_backward else 0
-    moments = state_bytes(config.optimizer, model, dtype=config.training.dtype) / parameters
+    moments = state_per_parameter(model, config) - weight
     place_of = places(config)
     on_disk = weight * (place_of.get("parameters") == "disk") + moments * (place_of.get("optimizer") == "disk")
     return weight + gradient + moments - on_disk, on_disk
+
+
+def state_per_parameter(model: Model, config: Config) -> float:
+    """Return the bytes of a parameter and its optimizer states."""
+    parameters = sum(p.numel() for p in model.parameters())
+    moments = state_bytes(config.optimizer, model, dtype=config.training.dtype)
+    return (weight_bytes(model, config) + moments) / parameters

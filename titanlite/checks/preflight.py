@@ -228,6 +228,8 @@ def _check_checkpoint_folder(config: Config) -> None:
         _check_writable(str(of_run))
     elif own is not None and "://" not in own:
         _check_writable(own)
+    if config.checkpoint.local_interval and (local := config.checkpoint.local_folder) is not None:
+        _check_writable(local)
 
 
 def _check_writable(folder: str) -> None:

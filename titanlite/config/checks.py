@@ -9,7 +9,7 @@ from itertools import pairwise
 from titanlite.runtime.errors import SUGGESTED, did_you_mean
 from titanlite.runtime.files import is_file_url
 from titanlite.schema import BatchStage, Config, Data, DataStage, LengthStage, LRScheduler, Training, Validation
-from titanlite.techniques import asked_for, exclusions
+from titanlite.techniques import asked_for, exclusions, places
 from titanlite.techniques.technique import Conflict, reads_of
 
 
@@ -34,6 +34,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("training.seq_len", "training.seq_len_ramp"), lambda: _lengths(config.training)),
         (("lr_scheduler",), lambda: _rate_unit(config.lr_scheduler)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
+        (("checkpoint", "offload"), lambda: _local_copies(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
         ((), lambda: exclusions(config)),
     ]
@@ -196,12 +197,24 @@ def _loss(config: Config) -> Iterator[Conflict]:
 
 
 def _checkpoint_places(config: Config) -> Iterator[Conflict]:
-    places = {"folder": config.checkpoint.folder, "initial_load_path": config.checkpoint.initial_load_path}
-    for name, place in places.items():
+    given = {"folder": config.checkpoint.folder, "initial_load_path": config.checkpoint.initial_load_path}
+    for name, place in given.items():
         if place is not None and "://" in place:
             yield from _url(f"checkpoint.{name}", place)
         elif name == "initial_load_path" and place is not None and not os.path.exists(os.path.expanduser(place)):
             yield f"checkpoint.{name}", f"no file or folder {place}"
+
+
+def _local_copies(config: Config) -> Iterator[Conflict]:
+    if not config.checkpoint.local_interval:
+        return
+    if not config.checkpoint.enable:
+        yield "checkpoint.local_interval", "local copies follow checkpoints: set checkpoint.enable = true"
+    if "disk" in places(config).values():
+        yield (
+            "checkpoint.local_interval",
+            "states on disk (offload) are too large for local copies: leave one of the two out",
+        )
 
 
 def _url(key: str, url: str) -> Iterator[Conflict]:

@@ -5,6 +5,7 @@ from math import lcm
 from statistics import NormalDist
 from typing import Any, NamedTuple
 
+from titanlite.checks.memory import copies_in_memory
 from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
 from titanlite.data.tokenizer import load_tokenizer
@@ -100,6 +101,8 @@ class Plan(Profile):
     accumulation: int
     host: int
     """Bytes in host memory, of one rank on a GPU."""
+    copies: int
+    """Bytes in host memory of one rank's local copies of its state (checkpoint.local_interval)."""
     disk: int
     """Bytes in files."""
     flops: float
@@ -125,7 +128,7 @@ class Plan(Profile):
     @property
     def host_of_node(self) -> int:
         """Bytes in the host memory of a node."""
-        return self.host * min(self.layout.world_size, self.layout.gpus_per_node)
+        return (self.host + self.copies) * min(self.layout.world_size, self.layout.gpus_per_node)
 
     @property
     def tokens_per_second(self) -> float:
@@ -343,6 +346,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
             total=time.total
             + host_time(used(config), config, sizes, accumulation, ranks=min(layout.world_size, layout.gpus_per_node)),
         )
+    copies = copies_in_memory(config, machines=-(-layout.world_size // layout.gpus_per_node))
     tokens = training.global_batch_size * training.seq_len
     model_flops = traced.flops_per_token * tokens
     peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops
@@ -355,6 +359,9 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         micro_batch_size=micro_batch_size,
         accumulation=accumulation,
         host=host,
+        copies=copies
+        * sum(traced.profile.most(part) for part in ("parameters", "optimizer", "average"))
+        // degrees.replicate,
         disk=disk,
         flops=layout.world_size
         * accumulation

@@ -49,9 +49,12 @@ def plan_lines(planned: Plan, config: Config) -> Iterator[str]:
     if planned.host:
         there = [category for category, place in places(config).items() if place == "host"]
         yield f"           in host memory {planned.host / GIB:8.2f} GiB: {', '.join(there)}"
+    if planned.copies:
+        yield f"           local copies   {planned.copies / GIB:8.2f} GiB in host memory"
+    if planned.host_of_node:
         yield (
             f"           host memory of a node: {planned.host_of_node / GIB:,.0f} GiB of "
-            f"{hardware.node_memory / GIB:,.0f}, without data, checkpoints and the system"
+            f"{hardware.node_memory / GIB:,.0f}, without data, the staging of checkpoints and the system"
         )
     if planned.disk:
         yield f"           on disk        {planned.disk / GIB:8.2f} GiB; the time below does not include the disk"
@@ -108,7 +111,7 @@ def plan_record(planned: Plan) -> dict[str, Any]:
     """Return a plan as JSON values: bytes and seconds, of one rank unless the name names all ranks."""
     layout = planned.layout
     values = "parameters", "micro_batch_size", "accumulation", "fits", "tokens_per_second", "mfu", "steps", "days"
-    sizes = "peak", "reserved", "host", "host_of_node", "disk"
+    sizes = "peak", "reserved", "host", "copies", "host_of_node", "disk"
     return {
         "hardware": asdict(layout.hardware),
         "world_size": layout.world_size,

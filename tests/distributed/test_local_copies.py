@@ -1,0 +1,199 @@
+"""Local copies: what a run resumes from after a failure, and what never counts. Each half of the ranks is a machine."""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.support.layouts import degrees
+from tests.support.whole_runs import assert_equal, values_of
+from titanlite.checkpoint.manifest import Manifest, folder_name
+from titanlite.config.load import load
+from titanlite.metrics.recorder import MetricsRecorder
+from titanlite.runtime.errors import ConfigError
+from titanlite.schema import Config
+from titanlite.storage.storage import LocalStorage
+
+INTERVAL, FAILS_AT, STEPS = 3, 8, 11
+NEWEST, BEFORE = 6, 3
+"""Steps of the copies that are left when a run fails after step 8."""
+LOCAL = [f"--checkpoint.local_interval={INTERVAL}", "--checkpoint.local_folder=~/copies", f"--training.steps={STEPS}"]
+
+
+class Failed(Exception):
+    """The failure of a rank, which ends all."""
+
+
+def copies_of(home: Path) -> Path:
+    """Return the folder of the only run that has copies on a machine."""
+    [run] = (home / "copies").iterdir()
+    return run
+
+
+def shard(home: Path, rank: int, step: int = NEWEST) -> Path:
+    """Return the file that a rank has written, on a machine."""
+    return copies_of(home) / folder_name(step) / f"__{rank}_0.distcp"
+
+
+def train_until_failure(config: Config, rank: int, world_size: int, home: Path) -> None:
+    """Train until step 8 is done and the copy of step 6 is whole, and fail."""
+    patch = pytest.MonkeyPatch()
+    end_step = MetricsRecorder.end_step
+
+    def fail(self: Any, step: int, *args: Any, **options: Any) -> None:
+        end_step(self, step, *args, **options)
+        if step == FAILS_AT:
+            deadline = time.monotonic() + 60
+            while not (copies_of(home) / folder_name(NEWEST) / "manifest.json").exists():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            raise Failed
+        if step % INTERVAL == 0 or step == FAILS_AT:
+            time.sleep(0.3)  # copies are never skipped
+
+    patch.setattr(MetricsRecorder, "end_step", fail)
+    try:
+        with pytest.raises(Failed):
+            train_on_this_rank(config, rank, world_size)
+    finally:
+        patch.undo()
+    torch.distributed.barrier()
+
+
+Spoil = Callable[[list[Path], Path], Config | None]
+"""Spoils what is left, given the folders of the machines and that of the run. It may return another config."""
+
+
+def fail_and_resume(
+    rank: int, world_size: int, given: tuple[Config, list[Path], Spoil | None]
+) -> tuple[int, dict[str, torch.Tensor], list[bool]]:
+    """Fail, spoil, and train to the end. Returns where the run resumed, its values, and which machines have copies."""
+    config, homes, spoil = given
+    home = homes[rank * len(homes) // world_size]
+    os.environ["HOME"] = str(home)
+    train_until_failure(config, rank, world_size, home)
+    run_folder = Path(config.job.dump_folder, str(config.job.name))
+    if spoil is not None and rank == 0:
+        spoil(homes, run_folder)
+    torch.distributed.barrier()
+    run = train_on_this_rank(config, rank, world_size)
+    torch.distributed.barrier()  # the copies are deleted
+    return run.progress.step, values_of(run), [any((home / "copies").iterdir()) for home in homes]
+
+
+def undisturbed(rank: int, world_size: int, config: Config) -> dict[str, torch.Tensor]:
+    return values_of(train_on_this_rank(config, rank, world_size))
+
+
+def machines(tiny: TinyRun, name: str, count: int = 2) -> list[Path]:
+    homes = [tiny.folder / name / f"machine-{number}" for number in range(count)]
+    for home in homes:
+        home.mkdir(parents=True)
+    return homes
+
+
+# What is spoiled, and the step at which the run resumes.
+
+
+def nothing(homes: list[Path], run: Path) -> None: ...
+
+
+def empty_machine(homes: list[Path], run: Path) -> None:
+    shutil.rmtree(homes[1] / "copies")
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def one_flipped(homes: list[Path], run: Path) -> None:
+    flip(shard(homes[0], 0))
+
+
+def one_cut(homes: list[Path], run: Path) -> None:
+    os.truncate(shard(homes[1], 1), 1000)
+
+
+def both_flipped(homes: list[Path], run: Path) -> None:
+    flip(shard(homes[0], 1))
+    flip(shard(homes[1], 1))
+
+
+def both_cut_and_the_one_before(homes: list[Path], run: Path) -> None:
+    for home in homes:
+        for step in (NEWEST, BEFORE):
+            os.truncate(shard(home, 1, step), 1000)
+
+
+def manifests_flipped(homes: list[Path], run: Path) -> None:
+    for home in homes:
+        flip(copies_of(home) / folder_name(NEWEST) / "manifest.json")
+
+
+def of_another_run(homes: list[Path], run: Path) -> None:
+    """The run begins anew: its folder is gone."""
+    shutil.rmtree(run)
+
+
+def newer_checkpoint_is_gone(homes: list[Path], run: Path) -> None:
+    """Step 4 was saved, and is not there: copies count only where the checkpoints that they followed still are."""
+    shutil.rmtree(run / "checkpoints" / folder_name(4))
+
+
+def another_checkpoint_of_that_step(homes: list[Path], run: Path) -> None:
+    path = run / "checkpoints" / folder_name(4) / "manifest.json"
+    manifest = Manifest.from_json(path.read_bytes())
+    path.write_bytes(replace(manifest, saved_at=manifest.saved_at + 1).to_json())
+
+
+def damaged_base(homes: list[Path], run: Path) -> None:
+    """A damaged checkpoint is no reason to lose the copies that followed it."""
+    flip(run / "checkpoints" / folder_name(4) / "manifest.json")
+
+
+SAVES = "--checkpoint.interval=4"
+CASES: dict[Spoil, tuple[int, list[str]]] = {
+    nothing: (NEWEST, degrees(1, 2)),
+    empty_machine: (NEWEST, degrees(1, 2)),
+    one_flipped: (NEWEST, degrees(1, 2)),
+    one_cut: (NEWEST, degrees(2, 1)),
+    both_flipped: (BEFORE, degrees(2, 1)),
+    both_cut_and_the_one_before: (0, degrees(1, 2)),
+    manifests_flipped: (BEFORE, degrees(1, 2)),
+    of_another_run: (0, degrees(1, 2)),
+    newer_checkpoint_is_gone: (BEFORE, [*degrees(1, 2), SAVES]),
+    another_checkpoint_of_that_step: (4, [*degrees(2, 1), SAVES]),
+    damaged_base: (NEWEST, [*degrees(1, 2), SAVES]),
+}
+"""{what is spoiled: (step at which the run resumes, options)}"""
+
+
+@pytest.mark.long
+def test_the_newest_whole_copy_counts_and_gives_the_same_bits(tiny: TinyRun) -> None:
+    """With a whole copy of each file on either of two machines, at most 3 steps are done again."""
+    given = []
+    for spoil, (_, options) in CASES.items():
+        config = tiny.config(*LOCAL, *options, f"--job.name={spoil.__name__}", world_size=2)
+        given.append((config, machines(tiny, spoil.__name__), spoil))
+    layouts = [degrees(1, 2), degrees(2, 1)]
+    steps = f"--training.steps={STEPS}"
+    names = [f"--job.name=whole-{number}" for number in range(2)]
+    configs = [tiny.config(steps, *layout, name, world_size=2) for layout, name in zip(layouts, names, strict=True)]
+    whole = run_in_turn(undisturbed, 2, configs)
+    found = run_in_turn(fail_and_resume, 2, given)
+    for (spoil, (step, options)), ranks in zip(CASES.items(), found, strict=True):
+        assert [resumed for resumed, _, _ in ranks] == [step] * 2, spoil.__name__
+        expected = whole[[options[:2] == layout[:2] for layout in layouts].index(True)]
+        for (_, values, left), of_rank in zip(ranks, expected, strict=True):
+            assert_equal(values, of_rank)
+            assert left == [spoil is of_another_run] * 2, "a checkpoint has replaced the copies"
