@@ -1,7 +1,7 @@
 """Local copies: what a run resumes from after a failure, and what never counts. Each half of the ranks is a machine."""
 
-import json
 import os
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.support.helpers import TinyRun, mentions, one_process, run_in_turn, titanlite, train_on_this_rank
 from tests.support.layouts import degrees
 from tests.support.whole_runs import assert_equal, values_of
 from titanlite.checkpoint.manifest import Manifest, folder_name
-from titanlite.config.load import load
+from titanlite.checks.memory import copies_in_memory
 from titanlite.metrics.recorder import MetricsRecorder
-from titanlite.runtime.errors import ConfigError
+from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage
 
@@ -197,3 +197,147 @@ def test_the_newest_whole_copy_counts_and_gives_the_same_bits(tiny: TinyRun) -> 
         for (_, values, left), of_rank in zip(ranks, expected, strict=True):
             assert_equal(values, of_rank)
             assert left == [spoil is of_another_run] * 2, "a checkpoint has replaced the copies"
+
+
+ROWS = {
+    "average": [*degrees(1, 4), "--average.decay=0.9"],
+    "quantized": [*degrees(1, 4), "--optimizer.name=torchao.optim.AdamW8bit", "--model.args.dim=256"],
+    "pipeline": [*degrees(1, 2, pipeline=2), "--training.local_batch_size=2"],
+    "replicas": degrees(2, 2),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("row", ROWS)
+def test_each_kind_of_state_comes_back_from_a_neighbour(tiny: TinyRun, row: str) -> None:
+    """Four ranks on two machines, one of which is replaced by an empty one."""
+    configs = [
+        tiny.config(*LOCAL, "--model.args.n_layers=2", *ROWS[row], f"--job.name={name}", world_size=4)
+        for name in ("failing", "whole")
+    ]
+    [whole] = run_in_turn(undisturbed, 4, configs[1:])
+    [found] = run_in_turn(fail_and_resume, 4, [(configs[0], machines(tiny, row), empty_machine)])
+    for (resumed, values, _), expected in zip(found, whole, strict=True):
+        assert resumed == NEWEST
+        assert_equal(values, expected)
+
+
+def resume(rank: int, world_size: int, given: tuple[Config, list[Path], Config]) -> Any:
+    """Fail with one config, and resume with another. Returns where it resumed, or its error."""
+    config, homes, other = given
+    home = homes[rank * len(homes) // world_size]
+    os.environ["HOME"] = str(home)
+    train_until_failure(config, rank, world_size, home)
+    try:
+        run = train_on_this_rank(other, rank, world_size)
+    except UserError as error:
+        return str(error)
+    return run.progress.step
+
+
+def test_another_layout_loads_and_other_settings_do_not(tiny: TinyRun) -> None:
+    """Any layout loads where all files are within reach; a copy of other settings or of no branch never counts."""
+    saves = "--checkpoint.interval=4"
+
+    def case(name: str, *other: str, first: list[str] | None = None) -> tuple[Config, list[Path], Config]:
+        options = [*LOCAL, f"--job.name={name}", saves]
+        return (
+            tiny.config(*options, *(first or degrees(1, 2)), world_size=2),
+            machines(tiny, name, 1),
+            tiny.config(*options, *other, world_size=2),
+        )
+
+    batch = "--training.global_batch_size=4"
+    found = run_in_turn(
+        resume,
+        2,
+        [
+            case("layout", *degrees(2, 1)),
+            case("settings", *degrees(1, 2), batch),
+            case("allowed", *degrees(1, 2), batch, '--checkpoint.allow_changes=["training.global_batch_size"]'),
+            case("branch", *degrees(1, 2), "--checkpoint.load_step=4"),
+        ],
+    )
+    layout, settings, allowed, branch = found
+    assert layout == [NEWEST] * 2
+    assert mentions(settings[0], "training.global_batch_size", 8, 4)
+    assert allowed == [NEWEST] * 2
+    assert branch == [4] * 2, "the copy of step 6 is of the branch that the user leaves"
+
+
+def full(rank: int, world_size: int, given: tuple[Config, Path]) -> int:
+    """Train where the folder of copies is full from its second copy on."""
+    config, home = given
+    os.environ["HOME"] = str(home)
+    patch, create = pytest.MonkeyPatch(), LocalStorage.create
+
+    def into_nothing(self: LocalStorage, name: str) -> Any:
+        is_full = "/copies/" in str(self.root) and NAME.search(name)
+        return create(self, "/dev/full") if is_full else create(self, name)
+
+    patch.setattr(LocalStorage, "create", into_nothing)
+    try:
+        return train_on_this_rank(config, rank, world_size).progress.step
+    finally:
+        patch.undo()
+
+
+NAME = re.compile(rf"{folder_name(NEWEST)}.*distcp")
+
+
+def test_a_full_folder_costs_its_copies_and_no_run(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    config = tiny.config(*LOCAL, *degrees(1, 2), world_size=2)
+    [home] = machines(tiny, "full", 1)
+    assert run_in_turn(full, 2, [(config, home)]) == [[0, 0]]
+    log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log").read_text()
+    assert log.count("No space left on device") == 1
+    assert len(tiny.losses()) == STEPS
+
+
+@pytest.mark.parametrize("owner", ["link", "file", "another user"])
+def test_a_folder_of_someone_else_is_not_used(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, owner: str) -> None:
+    """In /dev/shm anybody can make a folder of this name, and fill it."""
+    default, elsewhere = tiny.folder / "copies", tiny.folder / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.setattr("titanlite.checkpoint.local.memory_folder", lambda given: default)
+    if owner == "link":
+        default.symlink_to(elsewhere)
+    elif owner == "file":
+        default.touch()
+    else:
+        default.mkdir()
+        monkeypatch.setattr(os, "getuid", lambda: default.stat().st_uid + 1)
+    with one_process():
+        train_on_this_rank(tiny.config(f"--checkpoint.local_interval={INTERVAL}"), 0, 1)
+    assert len(tiny.losses()) == 6
+    assert not any(elsewhere.iterdir())
+    assert default.is_file() or not any(default.iterdir())
+
+
+def test_nobody_else_can_read_copies(tiny: TinyRun) -> None:
+    home = tiny.folder / "home"
+    (home / "copies").mkdir(parents=True, mode=0o777)
+    with one_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        train_until_failure(tiny.config(*LOCAL), 0, 1, home)
+        assert (home / "copies").stat().st_mode & 0o777 == 0o700
+        code, out, _ = titanlite("checkpoint", "list", str(tiny.folder / "outputs" / "tiny"), HOME=str(home))
+    assert code == 0
+    assert [line.split()[0] for line in out if line.split()[0].isdecimal()] == [str(BEFORE), str(NEWEST)]
+
+
+def test_copies_are_refused_without_checkpoints_and_with_states_on_disk(tiny: TinyRun) -> None:
+    disk = ["--offload.optimizer=disk", f"--offload.path={tiny.folder}"]
+    for options in (["--checkpoint.enable=false"], disk):
+        with pytest.raises(ConfigError) as refused:
+            tiny.config(*LOCAL, *options)
+        assert [problem.key for problem in refused.value.problems] == ["checkpoint.local_interval"]
+
+
+def test_memory_of_copies_is_counted(tiny: TinyRun) -> None:
+    def count(machines: int, *options: str) -> int:
+        return copies_in_memory(tiny.config("--checkpoint.local_interval=10", *options), machines)
+
+    assert [count(1), count(2), count(2, "--checkpoint.local_copies=1")] == [4, 7, 4]
+    assert count(2, "--checkpoint.local_folder=/nvme") == 1, "only what is staged"
+    assert copies_in_memory(tiny.config(), 2) == 0

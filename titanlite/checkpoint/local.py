@@ -7,13 +7,11 @@ the newest copy counts of which each file is whole on some machine. A rank that 
 before it reads.
 """
 
-import getpass
 import json
 import logging
 import os
 import shutil
 import stat
-import tempfile
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -37,6 +35,7 @@ from titanlite.checkpoint.save import Part, Saved, Saver, saved_of
 from titanlite.checkpoint.state import State
 from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.files import memory_folder
 from titanlite.runtime.ranks import gather, on_all, on_each
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import LocalStorage
@@ -147,7 +146,7 @@ class LocalCopies:
         group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
-        folder = local_folder(config) / run_id
+        folder = memory_folder(config.local_folder) / run_id
         self.storage = LocalStorage(str(folder), run_id)
         self.machines = Machines(self._of_all(lambda: _open_folder(folder)), dist.get_rank(group))
         on_each(group, lambda: self.storage.sweep() if self.machines.leads else None)
@@ -427,18 +426,6 @@ def open_copies(config: Checkpoint, **options: Any) -> LocalCopies | None:
     places += ", and on the next one" if copies.is_doubled else ""
     logger.info(f"local    copies every {config.local_interval:,} steps in {copies.storage.root} of {places}")
     return copies
-
-
-def local_folder(config: Checkpoint) -> Path:
-    """Return the folder of this user's local copies: in memory where the system has /dev/shm."""
-    if config.local_folder is not None:
-        return Path(config.local_folder).expanduser().resolve()
-    memory = Path("/dev/shm")
-    try:
-        user = getpass.getuser()
-    except (KeyError, OSError):  # in containers, a user may have no name
-        user = str(os.getuid())
-    return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"titanlite-{user}"
 
 
 def _open_folder(folder: Path) -> str:

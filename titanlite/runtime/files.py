@@ -2,6 +2,7 @@
 
 import errno
 import fcntl
+import getpass
 import hashlib
 import itertools
 import json
@@ -336,3 +337,15 @@ def why_not_writable(folder: str) -> str | None:
 def is_file_url(path: str) -> bool:
     """Return whether a path is a URL of files, whose name has an extension of letters or a `*`, and not of a folder."""
     return re.fullmatch(r"\w+://[^/]+/(.*/)?[^/]*(\*[^/]*|\.[A-Za-z]+)", path) is not None
+
+
+def memory_folder(given: str | None) -> Path:
+    """Return the folder of this user's local copies: as given, or in memory where the system has /dev/shm."""
+    if given is not None:
+        return Path(given).expanduser().resolve()
+    memory = Path("/dev/shm")
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # in containers, a user may have no name
+        user = str(os.getuid())
+    return (memory if memory.is_dir() else Path(tempfile.gettempdir())) / f"titanlite-{user}"

@@ -6,8 +6,10 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import tomli
 from rich.console import Console
 from rich.table import Column, Table
 
@@ -15,7 +17,8 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
-from titanlite.storage.storage import MANIFEST, Storage, open_storage
+from titanlite.runtime.files import checked_name, memory_folder, read_small
+from titanlite.storage.storage import MANIFEST, LocalStorage, Storage, open_storage
 from titanlite.tools.arguments import Count, Index, Stored
 
 FOLDER = re.compile(r"(?:(\.staging|\.deleted)-)?step-(\d{8,})(?(1)-.*)")
@@ -56,10 +59,21 @@ def list_checkpoints(path: Stored = "outputs") -> None:
         s3://bucket/run
     """
     console = Console(width=None if os.isatty(1) else 1000, markup=False, emoji=False, highlight=False)
-    for storage, founds in _find(path):
+    local = [*_local_copies(path)]
+    try:
+        runs = _find(path)
+    except UserError:  # a run may have local copies before its first checkpoint
+        if not local:
+            raise
+        runs = []
+    for storage, founds in [*runs, *local]:
         numbers = [Column(name, justify="right", no_wrap=True) for name in ("step", "age", "size")]
         table = Table(*numbers, "state", box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for step, _, sizes, state, manifest in founds:
+            if manifest and (elsewhere := len(manifest.files.keys() - sizes.keys())):
+                state = (
+                    f"{len(manifest.files) - elsewhere} of {len(manifest.files)} files: others are on other machines"
+                )
             table.add_row(str(step), _age(manifest.saved_at) if manifest else "", _size(*sizes.values()), state)
         console.print(storage.url, table, sep="\n")  # in a pipe, lines are not wrapped
 
@@ -222,6 +236,25 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
         urls = [storage.url for storage, _ in runs[:5]] + ["..."] * (len(runs) > 5)
         raise UserError(f"{path} holds {len(runs)} runs, name one: {', '.join(urls)}")
     return runs
+
+
+def _local_copies(path: str) -> Iterator[tuple[Storage, list[Listed]]]:
+    """Yield the local copies on this machine of each run at a path or below it, by step."""
+    for record in [] if "://" in path else sorted(Path(path).rglob("run.json")):
+        try:
+            run_id = checked_name(json.loads(read_small(record))["id"])
+            options = tomli.loads(read_small(record.with_name("config.toml")).decode())["checkpoint"]
+            storage = LocalStorage(str(memory_folder(options.get("local_folder")) / run_id), run_id)
+        except (OSError, ValueError, KeyError, TypeError):  # not that of a run
+            continue
+        founds = [_look(storage, folder, sizes, check=_read_part) for folder, sizes in storage.list().items()]
+        if copies := sorted(filter(None, founds), key=lambda found: found[:2]):
+            yield storage, copies
+
+
+def _read_part(storage: Storage, folder: str, sizes: dict[str, int]) -> Manifest:
+    """Read the manifest of a local copy: other machines have the rest of its files."""
+    return manifests.read_manifest(storage, folder, sizes[MANIFEST])
 
 
 def _look(
