@@ -160,7 +160,7 @@ class CheckpointManager:
         """Load the newest local copy, if it is newer than every checkpoint and continues this run.
 
         Raises:
-            RunError: a copy was read in part. Another start does not take it.
+            RunError: a file has changed within the load.
         """
         if self._local is None:
             return None
@@ -168,7 +168,10 @@ class CheckpointManager:
         for copy, base in self._local.search(after=newest):
             if not on_rank_0(self._group, partial(resumption.allows, copy.manifest, base)):
                 continue
-            self._read(resumption, copy.manifest, partial(self._local.open, copy))
+            try:
+                self._read(resumption, copy.manifest, partial(self._local.open, copy))
+            except DamagedCheckpoint as damage:  # since it was checked; the state is undefined now
+                raise RunError(f"{damage}. Start again: this local copy does not count then") from None
             self.newest, self._saver.newest = newest, (base.step, base.saved_at)
             step = copy.manifest.step
             logger.info(f"local    resuming from the copies of step {step} in {self._local.storage.root}, not {newest}")
