@@ -1,10 +1,12 @@
 """Killed at any time, a run loses nothing that was committed. Long form: benchmarks/crash_storm.py."""
 
+import random
 from pathlib import Path
 
 import pytest
 
 from tests.support.crash import CrashRun
+from tests.support.local_crash import KINDS, LocalCrashRun
 
 
 @pytest.mark.parametrize("kills", [pytest.param(2, marks=pytest.mark.slow), pytest.param(6, marks=pytest.mark.nightly)])
@@ -22,3 +24,16 @@ def test_two_stages_of_a_pipeline_are_killed(tmp_path: Path) -> None:
     for _ in range(3):
         print(run.kill())
     assert run.finish() >= 4
+
+
+@pytest.mark.parametrize(
+    "faults", [pytest.param(12, marks=pytest.mark.slow), pytest.param(200, marks=pytest.mark.nightly)]
+)
+def test_local_copies_are_what_a_run_resumes_from(tmp_path: Path, faults: int) -> None:
+    """A storm of faults of 12 kinds, at random moments. Each run of this test has a seed of its own."""
+    seed = random.SystemRandom().randrange(10**6)
+    print(f"seed {seed}")  # pytest shows it when the test fails
+    run = LocalCrashRun(tmp_path, seed=seed)
+    for fault in range(faults):
+        print(run.fault(KINDS[fault % len(KINDS)]))
+    assert run.finish() >= 3

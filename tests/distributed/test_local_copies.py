@@ -3,7 +3,6 @@
 import os
 import re
 import shutil
-import time
 from collections.abc import Callable
 from concurrent.futures import wait
 from dataclasses import replace
@@ -13,7 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.helpers import TinyRun, mentions, one_process, run_in_turn, titanlite, train_on_this_rank
+from tests.support.helpers import (
+    LONGEST,
+    TinyRun,
+    mentions,
+    one_process,
+    run_in_turn,
+    titanlite,
+    train_on_this_rank,
+    wait_until,
+)
 from tests.support.layouts import degrees
 from tests.support.whole_runs import assert_equal, values_of
 from titanlite.checkpoint.local import LocalCopies
@@ -60,13 +68,15 @@ def train_until_failure(config: Config, rank: int, world_size: int, home: Path) 
     patch = pytest.MonkeyPatch()
     end_step = MetricsRecorder.end_step
 
+    def wait_for(path: Path) -> None:
+        wait_until((path / "manifest.json").exists, LONGEST)
+
     def fail(self: Any, step: int, *args: Any, **options: Any) -> None:
         end_step(self, step, *args, **options)
+        if step == config.checkpoint.interval + 1:
+            wait_for(Path(config.job.dump_folder, str(config.job.name), "checkpoints", folder_name(step - 1)))
         if step == FAILS_AT:
-            deadline = time.monotonic() + 60
-            while not (copies_of(home) / folder_name(NEWEST) / "manifest.json").exists():
-                assert time.monotonic() < deadline
-                time.sleep(0.01)
+            wait_for(copies_of(home) / folder_name(NEWEST))
             raise Failed
 
     patch.setattr(MetricsRecorder, "end_step", fail)

@@ -28,6 +28,8 @@ SIGNS = (".staging-", "__", ".metadata", "checksums.json", "manifest.json", ".de
 """Stages of a save: how the name of a folder begins, or that of a file in the staging folder."""
 COMPARED = ("step", "loss", "grad_norm", "lr", "samples")
 TIMEOUT = 600.0  # seconds
+CLOCK_JUMP = "TITANLITE_TEST_CLOCK_JUMP"
+"""Environment variable: seconds by which the clock of a rank is wrong."""
 OPTIONS = "--model.args.dim=120 --model.args.hidden_dim=320 --checkpoint.interval=1 --checkpoint.keep_latest_k=3"
 
 
@@ -95,13 +97,20 @@ class CrashRun:
         assert not differ, "not the same bits:\n" + "\n".join(differ)
         return last
 
+    def environ(self, rank: int) -> dict[str, str]:
+        """Return further environment variables of a rank."""
+        return {}
+
     @contextmanager
     def _started(self, name: str, steps: int) -> Iterator[tuple[list[Any], Path]]:
         """Start the ranks; yield them and the file of rank 0's output. No process is left when the context ends."""
         self.starts += 1
         outputs = [self.tiny.folder / f"start-{self.starts}-rank-{rank}.txt" for rank in range(2)]
         args = free_port(), [*self.command, f"--job.name={name}", f"--training.steps={steps}"]
-        ranks = [self.context.Process(target=_train, args=(rank, outputs[rank], *args)) for rank in range(2)]
+        ranks = [
+            self.context.Process(target=_train, args=(rank, outputs[rank], *args, self.environ(rank)))
+            for rank in range(2)
+        ]
         outputs[0].touch()
         try:
             for rank in ranks:
@@ -139,13 +148,17 @@ class CrashRun:
         return any(name.startswith(sign) for name in [*folders, *staged])
 
 
-def _train(rank: int, output: Path, port: int, command: list[str]) -> None:
+def _train(rank: int, output: Path, port: int, command: list[str], environ: dict[str, str]) -> None:
     """Train like `python -m titanlite` under torchrun."""
     with open(output, "wb") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", **{key: str(numbers[key]) for key in numbers}}
+    os.environ |= environ
+    if jump := float(os.environ.get(CLOCK_JUMP, 0)):
+        clock = time.time
+        time.time = lambda: clock() + jump
     torch.set_num_threads(1)  # for OMP_NUM_THREADS it is too late
     sys.argv = command
     cli.main()
