@@ -1,6 +1,7 @@
 """Two hosts with a network between them that fails: what the user sees on each, and that nothing is lost."""
 
 import json
+import re
 import signal
 import sys
 import time
@@ -11,7 +12,7 @@ import pytest
 
 from tests.support.helpers import TinyRun, mentions
 from tests.support.hosts import Network, network
-from tests.support.processes import SCRIPT, Job, newest, started, unhurried
+from tests.support.processes import SCRIPT, Job, kill_all, newest, started, unhurried
 from titanlite.tools import cli
 
 HSDP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"
@@ -118,6 +119,29 @@ def test_nothing_is_lost_when_the_network_fails_and_when_a_host_dies(tiny: TinyR
     print(f"cut reported: {reported:.1f} s; host killed: {seconds:.1f} s")
     last = newest(tiny, killed=True) + 2
     assert cli.run(["train", f"--config={tiny.toml}", f"--training.steps={last}"]) == 0
+    assert_as_one_process(tiny, last)
+
+
+@pytest.mark.slow
+def test_a_machine_is_replaced_by_an_empty_one(tiny: TinyRun, hosts: Network) -> None:
+    """Each host has memory of its own for local copies. No shared checkpoint was saved yet."""
+    copies = "--checkpoint.local_interval=4", "--checkpoint.interval=100000", unhurried(tiny)
+    options = f"--config={tiny.toml}", *copies
+    for host in hosts.hosts:
+        host.run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+    with hosts.job(tiny.folder, *options, LONG, NPROC="1") as jobs:
+        jobs[0].wait_for_step(14)
+        kill_all(jobs[1].pids())
+        assert [code for code, _ in ends(jobs, 120)] == [1, -signal.SIGKILL]
+        done = max(jobs[0].steps())
+    hosts.hosts[1].run("mount", "-t", "tmpfs", "tmpfs", "/dev/shm")
+    last = done + 3
+    with hosts.job(tiny.folder, *options, f"--training.steps={last}", NPROC="1") as jobs:
+        assert [code for code, _ in ends(jobs, SECONDS)] == [0, 0]
+        resumed_at = int(re.findall(r"^resuming after step (\d+)", jobs[0].text(), re.M)[0])
+    assert resumed_at % 4 == 0
+    assert 0 < done - resumed_at < 8, "the last copy, or the one before if that was still being made"
+    print(f"killed after step {done}, resumed at {resumed_at}")
     assert_as_one_process(tiny, last)
 
 
