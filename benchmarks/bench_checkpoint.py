@@ -1,12 +1,13 @@
 """What a checkpoint costs training: saving asynchronously against waiting for it, and what the rest of a save takes.
 
-    python benchmarks/bench_checkpoint.py [--size 66MB | 1GB] [--processes 2] [--saves 10] [--memory] [--record FILE]
+    python benchmarks/bench_checkpoint.py [--size 66MB | 1GB | debug | 25M] [--processes 2] [--saves 10]
+                                          [--memory | --copies] [--record FILE]
 
 One training run; before each save some steps without any, then, in turn, a save by each contender: synchronous (sync),
 titanlite's default (async), PyTorch's own dcp.async_save in a thread (plain), and the same with its stager and cached
 plans (stager). What counts is the time from the beginning of the save to the end of the step in which it ends, less as
 many usual steps. Prints medians; --memory saves 20 times by the default alone and prints the host memory after saves 3
-and 20.
+and 20. --copies compares 10 steps with a local copy at their beginning with 10 steps without one, in turn.
 """
 
 import argparse
@@ -15,6 +16,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from itertools import islice
@@ -47,8 +49,12 @@ SIZES = {
              "--model.args.hidden_dim=800", "--training.seq_len=128", "--training.global_batch_size=16"],
     "1GB": ["--model.args.n_layers=12", "--model.args.dim=768", "--model.args.n_heads=12", "--model.args.n_kv_heads=4",
             "--model.args.hidden_dim=2816", "--training.seq_len=128", "--training.global_batch_size=4"],
+    "debug": [],
+    "25M": ["--model.args.n_layers=14", "--model.args.dim=384", "--model.args.n_heads=6", "--model.args.n_kv_heads=2",
+            "--model.args.hidden_dim=1152"],
 }  # fmt: skip
-QUIET_STEPS = {"66MB": 6, "1GB": 3}
+QUIET_STEPS = {"66MB": 6, "1GB": 3, "debug": 6, "25M": 6}
+LOCAL_INTERVAL = 10
 
 
 def main() -> None:
@@ -57,6 +63,7 @@ def main() -> None:
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--saves", type=int, default=10)
     parser.add_argument("--memory", action="store_true")
+    parser.add_argument("--copies", action="store_true")
     add_record_option(parser)
     parser.add_argument("--folder", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -81,7 +88,10 @@ def measure(arguments: argparse.Namespace) -> None:
     with process_group(ranks, device):
         run = build(config, preflight(config, ranks, device), ranks=ranks, device=device, prepare_text=prepare_text)
         contest = Contest(run, quiet=QUIET_STEPS[arguments.size], size=arguments.size, path=arguments.record)
-        contest.memory() if arguments.memory else contest.hold(arguments.saves)
+        if arguments.copies:
+            contest.copies(arguments.saves)
+        else:
+            contest.memory() if arguments.memory else contest.hold(arguments.saves)
     os._exit(0)
 
 
@@ -106,7 +116,8 @@ class Contest:
         self.clock.step()
 
     def manager(self, name: str, mode: str) -> CheckpointManager:
-        section = self.run.config.checkpoint.model_copy(update={"async_mode": mode, "keep_latest_k": 1})
+        changes = {"async_mode": mode, "keep_latest_k": 1, "local_interval": LOCAL_INTERVAL * (name == "local")}
+        section = self.run.config.checkpoint.model_copy(update=changes)
         return CheckpointManager(
             section, storage=open_storage(str(self.folder / name), owner=name), model=self.run.model,
             optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=torch.device("cpu"),
@@ -220,6 +231,28 @@ class Contest:
             self.note("host memory after save 20 / after save 3", value=value, low=low, high=high, aim="< 1.05")
             value, low, high = (size / 2**20 for size in (after[20], min(late), max(late)))
             self.note("host memory after save 20", value=value, low=low, high=high, unit="MiB")
+
+    def copies(self, pairs: int) -> None:
+        """Compare steps with and without a local copy."""
+        manager, with_copy, without = self.manager("local", "async"), [], []
+        for pair in range(pairs + 1):
+            for is_copied in (pair % 2 == 0, pair % 2 == 1):
+                dist.barrier()
+                began = time.perf_counter()
+                if is_copied:
+                    manager.copy(Progress(self.step_number, 0))
+                for _ in range(LOCAL_INTERVAL):
+                    self.step()
+                if pair:  # the first copy takes memory and makes plans
+                    (with_copy if is_copied else without).append(time.perf_counter() - began)
+        manager.finish()
+        if dist.get_rank() == 0:
+            added = [(a / b - 1) * 100 for a, b in zip(with_copy, without, strict=True)]
+            usual, whole = statistics.median(without) / LOCAL_INTERVAL, sum(with_copy) / sum(without)
+            print(f"{dist.get_world_size()} process(es), torch {torch.__version__}, a step {usual * 1e3:.0f} ms")
+            print(f"  local copies every {LOCAL_INTERVAL} steps add {statistics.median(added):.2f} % (median), "
+                  f"{100 * whole - 100:.2f} % (all; {min(added):.2f} to {max(added):.2f}, {pairs} pairs)")  # fmt: skip
+            self.note("steps with local copies / without", values=[1 + each / 100 for each in added], aim="< 1.01")
 
     def note(self, name: str, *, better: Better = "lower", **result: Any) -> None:
         """Record what one rank has printed."""
