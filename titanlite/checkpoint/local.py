@@ -156,6 +156,8 @@ class LocalCopies:
         self.is_doubled = config.local_copies > 1 and self.machines.count > 1
         self._in_flight: Future[Saved] | None = None
         self._has_warned = False
+        self.fetched = 0
+        """Files that machines got from others."""
 
     def wait_until_staged(self) -> None:
         """Return when the state may change."""
@@ -236,6 +238,7 @@ class LocalCopies:
                 transfers.append(Transfer(name, copy.manifest.files[name].size, source, target))
         if not transfers:
             return
+        self.fetched += len(transfers)
         os.makedirs(self.storage.root / copy.folder, exist_ok=True)
         arrived = self.exchange(copy.folder, transfers)
 

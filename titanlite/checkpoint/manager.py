@@ -173,8 +173,12 @@ class CheckpointManager:
             except DamagedCheckpoint as damage:  # since it was checked; the state is undefined now
                 raise RunError(f"{damage}. Start again: this local copy does not count then") from None
             self.newest, self._saver.newest = newest, (base.step, base.saved_at)
-            step = copy.manifest.step
-            logger.info(f"local    resuming from the copies of step {step} in {self._local.storage.root}, not {newest}")
+            step, fetched = copy.manifest.step, self._local.fetched
+            logger.info(
+                f"local    copies of step {step} in {self._local.storage.root} are taken"
+                + (f" ({fetched} files from other machines)" if fetched else "")
+                + f": they save {step - newest} steps"
+            )
             return copy.manifest.progress
         return None
 

@@ -115,7 +115,8 @@ def _failed(starts: Sequence[Start], newest_step: int | None) -> list[Start]:
     """Return the last automatic restarts that failed in a row, newest first.
 
     Args:
-        newest_step: step of the newest checkpoint. Starts from an older step have made progress. None: not known.
+        newest_step: step of the newest checkpoint; None: not known. Starts from an older step have made progress. So
+            have those from an older step than a later start, which resumed from local copies.
     """
     found = []
     for start in reversed(starts):
@@ -124,6 +125,8 @@ def _failed(starts: Sequence[Start], newest_step: int | None) -> list[Start]:
         if not start.get("automatic") or progressed or code in (0, STOPPED):
             break
         found.append(start)
+        if step is not None:
+            newest_step = max(step, newest_step or 0)
     return found
 
 

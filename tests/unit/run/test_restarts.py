@@ -51,6 +51,7 @@ def test_odd_starts_are_damage(starts: Any, right: bool) -> None:
     [
         ("a checkpoint was saved", [failed(40, "x")] * 5, {"newest": 50}),
         ("one was asked to stop", [failed(40, "x"), failed(40, "SIGTERM", code=75), failed(40), failed(40)], {}),
+        ("each resumed from newer local copies", [failed(step, "x") for step in (40, 50, 60, 70)], {}),
         ("one was by hand", [failed(40), failed(40), failed(40, automatic=False), failed(40), failed(40)], {}),
         ("this one is by hand", [failed(40, "x")] * 5, {"environ": {}}),
         ("older versions recorded no ends", [{"time": "2026-01-01", "host": "node0"}] * 5, {}),

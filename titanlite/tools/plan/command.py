@@ -12,8 +12,9 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import json_text
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config
-from titanlite.tools.arguments import Count
+from titanlite.tools.arguments import Amount, Count
 from titanlite.tools.plan.estimate import Layout, plan, with_vocab_size
+from titanlite.tools.plan.goodput import goodput
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
 from titanlite.tools.plan.layouts import check_techniques
 from titanlite.tools.plan.output import plan_lines, plan_record, search_lines, search_record
@@ -32,6 +33,8 @@ def plan_config(
     json_: bool = False,
     search: bool = False,
     suggest: bool = False,
+    failures_a_day: Amount | None = None,
+    start_seconds: Amount = 60.0,
 ) -> None:
     """Predict memory, communication and step time of a config, without a GPU.
 
@@ -45,6 +48,8 @@ def plan_config(
         json_: print JSON
         search: search for the fastest layout that fits
         suggest: find options that need less memory
+        failures_a_day (N): failures of any machine of the run: print what they cost
+        start_seconds (S): time from a failure until training goes on
 
     Example:
         llama3_8b --world-size 64 --gpu H100
@@ -68,11 +73,21 @@ def plan_config(
     check_techniques(loaded, world_size)
     planned = plan(loaded, layout, whole=True)
     found = find_suggestions(loaded, layout, planned) if suggest else []
+    effect = None
+    if failures_a_day:
+        effect = goodput(planned, loaded.checkpoint, failures_a_day=failures_a_day, start_seconds=start_seconds)
     if json_:
         record = {"suggestions": [asdict(candidate) for candidate in found]} if suggest else {}
+        record |= {"goodput": asdict(effect)} if effect else {}
         print(json_text(plan_record(planned) | record, indent=1))
     else:
         print("\n".join([*plan_lines(planned, loaded), *(suggestion_lines(found) if suggest else ())]))
+        if effect:
+            print(
+                f"goodput  {effect.share:.1%} of the time with {failures_a_day:g} failures a day: each costs "
+                f"{effect.steps_lost:g} steps and {start_seconds:g} s; best are saves, or local copies, every "
+                f"{effect.best_interval:,.0f} steps"
+            )
 
 
 def _search(config: Config, layout: Layout, *, as_json: bool) -> None:

@@ -101,6 +101,8 @@ class Plan(Profile):
     accumulation: int
     host: int
     """Bytes in host memory, of one rank on a GPU."""
+    state: int
+    """Bytes that one rank saves."""
     copies: int
     """Bytes in host memory of one rank's local copies of its state (checkpoint.local_interval)."""
     disk: int
@@ -346,7 +348,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
             total=time.total
             + host_time(used(config), config, sizes, accumulation, ranks=min(layout.world_size, layout.gpus_per_node)),
         )
-    copies = copies_in_memory(config, machines=-(-layout.world_size // layout.gpus_per_node))
+    state = sum(traced.profile.most(part) for part in ("parameters", "optimizer", "average")) // degrees.replicate
     tokens = training.global_batch_size * training.seq_len
     model_flops = traced.flops_per_token * tokens
     peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops
@@ -359,9 +361,8 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         micro_batch_size=micro_batch_size,
         accumulation=accumulation,
         host=host,
-        copies=copies
-        * sum(traced.profile.most(part) for part in ("parameters", "optimizer", "average"))
-        // degrees.replicate,
+        state=state,
+        copies=state * copies_in_memory(config, machines=-(-layout.world_size // layout.gpus_per_node)),
         disk=disk,
         flops=layout.world_size
         * accumulation
