@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import WriteItem, WriteItemType
+from torch.utils.serialization import config as serialization
 
 from tests.support.foreign import Payload
 from tests.support.helpers import TinyRun, built, mentions
@@ -35,7 +36,7 @@ from tests.support.whole_runs import assert_equal, trained
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint import staging as staging_module
 from titanlite.checkpoint.dcp_read import UnsafeCheckpoint, unpickle_metadata
-from titanlite.checkpoint.dcp_write import ShardWriter
+from titanlite.checkpoint.dcp_write import ShardWriter, around_data
 from titanlite.checkpoint.initial import find_checkpoint
 from titanlite.checkpoint.manifest import DAMAGED, METADATA, SUPERSEDED, Progress, folder_name
 from titanlite.checkpoint.resume import RunSettings
@@ -761,3 +762,21 @@ def test_a_store_that_stays_away_ends_the_run(tiny: TinyRun, monkeypatch: pytest
     monkeypatch.setattr(Flaky, "chance", 1.0)
     with pytest.raises((RunError, OSError), match="flaky://bucket/run"):
         trained(tiny.config("--checkpoint.folder=flaky://bucket/run"))
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [torch.randn(3, 5), torch.tensor(7.0), torch.empty(0, 3), torch.randn(70, 30).bfloat16(), torch.rand(9) > 0.5],
+    ids=lambda tensor: f"{tensor.dtype} {[*tensor.shape]}",
+)
+def test_a_tensor_is_written_as_torch_save_writes_it(tensor: torch.Tensor) -> None:
+    """What is written around the elements is made once for each shape, and not pickled for each tensor."""
+    before, after = around_data(tensor.shape, tensor.dtype)
+    data = before + tensor.reshape(-1).view(torch.uint8).numpy().tobytes() + after
+    found = torch.load(io.BytesIO(data), weights_only=True)
+    assert found.dtype == tensor.dtype
+    assert torch.equal(found, tensor)
+    with serialization.patch("save.compute_crc32", False):
+        stream = io.BytesIO()
+        torch.save(tensor, stream)
+    assert data == stream.getvalue()
