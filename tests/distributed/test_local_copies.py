@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.matrix import SPARSE
 from tests.support.helpers import (
     LONGEST,
     TinyRun,
@@ -22,8 +23,8 @@ from tests.support.helpers import (
     train_on_this_rank,
     wait_until,
 )
-from tests.support.layouts import degrees
-from tests.support.whole_runs import assert_equal, values_of
+from tests.support.layouts import degrees, whole
+from tests.support.whole_runs import assert_equal
 from titanlite.checkpoint.local import LocalCopies
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checks.memory import copies_in_memory
@@ -31,6 +32,7 @@ from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage
+from titanlite.train import Run
 
 INTERVAL, FAILS_AT, STEPS = 3, 8, 11
 NEWEST, BEFORE = 6, 3
@@ -100,6 +102,7 @@ def fail_and_resume(
     config, homes, spoil = given
     home = homes[rank * len(homes) // world_size]
     os.environ["HOME"] = str(home)
+    torch.compiler.set_stance("force_eager")  # torchao's optimizers compile their update
     train_until_failure(config, rank, world_size, home)
     run_folder = Path(config.job.dump_folder, str(config.job.name))
     if spoil is not None and rank == 0:
@@ -107,11 +110,17 @@ def fail_and_resume(
     torch.distributed.barrier()
     run = train_on_this_rank(config, rank, world_size)
     torch.distributed.barrier()  # the copies are deleted
-    return run.progress.step, values_of(run), [any((home / "copies").iterdir()) for home in homes]
+    return run.progress.step, weights_of(run), [any((home / "copies").iterdir()) for home in homes]
+
+
+def weights_of(run: Run) -> dict[str, torch.Tensor]:
+    """Return the weights at the end, to which moments that came back have contributed."""
+    return {name: whole(parameter) for name, parameter in run.model.named_parameters()}
 
 
 def undisturbed(rank: int, world_size: int, config: Config) -> dict[str, torch.Tensor]:
-    return values_of(train_on_this_rank(config, rank, world_size))
+    torch.compiler.set_stance("force_eager")
+    return weights_of(train_on_this_rank(config, rank, world_size))
 
 
 def machines(tiny: TinyRun, name: str, count: int = 2) -> list[Path]:
@@ -210,21 +219,24 @@ def test_the_newest_whole_copy_counts_and_gives_the_same_bits(tiny: TinyRun) -> 
     steps = f"--training.steps={STEPS}"
     names = [f"--job.name=whole-{number}" for number in range(2)]
     configs = [tiny.config(steps, *layout, name, world_size=2) for layout, name in zip(layouts, names, strict=True)]
-    whole = run_in_turn(undisturbed, 2, configs)
+    ends = run_in_turn(undisturbed, 2, configs)
     found = run_in_turn(fail_and_resume, 2, given)
     for (spoil, (step, options)), ranks in zip(CASES.items(), found, strict=True):
         assert [resumed for resumed, _, _ in ranks] == [step] * 2, spoil.__name__
-        expected = whole[[options[:2] == layout[:2] for layout in layouts].index(True)]
+        expected = ends[[options[:2] == layout[:2] for layout in layouts].index(True)]
         for (_, values, left), of_rank in zip(ranks, expected, strict=True):
             assert_equal(values, of_rank)
             assert left == [spoil is of_another_run] * 2, "a checkpoint has replaced the copies"
 
 
+TWO_HEADS = [f"--model.args.{size}" for size in ("vocab_size=260", "n_heads=2", "n_kv_heads=2", "dim=32")]
 ROWS = {
     "average": [*degrees(1, 4), "--average.decay=0.9"],
-    "quantized": [*degrees(1, 4), "--optimizer.name=torchao.optim.AdamW8bit", "--model.args.dim=256"],
-    "pipeline": [*degrees(1, 2, pipeline=2), "--training.local_batch_size=2"],
+    "quantized": [*degrees(1, 4), "--optimizer.name=torchao.optim.AdamW8bit", *TWO_HEADS, "--model.args.dim=256"],
+    "pipeline": [*degrees(1, 2, pipeline=2), "--training.local_batch_size=2", "--model.args.n_layers=2"],
     "replicas": degrees(2, 2),
+    "tensor": [*degrees(1, 2, tensor=2), *TWO_HEADS],
+    "experts": [*degrees(1, 4, expert=2), SPARSE],
 }
 
 
@@ -232,13 +244,10 @@ ROWS = {
 @pytest.mark.parametrize("row", ROWS)
 def test_each_kind_of_state_comes_back_from_a_neighbour(tiny: TinyRun, row: str) -> None:
     """Four ranks on two machines, one of which is replaced by an empty one."""
-    configs = [
-        tiny.config(*LOCAL, "--model.args.n_layers=2", *ROWS[row], f"--job.name={name}", world_size=4)
-        for name in ("failing", "whole")
-    ]
-    [whole] = run_in_turn(undisturbed, 4, configs[1:])
+    configs = [tiny.config(*LOCAL, *ROWS[row], f"--job.name={name}", world_size=4) for name in ("failing", "whole")]
+    [end] = run_in_turn(undisturbed, 4, configs[1:])
     [found] = run_in_turn(fail_and_resume, 4, [(configs[0], machines(tiny, row), empty_machine)])
-    for (resumed, values, _), expected in zip(found, whole, strict=True):
+    for (resumed, values, _), expected in zip(found, end, strict=True):
         assert resumed == NEWEST
         assert_equal(values, expected)
 
