@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.support.helpers import TinyRun, free_port, mentions
-from tests.support.processes import newest, started, unhurried
+from tests.support.processes import Job, newest, started, unhurried
 from titanlite.tools import cli
 
 
@@ -60,6 +60,45 @@ def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> N
     steps = f"--training.steps={saved}"
     assert cli.run(["train", f"--config={tiny.toml}", "--job.name=uninterrupted", steps]) == 0
     assert tiny.losses() == pytest.approx(tiny.losses("uninterrupted"), rel=1e-4)
+
+
+@pytest.mark.slow
+def test_local_copies_carry_a_job_over_every_death(tiny: TinyRun) -> None:
+    """A rank is killed, then the launcher, whose end lets the ranks save a checkpoint, then all processes at once."""
+    copies = tiny.folder / "copies"
+    options = "--checkpoint.local_interval=4", f"--checkpoint.local_folder={copies}", "--checkpoint.interval=100000"
+    words, environ = [f"--config={tiny.toml}", *options, unhurried(tiny)], {"NPROC": "2", "MAX_RESTARTS": "2"}
+    endless = [*words, "--training.steps=1000000"]
+    with started(tiny.folder, *endless, **environ) as job:
+        job.wait_for_step(10)
+        job.signal(job.ranks()[1], signal.SIGKILL)
+        job.wait_until(lambda: bool(resumptions(job)))
+        reached = max(job.steps())
+        assert 0 <= reached - resumptions(job)[0] <= 8, job.text()
+        job.wait_for_step(reached + 6)
+        job.signal(job.process.pid, signal.SIGKILL)
+        assert job.left() == {}
+    saved = newest(tiny)
+    assert saved > reached, "a checkpoint of the ranks that lost their launcher"
+    assert not [*copies.glob("*/step-*")]
+    with started(tiny.folder, *endless, **environ) as job:
+        job.wait_for_step(saved + 10)
+        for pid in job.pids():
+            job.signal(pid, signal.SIGKILL)
+        assert job.left() == {}
+    assert resumptions(job) == [saved]
+    last = max(job.steps()) + 3
+    with started(tiny.folder, *words, f"--training.steps={last}", **environ) as job:
+        assert job.end() == 0, job.text()
+    assert 0 < last - 3 - resumptions(job)[0] <= 8, job.text()
+    assert cli.run(["train", f"--config={tiny.toml}", "--job.name=uninterrupted", f"--training.steps={last}"]) == 0
+    assert [record["step"] for record in tiny.records()] == [*range(1, last + 1)]
+    assert tiny.losses() == pytest.approx(tiny.losses("uninterrupted"), rel=1e-4)
+
+
+def resumptions(job: Job) -> list[int]:
+    """Return the steps after which starts of a job resume."""
+    return [int(step) for step in re.findall(r"^resuming after step (\d+)", job.text(), re.M)]
 
 
 @pytest.mark.nightly
