@@ -20,7 +20,7 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 Name = Annotated[str, Field(min_length=1)]
-AttentionBackend = Literal["auto", "flash", "cudnn", "efficient"]
+AttentionBackend = Literal["auto", "flash", "fa3", "fa4", "cudnn", "efficient"]
 
 
 DURATION = re.compile(r"(?=.)(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)min)?(?:(\d+)s)?")
@@ -528,8 +528,9 @@ class Training(Section):
     mixed_precision_reduce: Literal["bfloat16", "float32"] = "float32"
     """Dtype in which gradients are reduced over processes."""
     attention_backend: AttentionBackend = "auto"
-    """Attention kernel of GPUs: flash (FlashAttention-2), cudnn, or efficient, which also takes float32. auto is
-    PyTorch's choice, which the start of a run reports. CPUs have one kernel."""
+    """Attention kernel of GPUs: flash (FlashAttention-2), fa3 or fa4 (FlashAttention-3 and -4, from packages of their
+    own), cudnn, or efficient, which also takes float32. auto is PyTorch's choice, which the start of a run reports.
+    CPUs have one kernel."""
     enable_cpu_offload: bool = False
     """Keep sharded parameters, gradients and optimizer states in host memory."""
 

@@ -48,9 +48,13 @@ GPU_CHUNK_BYTES = {False: 2**30, True: 3 * 2**28}
 weight's float32 gradient once, and launches kernels: 6 if compiled, else 16."""
 ATTENTION_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
+    "fa3": SDPBackend.FLASH_ATTENTION,
+    "fa4": SDPBackend.FLASH_ATTENTION,
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
 }
+FLASH_PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
+"""Packages whose kernels take the place of PyTorch's own flash attention, in a whole process."""
 GPU_TILE = 128
 """Tokens in a tile of a GPU's matmul: chunks are multiples of it."""
 
@@ -276,7 +280,8 @@ class Kernels:
                 f"training.attention_backend: {self.attention} is not available for {dtype}, head dim {head_dim}"
                 f"{within}, on this GPU; use auto"
             ) from error
-        return backend.name.removesuffix("_ATTENTION").lower()
+        name = backend.name.removesuffix("_ATTENTION").lower()
+        return self.attention if self.attention in FLASH_PACKAGES and name == "flash" else name
 
     def attention_mask(
         self,

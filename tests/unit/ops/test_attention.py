@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention import _registry
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeAttention, Glm4MoeRotaryEmbedding
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig
@@ -12,13 +13,15 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssAttention, GptOss
 
 from tests.support import packed_kernel
 from tests.support.families import built
+from tests.support.helpers import mentions
 from tests.support.models import documents
 from tests.support.operators import Operators
 from titanlite.models.layers import Attention, Linear, Rope, rope_cos_sin
+from titanlite.ops import pick_kernels
 from titanlite.ops.attention import Boundaries, Scores, SequencePart, additive_mask, chunk_boundaries
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.functions import rotate
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import FLASH_PACKAGES, Kernels
 from titanlite.ops.sinks import attend_by_formula
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.runtime.errors import UserError
@@ -253,3 +256,19 @@ def test_packed_sinks_are_compiled_whole(monkeypatch: pytest.MonkeyPatch) -> Non
                 assert calls == ["forward", "backward"]
             torch.testing.assert_close(*results)
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("name", ["fa3", "fa4"])
+def test_flash_attention_of_a_package_is_used_by_name(name: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch registers the kernels of a package that is installed. CPUs have one kernel, and need none."""
+    assert pick_kernels(torch.device("cpu"), attention_backend=name).attention == "auto"
+    with pytest.raises(UserError) as missing:
+        pick_kernels(torch.device("cuda"), attention_backend=name)
+    assert mentions(str(missing.value), "training.attention_backend", name, FLASH_PACKAGES[name], "auto")
+    used: list[str] = []
+    monkeypatch.setitem(_registry._FLASH_ATTENTION_IMPLS, name.upper(), lambda: used.append(name))
+    kernels = pick_kernels(torch.device("cuda"), attention_backend=name)
+    assert (kernels.attention, used) == (name, [name])
+    shape: dict[str, Any] = {"n_heads": N, "n_kv_heads": K, "head_dim": H, "seq_len": L, "device": torch.device("cuda")}
+    with pytest.raises(UserError, match=r"attention_backend: fa[34]\b.*\bauto\b"):  # sinks were not tried with it
+        GpuKernels(attention=name).attention_name(**shape, has_sinks=True, dtype=torch.bfloat16)

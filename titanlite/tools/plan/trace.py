@@ -18,7 +18,7 @@ from titanlite.batch import Batch
 from titanlite.loss import Targets
 from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import FLASH_PACKAGES, Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
 from titanlite.parallelize import build_mesh, parallelize
@@ -83,7 +83,9 @@ def trace_step(
         loss_group(mesh)  # the group is made here, because its ranks are values, which fake tensors lack
         parts = parts_of(config, mesh)
         with FakeTensorMode(allow_non_fake_inputs=True) as fakes:
-            recorder = Recorder(fakes, gpu=gpu, flash=attention == "flash" or config.debug.is_deterministic)
+            recorder = Recorder(
+                fakes, gpu=gpu, flash=attention in ("flash", *FLASH_PACKAGES) or config.debug.is_deterministic
+            )
             recorder.name_group(world_group(mesh), "world")
             for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
                 recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
