@@ -19,6 +19,7 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -213,8 +214,8 @@ class LocalCopies:
                 logger.info(f"the local copy of step {manifest.step} does not count: no machine has {', '.join(lost)}")
                 continue
             self.fetch(copy, SMALL)
-            read = manifests.read_checked(self.storage, copy.folder, BASE, manifest)
-            yield copy, Base(**json.loads(read))
+            read = partial(manifests.read_checked, self.storage, copy.folder, BASE, manifest)
+            yield copy, Base(**json.loads(on_each(self.group, read)))
 
     def open(self, copy: Copy) -> ShardReader:
         """Return a reader of a copy, which gets files from other machines when it reads."""
@@ -239,7 +240,6 @@ class LocalCopies:
         if not transfers:
             return
         self.fetched += len(transfers)
-        os.makedirs(self.storage.root / copy.folder, exist_ok=True)
         arrived = self.exchange(copy.folder, transfers)
 
         def check() -> None:
@@ -459,6 +459,7 @@ def _mapped(path: Path, size: int, *, is_new: bool) -> Any:
         OSError, ValueError: there is no room for it, or it is shorter.
     """
     if is_new:
+        path.parent.mkdir(exist_ok=True)
         with open(path, "wb") as file:
             os.posix_fallocate(file.fileno(), 0, size)  # without room, a change would end the process (SIGBUS)
     return np.memmap(path, np.uint8, "r+" if is_new else "c", shape=(size,))
