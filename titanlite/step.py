@@ -71,7 +71,7 @@ def no_observer(phase: Phase) -> None:
 class Step:
     """One optimizer step. A run makes it once, and calls it with this rank's micro-batches of each global batch.
 
-    A technique may do a part of it otherwise, in a subclass that overrides the method; see `Parts.step`.
+    A technique may do a part of it otherwise, in a subclass that overrides the method; see `Parts.step_cls`.
     """
 
     config: Config
@@ -288,7 +288,7 @@ def build_step(
         UserError: there is no such loss function.
     """
     loss = build_loss(config.training, kernels, targets, vocabulary=parts.vocabulary)
-    return (parts.step or Step)(
+    return (parts.step_cls or Step)(
         config=config,
         model=model,
         optimizer=optimizer,

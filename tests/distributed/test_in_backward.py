@@ -23,7 +23,7 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Train until step 3 has a nonfinite loss on rank 1. If the name of the run has "gradient": nonfinite gradients of
     all below the head."""
     run = built(rank, world_size, config)
-    calls, right = [0], run.step.loss_function
+    calls, right = [0], run.train_step.loss_function
     in_gradient = "gradient" in str(config.job.name)
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:

@@ -55,8 +55,8 @@ def skip_reasons(scale: Any, guard: StepGuard, norms: list[float], *, loss: floa
 
 def train_by_grad_scaler(run: Any, scaler: torch.amp.GradScaler) -> None:
     [batch] = islice(run.batches, 1)
-    loss = run.model(batch["tokens"], loss=partial(run.step.loss_function, labels_BL=batch["labels"]))
-    scaler.scale(loss.total * (1 / count_valid_tokens([batch], run.step.group))).backward()
+    loss = run.model(batch["tokens"], loss=partial(run.train_step.loss_function, labels_BL=batch["labels"]))
+    scaler.scale(loss.total * (1 / count_valid_tokens([batch], run.train_step.group))).backward()
     scaler.step(run.optimizer)
     scaler.update()
     run.optimizer.zero_grad()
@@ -68,7 +68,7 @@ def scaled_step(**state: float) -> Any:
 
 
 def train_by_titanlite(run: Any) -> float:
-    result = run.step(list(islice(run.batches, 1)), decide=run.guard.decide)
+    result = run.train_step(list(islice(run.batches, 1)), decide=run.guard.decide)
     return float(result.model_metrics["loss_scale"])
 
 

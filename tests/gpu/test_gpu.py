@@ -288,7 +288,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
                 local_tensor(next(run.model.parameters())).mul_(torch.nan)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
-        result = run.step(batches, decide=run.guard.decide)
+        result = run.train_step(batches, decide=run.guard.decide)
         torch.cuda.set_sync_debug_mode("default")
         skip_reasons.append(result.skip_reason)
     return [int(skip_reason) for skip_reason in skip_reasons]

@@ -74,12 +74,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def one_step(run: Run) -> StepResult:
     batches = list(islice(run.batches, run.accumulation))
-    return run.step(batches, decide=run.guard.decide)
+    return run.train_step(batches, decide=run.guard.decide)
 
 
 def with_loss(run: Run, loss_function: Any) -> Run:
     """Return a run whose step minimizes another function."""
-    run.step.loss_function = loss_function
+    run.train_step.loss_function = loss_function
     return run
 
 
