@@ -107,7 +107,10 @@ def alternate(words: dict[str, list[str]], processes: int, turns: int) -> dict[s
             answers[name].append(contenders[name].turn())
     for contender in contenders.values():
         contender.process.wait()
-    return {name: Steps([it["seconds"] for it in found[WARM_UP:]], found[-1]["mib"]) for name, found in answers.items()}
+    return {
+        name: Steps([record["seconds"] for record in found[WARM_UP:]], found[-1]["mib"])
+        for name, found in answers.items()
+    }
 
 
 class Contender:

@@ -287,7 +287,9 @@ def read_off(
 def bytes_of(values: Iterable[Any]) -> int:
     """Of the memory behind this rank's parts of all tensors among the values; what is shared counts once."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    plain = [piece for it in tensors for piece in (inner_tensors(it).values() if is_quantized(it) else [it])]
+    plain = [
+        piece for tensor in tensors for piece in (inner_tensors(tensor).values() if is_quantized(tensor) else [tensor])
+    ]
     storages = [local_tensor(tensor).untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

@@ -85,9 +85,11 @@ def test_losses_are_equal_with_every_technique(tiny: TinyRun) -> None:
     names = {(1, 1): ["plain", "offload", "tied", "AC"], (1, 2): [*options]}
     for world_size in (1, 2):
         configs = [
-            tiny.config(*options[name], *degrees(*it), f"--job.name={name}-{it[0]}-{it[1]}", world_size=world_size)
-            for it, some in names.items()
-            if it[0] * it[1] == world_size
+            tiny.config(
+                *options[name], *degrees(*layout), f"--job.name={name}-{layout[0]}-{layout[1]}", world_size=world_size
+            )
+            for layout, some in names.items()
+            if layout[0] * layout[1] == world_size
             for name in some
         ]
         run_in_turn(taught, world_size, configs)
@@ -114,7 +116,7 @@ def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(with_teac
     for more in (["--job.name=whole"], ["--job.name=parts", few], ["--job.name=parts"]):
         trained(0, 1, tiny.config(*options, teacher, *more))
     for key in ("loss", "distill_loss", "grad_norm"):
-        assert [it[key] for it in tiny.records("parts")] == [it[key] for it in tiny.records("whole")]
+        assert [record[key] for record in tiny.records("parts")] == [record[key] for record in tiny.records("whole")]
     more = ["--job.name=parts", "--training.steps=5"]
     with pytest.raises(UserError, match=r"teacher .*[0-9a-f]{16}.* [0-9a-f]{16}\n"):
         trained(0, 1, tiny.config(*options, other, *more))

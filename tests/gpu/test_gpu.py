@@ -193,8 +193,8 @@ def test_sinks_equal_formulas(window: int | None, within_documents: bool) -> Non
     drawn = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in [*shapes, (4,), shapes[0]]]
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        *inputs, upstream = (it.to(dtype) for it in drawn)
-        q, k, v, sinks = leaves = [it.requires_grad_() for it in inputs]
+        *inputs, upstream = (tensor.to(dtype) for tensor in drawn)
+        q, k, v, sinks = leaves = [tensor.requires_grad_() for tensor in inputs]
         mask = None
         if within_documents or window:
             x_BLD = torch.zeros(2, 512, 8, device="cuda", dtype=dtype)

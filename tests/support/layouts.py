@@ -138,7 +138,7 @@ def each_on_every_layout(
             for layout in layouts
         ]
         if world_size == 1:
-            found = iter([[it] for it in on_one(function, *configs)])
+            found = iter([[result] for result in on_one(function, *configs)])
         else:
             found = iter(run_in_turn(function, world_size, configs))
         for of_options in results:

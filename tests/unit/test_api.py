@@ -18,7 +18,9 @@ def test_each_public_name_is_there_with_its_types() -> None:
     for name in titanlite.PUBLIC:
         found = getattr(titanlite, name)
         functions = (
-            [found] if inspect.isfunction(found) else [it for it in vars(found).values() if inspect.isfunction(it)]
+            [found]
+            if inspect.isfunction(found)
+            else [function for function in vars(found).values() if inspect.isfunction(function)]
         )
         for function in functions:
             if not function.__name__.startswith("_"):

@@ -161,7 +161,7 @@ def test_a_run_with_damaged_records_resumes_and_deletes_nothing_outside(
         lines = record.read_bytes().splitlines(keepends=True)
         assert lines[: len(right)] == right
         assert [json.loads(line)["step"] for line in lines[len(right) :]] == [3]
-        assert [it for it in warnings() if mentions(it, record, 6, f"{record.name}.damaged-1")]
+        assert [warning for warning in warnings() if mentions(warning, record, 6, f"{record.name}.damaged-1")]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert "s3://***@bucket/x?token=***" in (folder / "config.toml").read_text()
     assert [path for path in files if b"hunter2" in path.read_bytes()] == [], "no file of a run keeps a key of a URL"

@@ -66,7 +66,7 @@ def loaded(path: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> M
 
 
 def tensors_of(model: Model) -> dict[str, Tensor]:
-    return {name: it.detach() for name, it in model_state(model).items() if not name.endswith("bias_E")}
+    return {name: value.detach() for name, value in model_state(model).items() if not name.endswith("bias_E")}
 
 
 # Hugging Face
@@ -212,7 +212,7 @@ def test_arguments_that_differ_are_listed_with_what_to_set(tmp_path: Path) -> No
     lines = str(refusal.value).splitlines()
     assert {"  dim = 24", "  tied_head = false", "  rope_theta = 10000.0"} < {*lines}
     assert mentions(
-        lines[-1], 'checkpoint.allow_changes = ["model.args.dim"', *(f'"model.args.{it}"' for it in changes)
+        lines[-1], 'checkpoint.allow_changes = ["model.args.dim"', *(f'"model.args.{name}"' for name in changes)
     )
     other = spec._replace(args=replace(spec.args, rope_theta=5e5))  # pyright: ignore[reportCallIssue]
     assert open_weights(str(tmp_path), other, ["model.args.rope_*"])

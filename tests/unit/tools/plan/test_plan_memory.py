@@ -60,7 +60,7 @@ def recorded(sizes: dict[int, tuple[int, int, int]], operators: list[tuple[str, 
     for size, begin, end in sizes.values():
         recorder.storages.append(Storage("activations", 0, [(begin, size * MIB), (end, 0)]))
     for place, (kind, reads, writes) in enumerate(operators, start=1):
-        tensors = [tuple((it, sizes[it][0] * MIB) for it in numbers) for numbers in (reads, writes)]
+        tensors = [tuple((number, sizes[number][0] * MIB) for number in numbers) for numbers in (reads, writes)]
         recorder.operators.append(Operator(10 * place, 1, "", kind, 0, "", *tensors))  # pyright: ignore
     return recorder
 
