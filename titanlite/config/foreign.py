@@ -1,5 +1,5 @@
-"""Configs that came with a checkpoint or a run. They may be of others: no code that one names is imported, no `base` is
-read, and no path of data or of a tokenizer is followed. Imports no torch.
+"""Configs that came with a checkpoint or a run, which somebody else may have written: no code that one names is
+imported, no `base` is read, and no path of data or of a tokenizer is followed. Imports no torch.
 """
 
 import json
@@ -25,8 +25,6 @@ KEPT = {
 """Sections and options that commands read in the config of a checkpoint. None: the whole section."""
 STDLIB = ("stdlib://", "stdlib://train", "stdlib://validation")
 """Data that every machine has: the source of Python's standard library."""
-
-
 MODEL_TYPE = re.compile(r"\w+", re.ASCII)
 """What `model.path` may be in such a config: a model type of transformers, and no folder."""
 
@@ -44,7 +42,7 @@ def read_foreign(text: bytes, *, model_file: str | None) -> ForeignConfig:
     """Read the config of a checkpoint.
 
     Args:
-        model_file: the user's own word for `model.file`.
+        model_file: replaces `model.file`, because the user named it.
 
     Raises:
         UserError: the config names a base, or code that `model_file` does not replace.

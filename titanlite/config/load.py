@@ -18,22 +18,19 @@ from titanlite.config.source import Key, Tree, WrittenConfig, read_source
 from titanlite.runtime.errors import DEFAULT_PLACE, SUGGESTED, ConfigError, Place, Problem, did_you_mean
 from titanlite.schema import Config
 
-# Recognition of configs of torchtitan, which have the same form and other keys.
-
-
-FOREIGN_KEYS = {
+TORCHTITAN_KEYS = {
     "job": "description print_config",
     "model": "tokenizer_path hf_assets_path converters",
     "training": "dataset dataset_path",
     "metrics": "enable_tensorboard save_tb_folder",
 }
-"""Keys that torchtitan's configs usually have, by section, and that titanlite does not have."""
+"""Keys by section that torchtitan's configs, which have the same sections, usually have and titanlite does not."""
 
 
 def is_torchtitan(tree: dict[str, Any]) -> bool:
     """Return True if a TOML tree has at least two keys that only torchtitan has."""
     sections = {name: section for name, section in tree.items() if isinstance(section, dict)}
-    return sum(key in sections.get(name, {}) for name, keys in FOREIGN_KEYS.items() for key in keys.split()) > 1
+    return sum(key in sections.get(name, {}) for name, keys in TORCHTITAN_KEYS.items() for key in keys.split()) > 1
 
 
 def migration_hint(path: Path) -> str:
@@ -132,9 +129,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
     return read(path, overrides, world_size=world_size).resolve()
 
 
-# Validation
-
-
 def _validate(source: WrittenConfig, draft: Draft) -> None:
     """Add all problems of names and types to the draft, and remove the wrong keys from the tree."""
     tree = source.tree
@@ -203,15 +197,12 @@ def _remove(tree: Tree, key: Key) -> None:
     node: Any = tree
     for end, part in enumerate(key):
         if part not in node:
-            return  # removed with something else
+            return  # it was removed with another key
         if end == len(key) - 1 or isinstance(node[part], list):
             del node[part]
             return
         node = node[part]
     tree.clear()
-
-
-# In words
 
 
 def _wants_text(error: ErrorDetails) -> bool:

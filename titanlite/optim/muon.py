@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
         ValueError: an argument or a parameter is not one of these.
     """
 
-    _step_supports_amp_scaling = True  # `reads_found_inf`
+    _step_supports_amp_scaling = True  # `reads_found_inf` reads it
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         buffer, gradient = local_tensor(state["momentum_buffer"]), local_tensor(parameter.grad)
         if skip is not None:
-            gradient = torch.where(skip != 0, buffer, gradient)  # the mean of the buffer and itself: unchanged
+            gradient = torch.where(skip != 0, buffer, gradient)  # the mean of the buffer and itself is the buffer
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         # With CPU offload, matrices are exchanged and orthogonalized on the GPU all the same.

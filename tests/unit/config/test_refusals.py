@@ -94,6 +94,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             f"{FOUR_BLOCKS} {PIPELINE} {MESH}pipeline_parallel_layers_per_stage=2",
             f"{FOUR_BLOCKS} {PIPELINE} --freeze.parameters='[\"tok_embeddings.*\", \"layers.[01].*\"]'",
         ],
+        4: [f"{FOUR_BLOCKS} {MESH}pipeline_parallel_degree=3 {TRAIN}local_batch_size=1"],
     },
     "parallelism.pipeline_parallel_schedule": {
         2: [
