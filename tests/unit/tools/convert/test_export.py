@@ -19,7 +19,7 @@ from tests.support.manifests import flip
 from tests.support.object_stores import Flaky
 from tests.support.weights import one_process, random_model, save_model, save_random, small_toml, state
 from titanlite.tools import cli
-from titanlite.tools.convert.export import Target
+from titanlite.tools.convert.export import OutputFolder
 from titanlite.tools.convert.source import load_model, open_source
 
 TOKENS = torch.arange(64).view(2, 32) * 5 % 384
@@ -172,7 +172,7 @@ def test_a_killed_export_leaves_nothing_and_is_written_again(tmp_path: Path) -> 
 
 def test_two_exports_to_one_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     checkpoint, _ = save_random(tmp_path, "llama3")
-    target = Target(str(tmp_path / "hf"))
+    target = OutputFolder(str(tmp_path / "hf"))
     target.begin()
     assert export(checkpoint, "--out", tmp_path / "hf") == 2
     assert f"{tmp_path / 'hf'} is being written by process {os.getpid()} on " in capsys.readouterr().err

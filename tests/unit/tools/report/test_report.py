@@ -12,7 +12,7 @@ from tests.support.helpers import mentions
 from tests.support.run_folders import write_run
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.convert.export import Target
+from titanlite.tools.convert.export import OutputFolder
 from titanlite.tools.plan.calibrate import calibrate
 from titanlite.tools.report.charts import report_of
 from titanlite.tools.report.page import page, to_json
@@ -178,4 +178,4 @@ def test_out_replaces_no_link_and_no_folder(tmp_path: Path, capfd: pytest.Captur
         with pytest.raises(UserError):
             calibrate(place)
         with pytest.raises(UserError):
-            Target(str(place)).check()
+            OutputFolder(str(place)).check()
