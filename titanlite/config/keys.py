@@ -170,15 +170,11 @@ def nearest_key(dotted: str) -> str | None:
     inside = [name for name in same_leaf if name.endswith(f".{dotted}")]  # such as float8.enable
     namesake = inside[0] if inside else nearest_name(dotted, same_leaf, cutoff=0.6 if len(same_leaf) > 1 else 0)
     of_same_depth = [name for name in options + sections if name.count(".") == dotted.count(".")]
-    near = nearest_name(dotted, [name for name in of_same_depth if _is_like(leaf, name)], cutoff=0.8)
+    alike = [name for name in of_same_depth if nearest_name(leaf, [name.rpartition(".")[2]])]
+    near = nearest_name(dotted, alike, cutoff=0.8)  # whole keys of one section all resemble each other
     leaves = {option.rpartition(".")[2]: option for option in reversed(options)}
     found = namesake or near or leaves.get(nearest_name(leaf, leaves, cutoff=0.8) or "")
     if found and found.rpartition(".")[0] == dotted.rpartition(".")[0]:
         section = numbered.rpartition(".")[0]  # with the number of the same entry of a list
         return f"{section}.{found.rpartition('.')[2]}".lstrip(".")
     return found
-
-
-def _is_like(leaf: str, name: str) -> bool:
-    """Return True if the leaf resembles the last part of a name. Whole keys of one section all resemble each other."""
-    return nearest_name(leaf, [name.rpartition(".")[2]]) is not None

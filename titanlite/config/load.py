@@ -144,7 +144,11 @@ def _validate(source: WrittenConfig, draft: Draft) -> None:
         wrong: list[Key] = []
         for key, details in by_key.items():
             words = source.words.get(key)
-            if words is not None and _get(tree, key) != words and all(_wants_text(error) for error in details):
+            if (
+                words is not None
+                and _get(tree, key) != words
+                and all(error["type"] in TEXT_ERRORS for error in details)
+            ):
                 _get(tree, key[:-1])[_index(key[-1], _get(tree, key[:-1]))] = words  # --job.name=2026 was meant as text
                 continue
             wrong.append(key)
@@ -205,10 +209,8 @@ def _remove(tree: Tree, key: Key) -> None:
     tree.clear()
 
 
-def _wants_text(error: ErrorDetails) -> bool:
-    return error["type"] in ("string_type", "list_type", "literal_error")
-
-
+TEXT_ERRORS = "string_type", "list_type", "literal_error"
+"""Types of Pydantic's errors for options that can be text."""
 WORDS = {
     "bool_type": "true or false",
     "model_type": "a section",

@@ -649,7 +649,7 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, traine
     touched = tiny.folder / f"touched-{name}"
     make, message = PAYLOADS[payload]
     forge(checkpoint(tiny, 1, name), make(f"touch {touched}", checkpoint(tiny, 1, name)))
-    with pytest.raises(UnsafeCheckpoint, match=r"refused") as refusal:
+    with pytest.raises(UnsafeCheckpoint) as refusal:
         trained(tiny.config("--training.steps=2", f"--job.name={name}"))
     assert message in str(refusal.value)
     assert str(checkpoint(tiny, 1, name)) in str(refusal.value)
@@ -688,7 +688,7 @@ def test_metadata_of_other_types_is_one_line(changes: dict[str, Any]) -> None:
     assert str(right.state_dict_metadata).replace("StoredProperties", "TensorProperties") == str(
         wanted.state_dict_metadata
     )
-    with pytest.raises(UnsafeCheckpoint, match=r"^x/\.metadata .*refused") as refusal:
+    with pytest.raises(UnsafeCheckpoint, match=r"^x/\.metadata ") as refusal:
         unpickle_metadata(pickle.dumps(of_one_tensor(**changes)), "x/.metadata")
     assert "\n" not in str(refusal.value)
 

@@ -125,7 +125,9 @@ def open_source(
     adapters = find_adapters(whole, manifest.settings)
     reader = MergedReader(adapters) if adapters else whole
     run_config, refused = _read_config(storage, folder, manifest, config, model_file)
-    imported = _read_origin(storage, folder, manifest) if tokenizer is None else None
+    imported: dict[str, Any] | None = None
+    if tokenizer is None and ORIGIN in manifest.files:
+        imported = json.loads(manifests.read_checked(storage, folder, ORIGIN, manifest))
     found, reason = None, ""
     if tokenizer is not None:
         found, reason = _load_tokenizer(tokenizer, must_exist=True)
@@ -223,13 +225,6 @@ def _describe(source: ForeignSource, name: str | None, flavor: str | None) -> tu
     tokenizer = source.tokenizer()
     data = Data(tokenizer=str(tokenizer.absolute())) if tokenizer else Data()
     return spec, Config(model=ModelSelection(name=name, flavor=flavor, args=changed), data=data)
-
-
-def _read_origin(storage: Storage, folder: str, manifest: Manifest) -> dict[str, Any] | None:
-    """Return what the import kept; None if the checkpoint was not imported from another program."""
-    if ORIGIN not in manifest.files:
-        return None
-    return json.loads(manifests.read_checked(storage, folder, ORIGIN, manifest))
 
 
 def _sample(file: Path) -> str:

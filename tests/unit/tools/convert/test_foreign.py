@@ -224,7 +224,7 @@ def test_the_copy_beside_a_checkpoint_is_checked_as_weights_are(
     alone = tmp_path / "alone" / "step-00000010"
     shutil.copytree(download / "checkpoints" / alone.name, alone)
     assert cli.run(["generate", str(alone), *words[2:]]) == 2
-    assert f"{alone.parent}/tokenizer is not there" in capfd.readouterr().err
+    assert mentions(capfd.readouterr().err, f"{alone.parent}/tokenizer")
     shutil.copytree(copy, alone.parent / "tokenizer")
     assert cli.run(["generate", str(alone), *words[2:]]) == 0
 

@@ -20,6 +20,7 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.tools.convert.generation import (
+    NOT_FINITE,
     Generator,
     Sampler,
     stream_text,
@@ -112,7 +113,7 @@ def test_sequences_end_at_a_stop_token_and_at_max_seq_len() -> None:
         greedy(found, [])
     with torch.no_grad():
         model.head.norm.weight.fill_(math.nan)
-    with pytest.raises(RunError, match="NaN"):
+    with pytest.raises(RunError, match=NOT_FINITE):
         greedy(generator(model))
 
 

@@ -164,7 +164,7 @@ def test_links_of_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None
         (more / file).symlink_to(leads)
     assert file_inside(more, "a") == more / "a"
     for name in "bc":
-        with pytest.raises(UserError, match="leads out"):
+        with pytest.raises(UserError, match=f"'{name}'"):
             file_inside(more, name)
     shutil.rmtree(more)
     for number, file in enumerate(sorted(snapshot.iterdir())):
@@ -316,7 +316,7 @@ def test_pickles_with_other_names_are_not_run(tmp_path: Path, capfd: pytest.Capt
     with pytest.raises(UserError, match=r"\.metadata .*builtins\.print"):
         opened(tmp_path / "titan", spec)
     metadata.write_bytes(good.replace(b"__0_0.distcp", b"../../distcp"))
-    with pytest.raises(UserError, match=r"'\.\./\.\./distcp'.*refused"):
+    with pytest.raises(UserError, match=r"'\.\./\.\./distcp'"):
         opened(tmp_path / "titan", spec)
     metadata.write_bytes(good)
     data = tmp_path / "titan" / "__0_0.distcp"

@@ -125,5 +125,4 @@ def test_a_plan_with_too_much_host_memory_does_not_fit_and_is_not_offered() -> N
     assert not may_fit(offload.expected, layout)
     assert may_fit(replace(offload.expected, host=200 * GIB), layout)
     text = nothing_fits([without], [offload], layout)
-    assert "the least is 900.0 GiB" in text
-    assert mentions(text, "CPU offload", "6,048 GiB", "2,048")
+    assert mentions(text, "900.0 GiB", "CPU offload", "6,048 GiB", "2,048")

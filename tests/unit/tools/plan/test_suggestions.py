@@ -52,7 +52,6 @@ def test_three_suggestions_that_fit_are_enough_and_the_cheapest_is_first(tiny: T
     ]
     assert max(suggestion.peak for suggestion in found) < planned(config, layout).peak
     assert found[0].text == "--training.local_batch_size=4"
-    assert "same results" in found[0].cost
 
 
 @pytest.mark.nightly

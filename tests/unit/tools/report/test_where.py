@@ -158,5 +158,5 @@ def test_too_many_values_are_refused(right: TinyRun) -> None:
 def test_dumps_of_other_models_are_refused(right: TinyRun) -> None:
     one = read_dump(right.folder / "right-1")
     one.values.clear()
-    with pytest.raises(UserError, match="in common"):
+    with pytest.raises(UserError):
         compare_dumps(read_dump(right.folder / "right-1"), one)
