@@ -46,6 +46,7 @@ class Migration:
     """Keys because of which the new config does not train as the old one did."""
 
     def remark(self, kind: str, key: str, text: str = "") -> None:
+        """Add a line to the report. The kinds LOST and UNKNOWN mean that training changes."""
         self.report.append(f"{kind:<12}{key}{text}")
         if kind in ("LOST", "UNKNOWN"):
             self.losses.append(key)

@@ -10,7 +10,10 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
+    """What is known of a key of torchtitan."""
+
     default: Any
+    """torchtitan's."""
     to: str = ""
     """Name of the key here; "" if it has no counterpart."""
     value_type: type | None = None
