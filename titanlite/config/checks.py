@@ -93,13 +93,8 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         sharded = parallelism.degrees(world_size).sharded
     except ValueError as error:
         product, key = 1, ""
-        for key in (
-            "pipeline_parallel",
-            "tensor_parallel",
-            "context_parallel",
-            "data_parallel_replicate",
-            "data_parallel_shard",
-        ):
+        model_axes = ("pipeline_parallel", "tensor_parallel", "context_parallel")
+        for key in (*model_axes, "data_parallel_replicate", "data_parallel_shard"):
             product *= getattr(parallelism, f"{key}_degree")  # data_parallel_shard_degree may be -1
             if world_size % product:
                 break

@@ -44,8 +44,6 @@ class WrittenConfig:
     words: dict[Key, str] = field(default_factory=dict)
     """Text of each value from the command line, before it is read as TOML."""
     problems: list[Problem] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    """Names of the config file, its base, the base of that, for error messages."""
     is_whole: bool = True
     """False if a file could not be read, so that the tree may lack keys that were written."""
 
@@ -74,8 +72,7 @@ def _read_file(
         named_at: place of the `base` that names this file; None for the config file itself.
     """
     name = path.name if named_at is None else Path(relpath(path, folder)).as_posix()
-    rank = len(source.files)
-    source.files.append(name)
+    rank = len(below)
     key = "" if named_at is None else "base"
     text = ""
 

@@ -20,10 +20,10 @@ from titanlite.storage.storage import sync
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.arguments import ModelFile, OfAverage, RunConfig, RunTokenizer, Weights
 from titanlite.tools.checkpoints.command import explaining_damage
-from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import ExportTensor, export_tensors, values_of
+from titanlite.tools.convert.reader import read_whole
 from titanlite.tools.convert.source import OpenedWeights, open_source, tokenizer_of
 from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, json_bytes, tokenizer_files
 
@@ -325,7 +325,7 @@ def export_adapters(
     export_tensors(source, form.tensors, dtype=None, drop=drop)  # this raises if the format cannot hold the base
     modules = {layer: _peft_name(form, layer) for layer in adapters.layers}
     tensors = {
-        f"base_model.model.{module}.{theirs}.weight": _read(adapters, f"{layer}.{ours}", dtype)
+        f"base_model.model.{module}.{theirs}.weight": read_whole(adapters.reader, f"{layer}.{ours}").to(dtype)
         for layer, module in modules.items()
         for ours, theirs in PEFT_NAMES.items()
     }
@@ -346,11 +346,6 @@ def export_adapters(
     target.write(ADAPTERS_CONFIG, json_bytes(config))
     target.commit()
     return sum(tensor.nbytes for tensor in tensors.values())
-
-
-def _read(adapters: Adapters, name: str, dtype: torch.dtype | None) -> Tensor:
-    tensor = adapters.read(name)
-    return tensor.to(dtype or tensor.dtype).contiguous()
 
 
 def _peft_name(form: HuggingFace, layer: str) -> str:
