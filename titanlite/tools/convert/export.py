@@ -38,7 +38,7 @@ class OutputFolder:
     Call `begin` first, then `write` for each file, then `commit`.
 
     Raises:
-        UserError: the place is a URL.
+        UserError: the place is a URL, or something is there.
     """
 
     def __init__(self, place: str) -> None:
@@ -47,14 +47,7 @@ class OutputFolder:
         self.place = place
         self.path = Path(place).expanduser().absolute()
         self.staging = self.path.with_name(f".{self.path.name}.staging")
-
-    def check(self) -> None:
-        """Check that nothing would be overwritten.
-
-        Raises:
-            UserError: a file or folder is there.
-        """
-        check_out(self.place)
+        check_out(place)
 
     def begin(self) -> None:
         """Start with an empty folder.
@@ -93,7 +86,7 @@ class OutputFolder:
         """Rename the folder to its place, after which the export counts."""
         (self.staging / ".lock").unlink()
         sync(self.staging)
-        self.check()
+        check_out(self.place)
         os.rename(self.staging, self.path)
         sync(self.path.parent)
         self._lock.close()
@@ -201,10 +194,9 @@ def export_folder(
         check: read the folder back, and compare it with the model, before it counts.
 
     Raises:
-        UserError: the folder exists, or the model cannot be written in this format.
+        UserError: the model cannot be written in this format.
         CheckFailed: the folder is not the model. It is deleted.
     """
-    target.check()
     form = format_of(source)
     tensors = export_tensors(source, form.tensors, dtype=dtype, drop=drop)
     files = split(tensors, max_shard_bytes)
@@ -317,10 +309,9 @@ def export_adapters(
         drop: globs of the model's tensors that the format may leave out.
 
     Raises:
-        UserError: the folder exists, or the format has no place for a layer with an adapter, or for another tensor.
+        UserError: the format has no place for a layer with an adapter, or for another tensor.
     """
     assert source.adapters is not None
-    target.check()
     form, adapters = format_of(source), source.adapters
     export_tensors(source, form.tensors, dtype=None, drop=drop)  # this raises if the format cannot hold the base
     modules = {layer: _peft_name(form, layer) for layer in adapters.layers}

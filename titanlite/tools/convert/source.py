@@ -302,14 +302,14 @@ def _read_config(
     else:
         raise UserError(f"{where} was saved without its config: name that of the run, with --config")
     try:
-        found = read_foreign(text, model_file=model_file)
+        draft, refused = read_foreign(text, model_file=model_file)
     except UserError as error:
         raise UnsafeCheckpoint(f"{where}: {error}") from None
-    wrong = [problem for problem in found.draft.problems if not problem.key or problem.key.startswith("model")]
+    wrong = [problem for problem in draft.problems if not problem.key or problem.key.startswith("model")]
     if wrong:  # the other options do not matter here
         lines = "\n".join(map(str, wrong))
         raise UserError(f"the config of {where} cannot be read:\n{lines}\nName one of the same model, with --config")
-    return found.draft.config, found.refused
+    return draft.config, refused
 
 
 def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, str]:

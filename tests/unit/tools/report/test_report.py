@@ -178,4 +178,4 @@ def test_out_replaces_no_link_and_no_folder(tmp_path: Path, capfd: pytest.Captur
         with pytest.raises(UserError):
             calibrate(place)
         with pytest.raises(UserError):
-            OutputFolder(str(place)).check()
+            OutputFolder(str(place))
