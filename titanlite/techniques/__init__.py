@@ -102,14 +102,16 @@ def parts_of(config: Config, mesh: "DeviceMesh", run: Path = Path()) -> Parts:
     Args:
         run: folder of the run.
     """
-    by_option = {technique.option: technique.parts(config, mesh, run) for technique in used(config)}
-    each = by_option.values()
+    techniques = used(config)
+    each = [technique.parts(config, mesh, run) for technique in techniques]
 
     def only(part_of: "Callable[[Parts], Found | None]") -> "Found | None":
         """Return a part of which a run has one. `exclusions` refuses a config whose techniques claim the same."""
-        found = {option: part for option, parts in by_option.items() if (part := part_of(parts)) is not None}
-        assert len(found) < 2, f"{' and '.join(found)} provide the same part of a run, which has one: add a Claim"
-        return next(iter(found.values()), None)
+        pairs = zip(techniques, map(part_of, each), strict=True)
+        found = [(technique.option, part) for technique, part in pairs if part is not None]
+        options = " and ".join(option for option, _ in found)
+        assert len(found) < 2, f"{options} provide the same part of a run, which has one: add a Claim"
+        return found[0][1] if found else None
 
     def after_update(model: "Model") -> Callable[[], None]:
         hooks = [part.after_update(model) for part in each]
