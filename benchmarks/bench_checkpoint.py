@@ -111,7 +111,7 @@ class Contest:
 
     def step(self) -> None:
         batches = list(islice(self.run.batches, self.run.accumulation))
-        self.run.step(batches, decide=self.run.guard.decide)
+        self.run.train_step(batches, decide=self.run.guard.decide)
         self.step_number += 1
         self.clock.step()
 

@@ -107,7 +107,10 @@ def alternate(words: dict[str, list[str]], processes: int, turns: int) -> dict[s
             answers[name].append(contenders[name].turn())
     for contender in contenders.values():
         contender.process.wait()
-    return {name: Steps([it["seconds"] for it in found[WARM_UP:]], found[-1]["mib"]) for name, found in answers.items()}
+    return {
+        name: Steps([record["seconds"] for record in found[WARM_UP:]], found[-1]["mib"])
+        for name, found in answers.items()
+    }
 
 
 class Contender:
@@ -167,10 +170,10 @@ def titanlite_turns(config: Config, steps: int) -> Turn:
     """Turns of steps through titanlite's own loop, each with its first lines, which are not printed."""
     ranks = read_ranks(os.environ)
     device = pick_device(ranks)
-    resolved = preflight(config, ranks, device)
+    inputs = preflight(config, ranks, device)
     process_group(ranks, device).__enter__()
     logging.getLogger(LOGGER).setLevel(logging.ERROR)  # standard output is for the answers
-    made = build(config, resolved, ranks=ranks, device=device, prepare_text=prepare_text)
+    made = build(config, inputs, ranks=ranks, device=device, prepare_text=prepare_text)
     progress = Progress()
 
     def turn() -> None:

@@ -59,10 +59,12 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - start)
             cpu_seconds[name].append(time.process_time() - cpu_start)
         first, *others = tokens.values()
-        assert all(len(it) == options.new_tokens for it in tokens.values())
-        if options.dtype == "float32" and any(it != first for it in others):
+        assert all(len(ids) == options.new_tokens for ids in tokens.values())
+        if options.dtype == "float32" and any(other != first for other in others):
             raise SystemExit("the tokens differ")
-        print(f"  {run}: " + ", ".join(f"{name} {options.new_tokens / it[-1]:.1f}" for name, it in seconds.items()))
+        print(
+            f"  {run}: " + ", ".join(f"{name} {options.new_tokens / times[-1]:.1f}" for name, times in seconds.items())
+        )
     for what, found in (("second", seconds), ("CPU second", cpu_seconds)):
         base, mine = found["transformers"][1:], found["titanlite"][1:]
         pairs = ratios(base, mine)

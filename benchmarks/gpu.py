@@ -223,16 +223,16 @@ def measure(case: Case) -> dict[str, Any]:
         if case.plain:
             turn = [json.loads(line) for line in result.stdout.splitlines()][1 + WARM_UP :]
             found = {
-                "tokens_per_second": [tokens / it["seconds"] for it in turn],
-                "memory_gib": max(it["mib"] for it in turn) / 1024,
+                "tokens_per_second": [tokens / record["seconds"] for record in turn],
+                "memory_gib": max(record["mib"] for record in turn) / 1024,
             }
         else:
             lines = Path(folder, "bench", "metrics.jsonl").read_text().splitlines()
             records = [json.loads(line) for line in lines][WARM_UP:]
             found = {
-                "tokens_per_second": [it["tokens_per_second"] for it in records],
-                "memory_gib": max(it["memory_gib"] for it in records),
-                "mfu": statistics.median(it["mfu"] for it in records),
+                "tokens_per_second": [record["tokens_per_second"] for record in records],
+                "memory_gib": max(record["memory_gib"] for record in records),
+                "mfu": statistics.median(record["mfu"] for record in records),
                 "loss": records[-1]["loss"],
                 "config": case.config,
                 "words": case.words,

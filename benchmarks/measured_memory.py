@@ -222,7 +222,7 @@ def train(
     source = random_batches(config, micro_batch_size, args.vocab_size, seed=reader)
     targets = planned_targets(config)
     draw_frozen(targets, config, mesh=mesh, kernels=kernels)
-    make_step = build_step(
+    train_step = build_step(
         config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, targets=targets,
         should_skip=guard.should_skip,
     )  # fmt: skip
@@ -232,7 +232,7 @@ def train(
             batches = [parts.batch(batch) for batch in islice(source, accumulation)]
             size = sum(tensor.nbytes for batch in batches for tensor in batch.values())
             seed_step(seed, step, rank)
-            make_step(batches, decide=guard.decide)
+            train_step(batches, decide=guard.decide)
             del batches
     return model, optimizer, size, targets
 
@@ -287,7 +287,9 @@ def read_off(
 def bytes_of(values: Iterable[Any]) -> int:
     """Of the memory behind this rank's parts of all tensors among the values; what is shared counts once."""
     tensors = [value for value in values if isinstance(value, Tensor)]
-    plain = [piece for it in tensors for piece in (inner_tensors(it).values() if is_quantized(it) else [it])]
+    plain = [
+        piece for tensor in tensors for piece in (inner_tensors(tensor).values() if is_quantized(tensor) else [tensor])
+    ]
     storages = [local_tensor(tensor).untyped_storage() for tensor in plain]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 

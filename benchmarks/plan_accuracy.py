@@ -300,7 +300,7 @@ def published(only: str, found: Ratios) -> Iterator[str]:
                 planned(load(LLAMA_8B, [*OPTIONS[how], *sizes, *loss], world_size=world_size), world_size, hardware, 8)
                 for loss in ([PUBLISHED_LOSS], [])
             ]
-            peaks = [f"{it.peak / GIB:.1f}" + (f" ({it.peak / GIB / gib:.2f})" if gib else "") for it in both]
+            peaks = [f"{plan.peak / GIB:.1f}" + (f" ({plan.peak / GIB / gib:.2f})" if gib else "") for plan in both]
             each = both[0].tokens_per_second / world_size
             if gib:
                 found["published memory"].append(both[0].peak / GIB / gib)
@@ -329,12 +329,12 @@ def on_further_axes(only: str, found: Ratios) -> Iterator[str]:
     for number, (name, config, hardware, world_size, options, speed) in enumerate(AXES):
         if only in name:
             loaded = load(f"train_configs/{config}.toml", options, world_size=world_size)
-            it = planned(loaded, world_size, hardware, 8)
-            each = it.tokens_per_second / world_size
+            plan = planned(loaded, world_size, hardware, 8)
+            each = plan.tokens_per_second / world_size
             found["published tokens a second of further axes"].append(each / speed)
             use = "experts" if hardware.exchange_share < 1 else "held out" if hardware is GB200 else half(number)
             ratios[use].append(each / speed)
-            cells = f"{it.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})", use
+            cells = f"{plan.peak / GIB:.1f}", f"{speed:,}", f"{each:,.0f} ({each / speed:.2f})", use
             yield row(name, world_size, *cells)
     yield from misses(ratios)
 

@@ -163,7 +163,7 @@ def processor() -> str:
     except OSError:
         lines = []
     about = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-    vectors = next((it for it in ("avx512_bf16", "avx512f", "avx2") if it in about.get("flags", "").split()), "")
+    vectors = next((name for name in ("avx512_bf16", "avx512f", "avx2") if name in about.get("flags", "").split()), "")
     name = about.get("model name", "") or platform.processor() or platform.machine()
     return f"{name} ({vectors})" if vectors else name
 

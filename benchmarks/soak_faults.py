@@ -140,9 +140,14 @@ KINDS = {
     "stop-rank": Kind("SIGSTOP of a rank", to_rank(signal.SIGSTOP), codes=(1,), least_ranks=2),
     "nan": Kind("NaN in a loss, once", plant_nan, codes=(3,), most_lost=1),
     "disk-checkpoints": Kind(
-        "disk full under checkpoints", lambda it: fill(it.checkpoints), lambda it: empty(it.checkpoints), codes=(1,)
+        "disk full under checkpoints",
+        lambda scene: fill(scene.checkpoints),
+        lambda scene: empty(scene.checkpoints),
+        codes=(1,),
     ),
-    "disk-records": Kind("disk full under records", lambda it: fill(it.records), lambda it: empty(it.records)),
+    "disk-records": Kind(
+        "disk full under records", lambda scene: fill(scene.records), lambda scene: empty(scene.records)
+    ),
     "flip": Kind(
         "SIGKILL of all, bits of the newest checkpoint flipped",
         flip_bits,
@@ -162,8 +167,8 @@ KINDS = {
     ),
     "link": Kind(
         "link between two hosts cut",
-        lambda it: it.network.cut(),
-        lambda it: it.network.restore(),
+        lambda scene: scene.network.cut(),
+        lambda scene: scene.network.restore(),
         codes=(1,),
         least_ranks=2,
         hosts=2,
@@ -171,8 +176,8 @@ KINDS = {
     "link-shortly": Kind("link cut for 2 s", cut_link_shortly, least_ranks=2, hosts=2),
     "host": Kind(
         "one of two hosts killed",
-        lambda it: it.network.kill_one(),
-        lambda it: it.network.rebuild(),
+        lambda scene: scene.network.kill_one(),
+        lambda scene: scene.network.rebuild(),
         codes=(1, -signal.SIGKILL),
         least_ranks=2,
         hosts=2,

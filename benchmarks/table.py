@@ -94,9 +94,13 @@ def release_page(
     yield from section("Machines and versions", origins(now))
     yield from section("Worse than before", worse(now, before))
     yield from section("Measured before, not in this release", missing(now, before))
-    beside_plain = {name: it for name, it in now.items() if is_beside_plain(name)}
+    beside_plain = {name: measurement for name, measurement in now.items() if is_beside_plain(name)}
     yield from table("Ratios to the plain loop", beside_plain, before)
-    yield from table("Other measurements", {name: it for name, it in now.items() if name not in beside_plain}, before)
+    yield from table(
+        "Other measurements",
+        {name: measurement for name, measurement in now.items() if name not in beside_plain},
+        before,
+    )
 
 
 def path_below_root(path: Path) -> str:
@@ -108,24 +112,30 @@ def section(heading: str, items: list[str]) -> Iterator[str]:
 
 
 def origins(measurements: dict[str, Measurement]) -> list[str]:
-    counts = Counter(f"{it.date[:10]}, {it.machine}; {known(it)}" for it in measurements.values())
+    counts = Counter(
+        f"{measurement.date[:10]}, {measurement.machine}; {known(measurement)}" for measurement in measurements.values()
+    )
     return [f"{count} of {origin}" for origin, count in sorted(counts.items())]
 
 
 def worse(now: dict[str, Measurement], before: dict[str, Measurement]) -> list[str]:
     """Measurements that are marked, with both values."""
     return [
-        f"`{name}`: {shown(before[name])} became {shown(it)}"
-        for name, it in now.items()
-        if name in before and mark_of(it, before[name]).startswith("**")
+        f"`{name}`: {shown(before[name])} became {shown(measurement)}"
+        for name, measurement in now.items()
+        if name in before and mark_of(measurement, before[name]).startswith("**")
     ]
 
 
 def missing(now: dict[str, Measurement], before: dict[str, Measurement]) -> list[str]:
     """Measurements of `before` that are not there; in one line those of a script that did not run."""
-    ran = {script_of(it) for it in now.values()}
-    idle = Counter(script_of(it) for it in before.values() if script_of(it) not in ran)
-    named = [f"`{name}`: {shown(it)}" for name, it in before.items() if name not in now and script_of(it) in ran]
+    ran = {script_of(measurement) for measurement in now.values()}
+    idle = Counter(script_of(measurement) for measurement in before.values() if script_of(measurement) not in ran)
+    named = [
+        f"`{name}`: {shown(measurement)}"
+        for name, measurement in before.items()
+        if name not in now and script_of(measurement) in ran
+    ]
     return [*named, *(f"all {count} of `{script}`" for script, count in idle.items())]
 
 
@@ -145,7 +155,7 @@ def table(heading: str, now: dict[str, Measurement], before: dict[str, Measureme
         return
     yield line(*HEADER)
     yield line(*["---"] * len(HEADER))
-    yield from (release_row(it, before.get(name)) for name, it in now.items())
+    yield from (release_row(measurement, before.get(name)) for name, measurement in now.items())
 
 
 def release_row(now: Measurement, before: Measurement | None) -> str:

@@ -115,7 +115,7 @@ def main() -> None:
     )
     print("|---" * (len(rates) + 5) + "|")
     best: dict[tuple[str, int, int], int] = {}
-    for rule, width, depth in sorted(losses, key=lambda it: (it[0], it[2], it[1])):
+    for rule, width, depth in sorted(losses, key=lambda key: (key[0], key[2], key[1])):
         of_size = losses[rule, width, depth]
         seeds = max(map(len, of_size.values()))
         means = {rate: statistics.mean(of_size[rate]) for rate in rates if len(of_size.get(rate, [])) == seeds}

@@ -74,7 +74,7 @@ def train(folder: Path, name: str, *, processes: int, kill_after: int) -> None:
 def descendants(pid: int) -> list[int]:
     """Return the processes that a process started, and those that they did, the youngest first."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    return [it for child in children for it in (*descendants(int(child)), int(child))]
+    return [pid for child in children for pid in (*descendants(int(child)), int(child))]
 
 
 def losses(folder: Path, name: str) -> list[float]:

@@ -140,7 +140,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     slow = [item for item in items if item.get_closest_marker("slow")]  # keywords have names of folders, too
     others = [item for item in items if not item.get_closest_marker("slow")]
     size = -(-len(others) // workers)
-    items[:] = [it for n in range(workers) for it in (*slow[n::workers], *others[n * size : (n + 1) * size])]
+    items[:] = [item for n in range(workers) for item in (*slow[n::workers], *others[n * size : (n + 1) * size])]
     if (on_gpu := [item for item in items if item.get_closest_marker("gpu")]) and not has_gpu():
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

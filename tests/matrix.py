@@ -103,7 +103,7 @@ MESH = "--parallelism."
 TOGETHER, REDUCED_ONCE = f"{MESH}fsdp_min_unit_params=1000000", f"{EACH} {MESH}fsdp_reduce_gradients=last"
 SCHEDULE = f"--model.args.n_layers=4 {MESH}pipeline_parallel_schedule="
 SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
-OF_CONTEXT, OF_TENSOR, OF_STAGES = (f"parallelism.{it}_parallel_degree" for it in ("context", "tensor", "pipeline"))
+OF_CONTEXT, OF_TENSOR, OF_STAGES = (f"parallelism.{axis}_parallel_degree" for axis in ("context", "tensor", "pipeline"))
 MUON = "--optimizer.name=Muon --optimizer.args.ns_dtype=float32"
 IN_BACKWARD = "--optimizer.in_backward --training.max_norm=0"
 SEVERAL = (
@@ -245,7 +245,7 @@ SAME_BITS = {
         f"{REDUCED} {IN_BACKWARD} {FULL}", "r2,r2 s2", like="bfloat16 reduced", slow="r2"
     ),
     "stopped and resumed, bfloat16": Row(f"{RESUMED} {NARROW}", TECHNIQUE, like="bfloat16 weights", slow="s2"),
-    **{f"{it}, recomputed": Row(f"{MODELS[it].words} {OP}", ON_FOUR, like=it) for it in FAMILIES},
+    **{f"{family}, recomputed": Row(f"{MODELS[family].words} {OP}", ON_FOUR, like=family) for family in FAMILIES},
     "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,c2,t2,s2 e2,s4 e4", like="Qwen3-Next"),
     "all variants, recomputed": Row(f"{VARIANTS} {OP}", SPLIT_EXPERTS, like="experts with all variants"),
     **rows("s2", {
@@ -254,8 +254,8 @@ SAME_BITS = {
     }, like="OLMo 2 of transformers"),
 }  # fmt: skip
 SAME_BITS |= {
-    f"small blocks gathered together, {it}": Row(f"{TOGETHER} {SAME_BITS[it].words}", "s2", like=it)
-    for it in (
+    f"small blocks gathered together, {row}": Row(f"{TOGETHER} {SAME_BITS[row].words}", "s2", like=row)
+    for row in (
         "every block recomputed",
         "recomputed but for matmuls",
         "weights kept",
@@ -337,8 +337,8 @@ TECHNIQUES = {
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
     "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
     **rows("s2,r2 s2,c2,t2", {
-        f"two predicted tokens, {it}": f"{SMOL} {FURTHER} {words}"
-        for it, words in {
+        f"two predicted tokens, {title}": f"{SMOL} {FURTHER} {words}"
+        for title, words in {
             "tied head": "--model.args.tied_head=true", "reduced once": REDUCED_ONCE, "compiled": COMPILE,
             "updates in backward": IN_BACKWARD, "CPU offload": f"{FULL} {OFFLOAD}",
             "health of layers": "--metrics.layers.freq=2",
@@ -353,14 +353,15 @@ STAGES = {
     "a frozen stage": Row(
         f"{SCHEDULE}Interleaved1F1B --freeze.parameters=['tok*','layers.0.*']", "p2,s2 p2", slow="p2"
     ),
-    **rows(f"{PIPELINE},s2 e2 p2", {f"schedule {it}": f"{SCHEDULE}{it}" for it in SCHEDULES}, quick="p2"),
+    **rows(f"{PIPELINE},s2 e2 p2", {f"schedule {name}": f"{SCHEDULE}{name}" for name in SCHEDULES}, quick="p2"),
     **rows("p4,s2 p2", {
-        f"schedule {it}, 8 blocks recomputed": f"{SCHEDULE}{it} --model.args.n_layers=8 {FULL}" for it in SCHEDULES
+        f"schedule {name}, 8 blocks recomputed": f"{SCHEDULE}{name} --model.args.n_layers=8 {FULL}"
+        for name in SCHEDULES
     }),
-    **rows("p2", {f"schedule {it}, two predicted tokens": f"{SCHEDULE}{it} {FURTHER}" for it in SCHEDULES}),
-    **rows("p2", {f"schedule {it}, compiled": f"{SCHEDULE}{it} {COMPILE}" for it in SCHEDULES[1:4]}),
+    **rows("p2", {f"schedule {name}, two predicted tokens": f"{SCHEDULE}{name} {FURTHER}" for name in SCHEDULES}),
+    **rows("p2", {f"schedule {name}, compiled": f"{SCHEDULE}{name} {COMPILE}" for name in SCHEDULES[1:4]}),
     **rows("s2 p2", {
-        f"schedule {it}, reduced once": f"{SCHEDULE}{it} {MESH}fsdp_reduce_gradients=last" for it in SCHEDULES
+        f"schedule {name}, reduced once": f"{SCHEDULE}{name} {MESH}fsdp_reduce_gradients=last" for name in SCHEDULES
     }),
     "schedule ZBVZeroBubble, recomputed": Row(f"{SCHEDULE}ZBVZeroBubble {FULL}", "p2,s2 p2", slow="s2 p2"),
     "schedule Interleaved1F1B, recomputed": Row(f"{SCHEDULE}Interleaved1F1B {FULL}", "p2,t2 p2", slow="t2 p2"),
@@ -411,23 +412,23 @@ REPRODUCIBLE = {
         f"{MOE} {EXACT} {BFLOAT16}", f"{DATA},{EXPERT}", tolerance=0, slow="s4 e2,r2 s2 e2"
     ),
     **rows("r2 s2", {
-        f"reproducible, {it}": f"{EXACT} {words}"
-        for it, words in {
+        f"reproducible, {title}": f"{EXACT} {words}"
+        for title, words in {
             "recomputed": FULL, "Muon": "--optimizer.name=Muon", "LoRA": "--lora.rank=4", "CPU offload": OFFLOAD,
             "compiled": COMPILE, "bfloat16 weights": NARROWEST, "a teacher": TEACHER, "pairs": f"{MOE} {PAIRS}",
             "two predicted tokens": FURTHER,
         }.items()
     }, tolerance=0),
     **rows("s2 e2,s4 e4", {
-        f"reproducible experts{it}": f"{MOE} {EXACT} {words}"
-        for it, words in {
+        f"reproducible experts{title}": f"{MOE} {EXACT} {words}"
+        for title, words in {
             "": "", ", pairs": PAIRS, ", recomputed": FULL, ", Muon": MUON, ", CPU offload": OFFLOAD, ", frozen":
             FROZEN_EXPERTS, ", bfloat16 weights": NARROWEST,
         }.items()
     }, tolerance=0),
     **rows(CONTEXT, {
-        f"reproducible sequences, {it}": f"{words} {EXACT} {PARTS}"
-        for it, words in {
+        f"reproducible sequences, {title}": f"{words} {EXACT} {PARTS}"
+        for title, words in {
             "Llama 3": FULL, "Qwen3": f"{QWEN3} {FULL}", "Qwen3-MoE": f"{MOE} {FULL}", "bfloat16": BFLOAT16,
             "Qwen3-MoE, bfloat16": f"{MOE} {BFLOAT16}", "LoRA": "--lora.rank=4", "Muon": f"--optimizer.name=Muon {OP}",
             "gpt-oss, bfloat16": f"{MODELS['gpt-oss'].words} {BFLOAT16}",
@@ -504,7 +505,7 @@ def words_of(row: Row, layout: str) -> list[str]:
 def on_layout(layout: str) -> list[str]:
     """Return the options of a layout. A pipeline has as many micro-batches as it can."""
     axes = {"r": 1, "s": 1} | degrees(layout)
-    return [*(f"--parallelism.{AXES[it]}_degree={axes[it]}" for it in axes), *([EACH] if "p" in axes else [])]
+    return [*(f"--parallelism.{AXES[axis]}_degree={axes[axis]}" for axis in axes), *([EACH] if "p" in axes else [])]
 
 
 def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, compiles: bool = True) -> Found:
@@ -520,7 +521,11 @@ def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, co
             run = built(rank, world_size, config)
             if not run.progress.step:
                 raise_sensitivity(run.model)
-            frozen = {name: checksum(it) for name, it in run.model.named_parameters() if not it.requires_grad}
+            frozen = {
+                name: checksum(parameter)
+                for name, parameter in run.model.named_parameters()
+                if not parameter.requires_grad
+            }
             finish(run, train(run))
     assert run is not None
     found = Found({}, {}, {*frozen})
@@ -529,7 +534,7 @@ def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, co
         found.parts[name, *((axis, place and place[axis]) for axis in sharded_axes(tensor))] = checksum(tensor)
         found.values[name] = whole(tensor).float().numpy()
     assert frozen == {name: checksum(run.model.get_parameter(name)) for name in frozen}
-    assert not [it for it in found.values if it.startswith("optimizer.") and any(name in it for name in frozen)]
+    assert not [key for key in found.values if key.startswith("optimizer.") and any(name in key for name in frozen)]
     return found
 
 
@@ -581,7 +586,7 @@ class Matrix:
                 Job((*words_of(row, layout), *on_layout(layout)), size_of(layout), fault),
                 Job((*words_of(like, layout), *on_layout(where)), size_of(where)),
             ))  # fmt: skip
-        new = [job for job in dict.fromkeys(it for pair in pairs for it in pair) if job not in self.found]
+        new = [job for job in dict.fromkeys(job for pair in pairs for job in pair) if job not in self.found]
         for size in sorted({job.size for job in new}):
             jobs = [job for job in new if job.size == size]
             first = len(self.found)
@@ -599,32 +604,37 @@ class Matrix:
         if TEACHER.split()[0] in words and not (tiny.folder / "outputs/teacher").exists():
             teacher = tiny.config(*LLAMA.split(), "--job.name=teacher", "--training.steps=4")
             run_in_turn(trained, 1, [([teacher], "")])
-        return [tiny.config(*common, *own, f"--training.steps={it}", world_size=job.size) for it in ends]
+        return [tiny.config(*common, *own, f"--training.steps={steps}", world_size=job.size) for steps in ends]
 
     def _compare(self, job: Job, other: Job) -> Difference:
-        name, reference = (f"run-{[*self.found].index(it)}" for it in (job, other))
+        name, reference = (f"run-{[*self.found].index(one)}" for one in (job, other))
         ours, its = (self.tiny.records(run) for run in (name, reference))
         values, wanted = (
-            {key: value for found in self.found[it] for key, value in found.values.items()} for it in (job, other)
+            {key: value for found in self.found[one] for key, value in found.values.items()} for one in (job, other)
         )
-        parts = Counter(key for key, _ in {it for found in self.found[job] for it in found.parts.items()})
-        frozen = {it for found in self.found[other] for it in found.frozen}
+        parts = Counter(key for key, _ in {pair for found in self.found[job] for pair in found.parts.items()})
+        frozen = {name for found in self.found[other] for name in found.frozen}
         ends, its_ends = (self.tiny.records(run, file="validation.jsonl")[-1:] for run in (name, reference))
         others = ["names"] * (not wanted.keys() <= values.keys())
         for key, *both in (("samples", ours, its), ("busiest_expert", ours, its), ("tasks", ends, its_ends)):
-            others += [key] * ([it.get(key) for it in both[0]] != [it.get(key) for it in both[1]])
+            others += [key] * ([record.get(key) for record in both[0]] != [record.get(key) for record in both[1]])
         others += [f"replicas of {key}" for key, values in parts.items() if values > 1]
-        others += [it for it in frozen if not np.array_equal(values[f"model.{it}"], wanted[f"model.{it}"])]
+        others += [name for name in frozen if not np.array_equal(values[f"model.{name}"], wanted[f"model.{name}"])]
         for file, key in (("layers.jsonl", "layers"), ("hashes.jsonl", "hash")):
             if (self.tiny.folder / "outputs" / reference / file).exists():
-                both = [tree_leaves([it[key] for it in self.tiny.records(run, file=file)]) for run in (name, reference)]
+                both = [
+                    tree_leaves([record[key] for record in self.tiny.records(run, file=file)])
+                    for run in (name, reference)
+                ]
                 near = pytest.approx(both[1], rel=1e-3, abs=1e-6) if key == "layers" else both[1]
                 others += [file] * (both[0] != near)
         return Difference(
-            relative(*([it[key] for it in records for key in LOSSES if key in it] for records in (ours, its))),
-            relative([it["loss"] for it in ends], [it["loss"] for it in its_ends]),
-            relative([it["grad_norm"] for it in ours], [it["grad_norm"] for it in its]),
-            max(abs(values[it] - value).max() / (abs(value).max() + 1e-9) for it, value in wanted.items()),
+            relative(
+                *([record[key] for record in records for key in LOSSES if key in record] for records in (ours, its))
+            ),
+            relative([end["loss"] for end in ends], [end["loss"] for end in its_ends]),
+            relative([record["grad_norm"] for record in ours], [record["grad_norm"] for record in its]),
+            max(abs(values[key] - value).max() / (abs(value).max() + 1e-9) for key, value in wanted.items()),
             others,
         )
 
@@ -641,7 +651,9 @@ def beyond(name: str, found: Difference) -> list[str]:
     row = ROWS[name]
     loss = 0.0 if row.like else row.tolerance
     grad_norm, value = (0.1, math.inf) if loss == ROUNDED else (loss, 200 * loss)
-    others = [it for it in found.others if it != "busiest_expert" or loss < ROUNDED]  # some go to other experts
+    others = [
+        metric for metric in found.others if metric != "busiest_expert" or loss < ROUNDED
+    ]  # some go to other experts
     limits = loss, max(loss, 1e-6), grad_norm, value
     of = zip(found._fields, found, limits, strict=False)
     return [*others, *(f"{key} {most:.1e}" for key, most, limit in of if not most <= limit)]  # pyright: ignore[reportOperatorIssue]
@@ -687,16 +699,19 @@ def lines_of(name: str, differences: Mapping[str, str]) -> list[Written]:
     other = other.replace("within 0e+00", "the same bits")
     tests = {cell: tests for tests, chosen in (("CI", "slow"), ("default", "quick")) for cell in cells_of(chosen, name)}
     return [
-        *(Written(name, other, it, loss, "", tests.get((name, it), "nightly")) for it, loss in differences.items()),
-        *(Written(name, other, it, "", keys, "default") for it, keys in row.refused.items()),
+        *(
+            Written(name, other, layout, loss, "", tests.get((name, layout), "nightly"))
+            for layout, loss in differences.items()
+        ),
+        *(Written(name, other, layout, "", keys, "default") for layout, keys in row.refused.items()),
     ]
 
 
 def symbol(name: str, lines: Sequence[Written]) -> str:
     """Return what the page shows of a row and an axis."""
     row = ROWS[name]
-    if any(it.refused for it in lines):
-        return "✗" if all(it.refused for it in lines) else "◐"
+    if any(line.refused for line in lines):
+        return "✗" if all(line.refused for line in lines) else "◐"
     return ("=" if row.like or not row.tolerance else "≈" if row.tolerance == ROUNDED else "✓") if lines else ""
 
 
@@ -706,7 +721,7 @@ def page(written: Mapping[str, Sequence[Written]]) -> str:
     text = text[: text.index(f"## {next(iter(TABLES))}\n")]
     for heading, table in TABLES.items():
         text += f"## {heading}\n\n| | replicate, shard | context | expert | tensor | pipeline |\n{'|---' * 6}|\n"
-        for name in (it for it in table if it in written):
+        for name in (row for row in table if row in written):
             by_axis: dict[str, list[Written]] = {axis: [] for axis in ("", "c", "e", "t", "p")}
             for line in written[name]:
                 by_axis[next((axis for axis in "petc" if axis in line.layout), "")].append(line)
@@ -719,7 +734,7 @@ def numbers(written: Mapping[str, Sequence[Written]]) -> str:
     """Return the text of docs/combinations.csv, in the order of the rows."""
     file = io.StringIO()
     lines = (line for name in ROWS for line in written.get(name, ()))
-    csv.writer(file, lineterminator="\n").writerows([[it.replace("_", " ") for it in Written._fields], *lines])
+    csv.writer(file, lineterminator="\n").writerows([[field.replace("_", " ") for field in Written._fields], *lines])
     return file.getvalue()
 
 
@@ -739,15 +754,17 @@ def main(*names: str) -> None:
     """
     if unknown := sorted({*names} - {*ROWS}):
         raise SystemExit(f"no such rows: {', '.join(unknown)}")
-    for name in names or [it for it in ROWS if it not in read_numbers()]:
+    for name in names or [row for row in ROWS if row not in read_numbers()]:
         cells = cells_of("all", name)
         with tempfile.TemporaryDirectory() as folder:
             found = Matrix(TinyRun(Path(folder)), steps=STEPS).differences(cells)
-        if red := [(layout, it) for (_, layout), one in zip(cells, found, strict=True) if (it := beyond(name, one))]:
+        if red := [
+            (layout, problems) for (_, layout), one in zip(cells, found, strict=True) if (problems := beyond(name, one))
+        ]:
             raise SystemExit(f"{name}: {red}")
-        losses = {it: max(one.loss, one.validation) for (_, it), one in zip(cells, found, strict=True)}
+        losses = {layout: max(one.loss, one.validation) for (_, layout), one in zip(cells, found, strict=True)}
         written = read_numbers()
-        written[name] = lines_of(name, {it: f"{loss:.0e}" if loss else "0" for it, loss in losses.items()})
+        written[name] = lines_of(name, {layout: f"{loss:.0e}" if loss else "0" for layout, loss in losses.items()})
         NUMBERS.write_text(numbers(written))
         PAGE.write_text(page(written))
 

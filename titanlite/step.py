@@ -21,7 +21,7 @@ from titanlite.observer import OnPhase, Phase
 from titanlite.ops.attention import document_arguments
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import update
-from titanlite.optim.norm import count_parameter_replicas, gradient_norms, joined, sums_of_squares
+from titanlite.optim.norm import count_parameter_replicas, flat_views, gradient_norms, sums_of_squares
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
 from titanlite.runtime.ranks import reduce_over_ranks
@@ -71,7 +71,7 @@ def no_observer(phase: Phase) -> None:
 class Step:
     """One optimizer step. A run makes it once, and calls it with this rank's micro-batches of each global batch.
 
-    A technique may do a part of it otherwise, in a subclass that overrides the method; see `Parts.step`.
+    A technique may do a part of it otherwise, in a subclass that overrides the method; see `Parts.step_cls`.
     """
 
     config: Config
@@ -288,7 +288,7 @@ def build_step(
         UserError: there is no such loss function.
     """
     loss = build_loss(config.training, kernels, targets, vocabulary=parts.vocabulary)
-    return (parts.step or Step)(
+    return (parts.step_cls or Step)(
         config=config,
         model=model,
         optimizer=optimizer,
@@ -379,7 +379,7 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
 def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
     """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale_in_place(joined(gradients), factor.to(gradients[0].device))
+    scale_in_place(flat_views(gradients), factor.to(gradients[0].device))
 
 
 def finish_reductions(model: Any) -> None:

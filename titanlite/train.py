@@ -48,7 +48,7 @@ from titanlite.techniques.technique import Observed, Parts
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
-    from titanlite.checks.preflight import ResolvedConfig
+    from titanlite.checks.preflight import RunInputs
     from titanlite.models.frozen import FrozenModel
     from titanlite.techniques.average.weights import WeightAverage
 
@@ -58,7 +58,7 @@ class Setup:
     """What all parts of a run are built from."""
 
     config: Config
-    resolved: "ResolvedConfig"
+    inputs: "RunInputs"
     written: str
     """The config as TOML, without secrets."""
     ranks: Ranks
@@ -92,7 +92,7 @@ class Run:
     ranks: Ranks
     folder: RunFolder
     trained: Trained
-    step: Step
+    train_step: Step
     guard: StepGuard
     samples: Samples
     micro_batches: MicroBatches
@@ -118,7 +118,7 @@ class Run:
 
     @property
     def mesh(self) -> DeviceMesh:
-        return self.step.mesh
+        return self.train_step.mesh
 
     @cached_property
     def accumulation(self) -> int:
@@ -128,7 +128,7 @@ class Run:
 
 def build(
     config: Config,
-    resolved: "ResolvedConfig",
+    inputs: "RunInputs",
     *,
     ranks: Ranks,
     device: torch.device,
@@ -147,7 +147,7 @@ def build(
         UserError: the parts do not fit together, or the data or the checkpoint do not fit the config.
     """
     phase = phase or PhaseTimeouts(config.comm)
-    setup = set_up(config, resolved, ranks=ranks, device=device, phase=phase)
+    setup = set_up(config, inputs, ranks=ranks, device=device, phase=phase)
     phase.phase(Phase.DATA_PREPARATION)
     samples, validation_sources = build_data(setup, prepare_text)
     sources = [*samples.sources, *validation_sources]
@@ -159,11 +159,11 @@ def build(
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
     record_start(
-        setup.folder, setup.written, tokenizer=resolved.tokenizer, step=progress.step, ranks=ranks,
+        setup.folder, setup.written, tokenizer=inputs.tokenizer, step=progress.step, ranks=ranks,
         device=device, mesh=setup.mesh,
     )  # fmt: skip
     guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
-    step = build_training_step(setup, trained, guard, progress)
+    train_step = build_train_step(setup, trained, guard, progress)
     micro_batches, batches = build_batches(setup, samples, progress)
     limit = samples.limit(config.training.epochs) if config.training.epochs else None
     steps = count_steps(config.training, step=progress.step, samples=progress.samples_seen, limit=limit)
@@ -173,7 +173,7 @@ def build(
         ranks=ranks,
         folder=setup.folder,
         trained=trained,
-        step=step,
+        train_step=train_step,
         guard=guard,
         samples=samples,
         micro_batches=micro_batches,
@@ -184,19 +184,17 @@ def build(
         steps=steps,
         metrics=metrics,
         phase=phase,
-        observers=build_observers(setup, step, checkpoints, metrics, progress, steps=steps),
+        observers=build_observers(setup, train_step, checkpoints, metrics, progress, steps=steps),
     )
 
 
-def set_up(
-    config: Config, resolved: "ResolvedConfig", *, ranks: Ranks, device: torch.device, phase: CurrentPhase
-) -> Setup:
+def set_up(config: Config, inputs: "RunInputs", *, ranks: Ranks, device: torch.device, phase: CurrentPhase) -> Setup:
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
     folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
     backend = config.training.attention_backend
     return Setup(
         config=config,
-        resolved=resolved,
+        inputs=inputs,
         written=hide_secrets(dump(config)),
         ranks=ranks,
         device=device,
@@ -210,21 +208,21 @@ def set_up(
 
 def build_data(setup: Setup, prepare_text: PrepareText | None) -> tuple[Samples, list[Source]]:
     """Open the data, which must be the same on all ranks: samples of training, and the sources of validation."""
-    config, resolved, world = setup.config, setup.resolved, world_group(setup.mesh)
+    config, inputs, world = setup.config, setup.inputs, world_group(setup.mesh)
     samples, validation_sources = open_data(
         config.data,
         config.validation,
         seq_len=config.training.seq_len,
         seed=config.debug.seed,
-        tokenizer=resolved.tokenizer,
+        tokenizer=inputs.tokenizer,
         cache_folder=setup.folder.data_cache,
         group=world,
         prepare_text=prepare_text,
     )
     check_same_everywhere(str(samples.settings()), "the training data", group=world)
-    if resolved.tasks:
-        check_same_everywhere(str([task.fingerprint for task in resolved.tasks]), "validation.tasks", group=world)
-    if targets := resolved.targets:
+    if inputs.tasks:
+        check_same_everywhere(str([task.fingerprint for task in inputs.tasks]), "validation.tasks", group=world)
+    if targets := inputs.targets:
         check_same_everywhere(str(targets.settings), targets.title, group=world)
     return samples, validation_sources
 
@@ -232,12 +230,12 @@ def build_data(setup: Setup, prepare_text: PrepareText | None) -> tuple[Samples,
 def build_trained(setup: Setup) -> Trained:
     """Build the model on the meta device, parallelize it, give it memory and values, and build its optimizer."""
     config, memory, on_host = setup.config, setup.techniques.memory, "parameters" in places(setup.config)
-    model = setup.resolved.model.build()
+    model = setup.inputs.model.build()
     setup.phase.phase(Phase.SHARDING)
     parallelize(model, config, mesh=setup.mesh, kernels=setup.kernels)
     all_stages = model
     if model.stages:
-        all_stages = setup.resolved.model.build()
+        all_stages = setup.inputs.model.build()
         choose_trained(all_stages, config)
     dtype, seed = DTYPES[config.training.dtype], config.debug.seed
     materialize(model, device=setup.device, dtype=dtype, seed=seed, on_host=on_host, memory=memory)
@@ -257,12 +255,13 @@ def build_trained(setup: Setup) -> Trained:
 def build_checkpoints(
     setup: Setup, trained: Trained, samples: Samples, open_weights: OpenWeights | None
 ) -> CheckpointManager:
-    config, resolved, folder, memory = setup.config, setup.resolved, setup.folder, setup.techniques.memory
-    spec, allow_changes = resolved.model, config.checkpoint.allow_changes
+    config, inputs, folder, memory = setup.config, setup.inputs, setup.folder, setup.techniques.memory
+    spec, allow_changes = inputs.model, config.checkpoint.allow_changes
 
     def settings(samples_seen: int) -> dict[str, Any]:
-        inputs = {**samples.settings(samples_seen), **(resolved.targets.settings if resolved.targets else {})}
-        return resume_settings(config, model_args=spec.args, inputs=inputs)
+        of_targets = inputs.targets.settings.items() if inputs.targets else ()
+        of_inputs = {**samples.settings(samples_seen), **dict(of_targets)}
+        return resume_settings(config, model_args=spec.args, inputs=of_inputs)
 
     return CheckpointManager(
         config.checkpoint,
@@ -281,9 +280,9 @@ def build_checkpoints(
     )
 
 
-def build_training_step(setup: Setup, trained: Trained, guard: StepGuard, progress: Progress) -> Step:
+def build_train_step(setup: Setup, trained: Trained, guard: StepGuard, progress: Progress) -> Step:
     """Build the step, and the model of its targets."""
-    config, targets = setup.config, setup.resolved.targets
+    config, targets = setup.config, setup.inputs.targets
     if targets:
         from titanlite.parallelize.frozen import build_frozen
 
@@ -330,11 +329,11 @@ def build_validator(setup: Setup, sources: list[Source]) -> Validator:
     return Validator(
         config.validation,
         sources,
-        setup.resolved.tasks,
+        setup.inputs.tasks,
         seq_len=config.training.seq_len,
         multiple_of=2 * config.sequence_parts,
         batch_size=config.training.batch_split(ranks)[0],
-        token_bytes=setup.resolved.tokenizer.token_bytes(),
+        token_bytes=setup.inputs.tokenizer.token_bytes(),
         kernels=setup.kernels,
         vocabulary=setup.techniques.vocabulary,
         device=setup.device,
@@ -346,7 +345,7 @@ def build_validator(setup: Setup, sources: list[Source]) -> Validator:
 
 
 def build_metrics(setup: Setup, trained: Trained, progress: Progress, *, steps: int) -> MetricsRecorder:
-    training, targets = setup.config.training, setup.resolved.targets
+    training, targets = setup.config.training, setup.inputs.targets
     models = [trained.all_stages, targets.frozen] if targets else [trained.all_stages]
     return MetricsRecorder(
         setup.config.metrics,
@@ -365,7 +364,7 @@ def build_metrics(setup: Setup, trained: Trained, progress: Progress, *, steps: 
 
 def build_observers(
     setup: Setup,
-    step: Step,
+    train_step: Step,
     checkpoints: CheckpointManager,
     metrics: MetricsRecorder,
     progress: Progress,
@@ -374,8 +373,8 @@ def build_observers(
 ) -> list[StepObserver]:
     folder, ranks = setup.folder.path, setup.ranks
     observed = Observed(
-        model=step.model,
-        replicas=step.replicas,
+        model=train_step.model,
+        replicas=train_step.replicas,
         mesh=setup.mesh,
         ranks=ranks,
         device=setup.device,
@@ -449,7 +448,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = _learning_rate(run, step)
         set_learning_rate(run.optimizer, lr)
-        result = run.step(batches, decide=run.guard.decide, stop_flag=stop.flag(), on_phase=observer.phase)
+        result = run.train_step(batches, decide=run.guard.decide, stop_flag=stop.flag(), on_phase=observer.phase)
         if average := run.trained.average:
             average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)
@@ -484,7 +483,7 @@ def _after_step(
     saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
     copies = not last and is_due(step, config.checkpoint.local_interval or run.steps, last=False)
     if saves or copies or stops or metrics.records(step, last=last):
-        skipped = run.guard.check(run.step.world)  # waits for the device, and raises StoppedByGuard
+        skipped = run.guard.check(run.train_step.world)  # waits for the device, and raises StoppedByGuard
         metrics.record_skipped(skipped, run.micro_batches, run.samples)
     if stops:
         raise stop_requests.stopped(step)
@@ -525,7 +524,7 @@ def _samples_seen(run: Run, step: int) -> int:
 def _progress(run: Run, step: int) -> Progress:
     """Return the progress at the end of a step."""
     samples = _samples_seen(run, step)
-    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.step.checkpoint_state())
+    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.train_step.checkpoint_state())
 
 
 def finish(run: Run, stopped: RunStopped | None = None) -> None:

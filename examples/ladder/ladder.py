@@ -79,7 +79,7 @@ def plan(name: str, options: dict[str, Any], arguments: argparse.Namespace) -> l
         args = asdict(model.args.resized(width=shape[0], depth=shape[1]))
         own |= {f"model.args.{key}": value for key, value in args.items() if value != old[key]}
         rungs.append(rung(name, options | own, shape, arguments.tokens_per_parameter))
-    counts = [it.parameters for it in rungs]
+    counts = [rung.parameters for rung in rungs]
     if counts != sorted(counts) or len({*counts}) <= arguments.sizes:
         raise titanlite.UserError("sizes do not grow: lower --sizes, raise --factor, or take a larger model")
     return rungs
@@ -103,7 +103,7 @@ def shapes(model: titanlite.Model, width: int, arguments: argparse.Namespace) ->
         ideal = min(width, max(1, round(width * wanted ** (1 / 3))))
         found = []
         for candidates in (range(ideal, 0, -1), range(ideal + 1, width + 1)):
-            if near := next((it for it in candidates if parameters(it, depth)), 0):
+            if near := next((width for width in candidates if parameters(width, depth)), 0):
                 layers = min(depth, max(1, round(depth * wanted * whole / parameters(near, depth))))
                 size = math.log(parameters(near, layers) / whole / wanted)
                 found.append((abs(size) + abs(math.log(near / width * depth / layers)) / 2, (near, layers)))
@@ -118,12 +118,12 @@ def rung(name: str, options: dict[str, Any], shape: tuple[int, int], tokens_per_
     if tokens < training.batch_sizes[0] * training.seq_len:
         raise titanlite.UserError(f"{config.job.name}: fewer tokens than one step: raise --tokens-per-parameter")
     share = tokens / length(config)[1]
-    old = {f"lr_scheduler.{key}": it for key, it in config.lr_scheduler if key.endswith(("_steps", "_tokens"))}
+    old = {f"lr_scheduler.{key}": value for key, value in config.lr_scheduler if key.endswith(("_steps", "_tokens"))}
     old["validation.freq"] = config.validation.freq if config.validation.enable else None
     ramps = {"training.batch_ramp": training.batch_ramp, "training.seq_len_ramp": training.seq_len_ramp}
     for key, parts in {**ramps, "data.stages": config.data.stages}.items():
-        old |= {f"{key}.{number}.until_tokens": it.until_tokens for number, it in enumerate(parts)}
-    new = {key: max(1, round(it * share)) for key, it in old.items() if it}
+        old |= {f"{key}.{number}.until_tokens": part.until_tokens for number, part in enumerate(parts)}
+    new = {key: max(1, round(value * share)) for key, value in old.items() if value}
     config = titanlite.load_config(name, options | new | {"training.tokens": tokens})
     flops = tokens * model.flops_per_token(training.seq_len)
     return Rung(str(config.job.name), *shape, parameters_of(model), tokens, length(config)[0], flops, config)
@@ -131,14 +131,14 @@ def rung(name: str, options: dict[str, Any], shape: tuple[int, int], tokens_per_
 
 def parameters_of(model: titanlite.Model) -> int:
     """Return N: the parameters of the blocks, without embedding and head."""
-    return sum(it.numel() for it in model.layers.parameters())
+    return sum(parameter.numel() for parameter in model.layers.parameters())
 
 
 def length(config: titanlite.Config) -> tuple[int, int]:
     """Return the steps and tokens of a whole run."""
     training, steps, tokens = config.training, 0, 0
     while tokens < training.tokens if training.tokens else steps < training.steps:
-        sizes = (it.global_batch_size for it in training.batch_ramp if tokens < it.until_tokens)
+        sizes = (stage.global_batch_size for stage in training.batch_ramp if tokens < stage.until_tokens)
         steps, tokens = steps + 1, tokens + next(sizes, training.global_batch_size) * training.seq_len
     return steps, tokens
 
@@ -146,7 +146,7 @@ def length(config: titanlite.Config) -> tuple[int, int]:
 def finished(rung: Rung) -> titanlite.RunRecords | None:
     """Return the records of a run that is finished; None if it is not. One with other options is refused."""
     if (rung.folder / "config.toml").is_file():
-        was, now = (it.model_dump() for it in (titanlite.load_config(rung.folder / "config.toml"), rung.config))
+        was, now = (config.model_dump() for config in (titanlite.load_config(rung.folder / "config.toml"), rung.config))
         keys = [(part, key) for part in now if part not in WITHOUT_EFFECT for key in now[part] if key != "cache_folder"]
         if others := [f"{part}.{key}" for part, key in keys if was[part][key] != now[part][key]]:
             raise titanlite.UserError(f"{rung.folder} had another {', '.join(others)}: delete it, or set --job.name")
@@ -172,8 +172,8 @@ def train(rung: Rung) -> None:
 
 def loss_of(run: titanlite.RunRecords) -> float:
     """Return the last validation loss; without validation, the mean training loss of the last tenth of the steps."""
-    losses = [it["loss"] for it in run.validation if it["step"] == run.steps[-1]]
-    losses = losses or [it["loss"] for it in run.metrics if it["step"] > 0.9 * run.steps[-1]]
+    losses = [record["loss"] for record in run.validation if record["step"] == run.steps[-1]]
+    losses = losses or [record["loss"] for record in run.metrics if record["step"] > 0.9 * run.steps[-1]]
     if None in losses:
         raise titanlite.UserError(f"{run.path} has no finite loss at its end")
     return mean(losses)
@@ -181,7 +181,7 @@ def loss_of(run: titanlite.RunRecords) -> float:
 
 def predict(rungs: Sequence[Rung], losses: Sequence[Any]) -> dict[str, Any]:
     """Return the law of the losses, and what it says of each run and of the target, as JSON values."""
-    law = fit([it.parameters for it in rungs[:-1]], losses[:-1], [it.parameters for it in rungs])
+    law = fit([rung.parameters for rung in rungs[:-1]], losses[:-1], [rung.parameters for rung in rungs])
     runs = [
         {key: value for key, value in rung._asdict().items() if key != "config"}
         | {"loss": loss, "predicted": value, "interval": bounds, "error": value / loss - 1 if loss else None}
@@ -231,7 +231,7 @@ def main() -> None:
         parser.error("--sizes is at least 3, --factor 1.1 and --seeds 1")
     rungs = plan(arguments.config, dict(map(option, words)), arguments)
     jobs = rungs if arguments.train_target else rungs[:-1]
-    for rung in [it for it in jobs if not finished(it)]:
+    for rung in [job for job in jobs if not finished(job)]:
         print(f"{rung.name}: {rung.parameters:,} parameters, {rung.steps:,} steps", flush=True)
         train(rung)
     losses = [run and loss_of(run) for run in map(finished, rungs)]

@@ -72,7 +72,7 @@ def draw(record: dict[str, Any], path: Path) -> None:
     from matplotlib.ticker import EngFormatter, NullFormatter
 
     mpl.rcParams.update({"font.size": 11, "svg.hashsalt": "titanlite", "svg.fonttype": "none"})
-    target, (sizes, losses) = record["target"], ([it[key] for it in record["runs"]] for key in ("parameters", "loss"))
+    target, (sizes, losses) = record["target"], ([run[key] for run in record["runs"]] for key in ("parameters", "loss"))
     x = np.geomspace(min(sizes) / 1.15, target["parameters"] * 1.15, 200)
     line, low, high = zip(*fit(sizes, losses, x.tolist())["losses"], strict=True)
     canvas, axes = plt.subplots(figsize=(8, 4), layout="constrained")

@@ -140,7 +140,6 @@ def test_two_shards_swapped(tiny: TinyRun) -> None:
     before, after = run_ranks(trained_with_swapped_shards, 2, tiny, config)[0]
     assert before == after
     log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log").read_text()
-    assert "damaged checkpoint: " in log
     assert f"{folder_name(4)}/__" in log
     assert steps(tiny) == [2, 4]
 

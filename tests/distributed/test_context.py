@@ -69,10 +69,10 @@ def attend_with_window(rank: int, ranks: int, windows: list[int], packed: bool) 
     documents = Documents(torch.zeros(B, S), ids, torch.tensor([0, 7, 27, 32, 64]).int())
     for window in windows:
         q, k, v, upstream = torch.randn(4, B, 2, S, H, generator=torch.Generator().manual_seed(0)).unbind()
-        whole = [it.clone().requires_grad_() for it in (q, k, v)]
+        whole = [tensor.clone().requires_grad_() for tensor in (q, k, v)]
         expected = attend(whole[0], whole[1], whole[2], additive_mask(ids, q.dtype, window=window))
         expected.backward(upstream)
-        parts = [it[:, :, own].clone().requires_grad_() for it in (q, k, v)]
+        parts = [tensor[:, :, own].clone().requires_grad_() for tensor in (q, k, v)]
         source = ContextSplit(part, group)
         mask = kernels.attention_mask(documents, q[:, 0], H, source, window=window)
         if packed:

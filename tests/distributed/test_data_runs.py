@@ -134,16 +134,20 @@ def test_schedules_in_tokens_together_on_other_processes(tiny: TinyRun) -> None:
     run_in_turn(trained, 1, [tiny.config(*options, tokens, whole), tiny.config(*options, *first)])
     run_in_turn(trained, 2, [tiny.config(*options, tokens, world_size=2)])
     expected, found = tiny.records("whole"), tiny.records()
-    assert [it["samples"] for it in expected] == [it["samples"] for it in found] == [2, 4, 8, 12, 20, 28, 36]
-    assert [it["loss"] for it in found] == pytest.approx([it["loss"] for it in expected], rel=1e-6)
-    assert [it["data_shares"] for it in found] == [it["data_shares"] for it in expected]
+    assert (
+        [record["samples"] for record in expected]
+        == [record["samples"] for record in found]
+        == [2, 4, 8, 12, 20, 28, 36]
+    )
+    assert [record["loss"] for record in found] == pytest.approx([record["loss"] for record in expected], rel=1e-6)
+    assert [record["data_shares"] for record in found] == [record["data_shares"] for record in expected]
     assert expected[-1]["data_shares"]["second"] == pytest.approx((7.5 + 15 + 0.3 * 11) / 36, abs=1 / 36)
-    peak, ends = tiny.config().optimizer.lr, [16 * it["samples"] for it in expected]
+    peak, ends = tiny.config().optimizer.lr, [16 * record["samples"] for record in expected]
     decayed = [1 - (end - (576 - 256)) / (256 + 128) for end in ends[-2:]]
-    rates = [it["lr"] / peak for it in expected]
-    assert [it["lr"] for it in found] == [it["lr"] for it in expected]
+    rates = [record["lr"] / peak for record in expected]
+    assert [record["lr"] for record in found] == [record["lr"] for record in expected]
     assert rates == pytest.approx([32 / 128, 64 / 128, 1, 1, 1, *decayed])
-    flops = [it["tflops_per_device"] / it["tokens_per_second"] for it in expected]
+    flops = [record["tflops_per_device"] / record["tokens_per_second"] for record in expected]
     assert flops[0] < flops[3] < flops[5], "attention to fewer tokens"
     without = [option for option in options if "batch_ramp" not in option]
     with one_process():

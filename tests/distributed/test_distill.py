@@ -58,7 +58,7 @@ def with_teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, str
 def taught(rank: int, world_size: int, config: Config) -> None:
     """Train. The teacher keeps the bits of its checkpoint, is saved nowhere, and its forward pass counts."""
     run = train_on_this_rank(config, rank, world_size)
-    teacher = run.step.targets.model
+    teacher = run.train_step.targets.model
     assert teacher is not None
     stored = load_model(open_source(str(config.teacher.path)))
     theirs = model_state(stored)
@@ -85,9 +85,11 @@ def test_losses_are_equal_with_every_technique(tiny: TinyRun) -> None:
     names = {(1, 1): ["plain", "offload", "tied", "AC"], (1, 2): [*options]}
     for world_size in (1, 2):
         configs = [
-            tiny.config(*options[name], *degrees(*it), f"--job.name={name}-{it[0]}-{it[1]}", world_size=world_size)
-            for it, some in names.items()
-            if it[0] * it[1] == world_size
+            tiny.config(
+                *options[name], *degrees(*layout), f"--job.name={name}-{layout[0]}-{layout[1]}", world_size=world_size
+            )
+            for layout, some in names.items()
+            if layout[0] * layout[1] == world_size
             for name in some
         ]
         run_in_turn(taught, world_size, configs)
@@ -114,7 +116,7 @@ def test_a_distilled_run_resumes_bit_for_bit_and_with_its_teacher_only(with_teac
     for more in (["--job.name=whole"], ["--job.name=parts", few], ["--job.name=parts"]):
         trained(0, 1, tiny.config(*options, teacher, *more))
     for key in ("loss", "distill_loss", "grad_norm"):
-        assert [it[key] for it in tiny.records("parts")] == [it[key] for it in tiny.records("whole")]
+        assert [record[key] for record in tiny.records("parts")] == [record[key] for record in tiny.records("whole")]
     more = ["--job.name=parts", "--training.steps=5"]
     with pytest.raises(UserError, match=r"teacher .*[0-9a-f]{16}.* [0-9a-f]{16}\n"):
         trained(0, 1, tiny.config(*options, other, *more))
@@ -140,7 +142,7 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(
     batches = list(islice(run.batches, 2))
     run.batches.close()
     batches[0]["labels"][:3, 5:] = IGNORE
-    run.step.accumulate(batches, no_observer)
+    run.train_step.accumulate(batches, no_observer)
     student, teacher = (load_model(open_source(path)) for path in paths)
     tokens, labels = (torch.cat([batch[key] for batch in batches]) for key in ("tokens", "labels"))
     with torch.no_grad():
@@ -148,7 +150,7 @@ def test_accumulated_gradients_are_those_of_the_plain_loss_of_the_whole_batch(
     one = torch.eye(theirs.shape[-1])
     loss, _ = plain(student(tokens), one, labels, Given(theirs, one), config.distill, 0.0)
     names, parameters = zip(*unique_parameters(student), strict=True)
-    expected = torch.autograd.grad(loss / count_valid_tokens(batches, run.step.group), parameters)
+    expected = torch.autograd.grad(loss / count_valid_tokens(batches, run.train_step.group), parameters)
     found = dict(unique_parameters(run.model))
     assert found.keys() == set(names)
     for name, gradient in zip(names, expected, strict=True):
@@ -170,9 +172,9 @@ def test_neither_frozen_nor_the_teachers_bits_change(with_teacher: tuple[TinyRun
     still = {name for name, p in unique_parameters(run.model) if torch.equal(whole(p), before[name])}
     first = {name for name in before if name.startswith("layers.0.")}
     assert still == first | {"tok_embeddings.weight", "layers.1.attention.wq.weight"}
-    assert run.step.targets
+    assert run.train_step.targets
     stored = model_state(load_model(open_source(f"{tiny.folder}/outputs/teacher")))
-    for name, tensor in model_state(run.step.targets.model or run.model).items():
+    for name, tensor in model_state(run.train_step.targets.model or run.model).items():
         assert np.array_equal(whole(tensor).float().numpy(), stored[name].float().numpy()), name
 
 
@@ -184,8 +186,8 @@ def test_the_teacher_computes_what_its_model_does(with_teacher: tuple[TinyRun, s
     run = built(0, 1, config)
     batch = next(run.batches)
     run.batches.close()
-    assert run.step.targets
-    output = run.step.targets(batch, no_observer)["teacher"]
+    assert run.train_step.targets
+    output = run.train_step.targets(batch, no_observer)["teacher"]
     with output.teacher.head_weight() as weight, torch.no_grad():
         logits = output.hidden_BLD @ weight.t()
         expected = load_model(open_source(str(config.teacher.path)))(batch["tokens"], **document_arguments(batch))

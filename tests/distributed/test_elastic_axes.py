@@ -40,7 +40,7 @@ def values(run: Run) -> dict[str, Any]:
     found = {}
     for name, parameter in run.model.named_parameters():
         found[name] = whole(parameter).numpy()
-        found |= {f"{name}.{key}": whole(it).numpy() for key, it in run.optimizer.state[parameter].items()}
+        found |= {f"{name}.{key}": whole(tensor).numpy() for key, tensor in run.optimizer.state[parameter].items()}
     return found
 
 

@@ -119,8 +119,8 @@ def two_ranks(rank: int, world_size: int, built_only: Config, config: Config) ->
 def test_two_ranks_with_different_experts_begin_and_save_as_one(tiny: TinyRun) -> None:
     """One process loads the moments that two ranks have saved."""
     options = [*MOE, "--training.steps=4", "--activation_checkpoint.mode=selective", "--data.document_mask"]
-    two = [tiny.config(*options, *degrees(*TWO), f"--job.name={it}", world_size=2) for it in ("two-built", "two")]
-    built_only, config, loaded = (tiny.config(*options, f"--job.name={it}") for it in ("one-built", "one", "two"))
+    two = [tiny.config(*options, *degrees(*TWO), f"--job.name={name}", world_size=2) for name in ("two-built", "two")]
+    built_only, config, loaded = (tiny.config(*options, f"--job.name={name}") for name in ("one-built", "one", "two"))
     of_ranks = run_ranks(two_ranks, 2, *two)
     run = built(0, 1, built_only)
     run.batches.close()

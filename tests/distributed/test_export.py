@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.support.helpers import TinyRun, mentions, run_in_turn
 from tests.support.layouts import trained
 from tests.support.weights import SMALL
-from titanlite.tools.convert.export import Target, export_folder
+from titanlite.tools.convert.export import OutputFolder, export_folder
 from titanlite.tools.convert.source import load_model, open_source
 
 
@@ -22,7 +22,7 @@ def test_sharded_checkpoints_are_exported_in_one_process(tiny: TinyRun, tmp_path
     assert len({chunk.relative_path for chunk in source.metadata.storage_data.values()}) >= 2
     weights = dict(load_model(source).named_parameters())
     out = tmp_path / "hf"
-    done = export_folder(source, Target(str(out)), max_shard_bytes=10**9, check=True)
+    done = export_folder(source, OutputFolder(str(out)), max_shard_bytes=10**9, check=True)
     assert mentions(done.report, "transformers", "128 tokens")
     found = load_file(out / "model.safetensors")
     assert torch.equal(found["model.embed_tokens.weight"], weights["tok_embeddings.weight"])

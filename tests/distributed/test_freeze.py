@@ -30,7 +30,8 @@ def test_the_rest_trains_as_beside_constants(tiny: TinyRun) -> None:
     """The oracle trains everything, with a learning rate of 0 for what is frozen here."""
     options = {"frozen": FREEZE, "constant": CONSTANTS}
     several = [
-        tiny.config(*degrees(1, 2), *SHORT, it, f"--job.name={name}", world_size=2) for name, it in options.items()
+        tiny.config(*degrees(1, 2), *SHORT, option, f"--job.name={name}", world_size=2)
+        for name, option in options.items()
     ]
     [frozen, constant] = run_in_turn(trained, 2, several)
     for name, value in constant[0].items():

@@ -20,7 +20,7 @@ from titanlite.schema import Config
 
 def exchanged(rank: int, world_size: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Return what this rank gets, and what it should get."""
-    wholes = [torch.randn(5 * world_size, generator=torch.Generator().manual_seed(it)) for it in range(world_size)]
+    wholes = [torch.randn(5 * world_size, generator=torch.Generator().manual_seed(rank)) for rank in range(world_size)]
     wholes = [whole.to(dtype) for whole in wholes]
     group = world()
     comm = AllToAllReduceScatter(in_flight=None)
@@ -92,9 +92,11 @@ def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:
     one_step(run)
     states = [module._get_fsdp_state() for module in run.model.modules() if isinstance(module, FSDPModule)]
     units = [state._fsdp_param_group for state in states]
-    parameters = [it for unit in units if unit for it in unit.fsdp_params]
+    parameters = [parameter for unit in units if unit for parameter in unit.fsdp_params]
     assert len(parameters) == len(list(run.model.parameters()))
-    return [it._unsharded_param.data_ptr() == it._sharded_param_data.data_ptr() for it in parameters]
+    return [
+        parameter._unsharded_param.data_ptr() == parameter._sharded_param_data.data_ptr() for parameter in parameters
+    ]
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -104,7 +106,7 @@ def test_one_shard_is_gathered_in_place(tiny: TinyRun) -> None:
     configs = [tiny.config(*options, f"--job.name={number}") for number, options in enumerate(alone)]
     assert [{*gathered_in_place(0, 1, config)} for config in configs] == [{True}, {False}]
     layouts = [degrees(2, 1), degrees(1, 2)]
-    of_two = [tiny.config(*it, f"--job.name=two-{number}", world_size=2) for number, it in enumerate(layouts)]
+    of_two = [tiny.config(*options, f"--job.name=two-{number}", world_size=2) for number, options in enumerate(layouts)]
     found = run_in_turn(gathered_in_place, 2, of_two)
     assert [[set(rank) for rank in ranks] for ranks in found] == [[{True}] * 2, [{False}] * 2]
 
@@ -116,8 +118,14 @@ def gathered(rank: int, world_size: int, config: Config) -> list[str]:
     batch = next(iter(run.batches))
     with torch.no_grad():
         run.model(batch["tokens"], loss=partial(token_loss, labels_BL=batch["labels"]))
-    units = [(name, _param_group(it)) for name, it in run.model.named_modules() if isinstance(it, FSDPModule)]
-    return [name for name, it in units if it and (it.is_unsharded or it._all_gather_result is not None)]
+    units = [
+        (name, _param_group(module)) for name, module in run.model.named_modules() if isinstance(module, FSDPModule)
+    ]
+    return [
+        name
+        for name, param_group in units
+        if param_group and (param_group.is_unsharded or param_group._all_gather_result is not None)
+    ]
 
 
 @pytest.mark.slow
@@ -129,5 +137,5 @@ def test_passes_without_gradients_leave_no_weights_of_the_module(tiny: TinyRun) 
         "--parallelism.fsdp_forward_prefetch=2",
     ]
     sizes = ["--parallelism.fsdp_min_unit_params=0", "--parallelism.fsdp_min_unit_params=1000000"]
-    names = run_in_turn(gathered, 2, [tiny.config(*options, it, world_size=2) for it in sizes])
+    names = run_in_turn(gathered, 2, [tiny.config(*options, size, world_size=2) for size in sizes])
     assert [found for of_config in names for found in of_config] == [["tok_embeddings", "head"]] * 4

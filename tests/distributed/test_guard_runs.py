@@ -43,7 +43,7 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     run = built(rank, world_size, config)
     before: list[Snapshot] = []
     calls = [0]
-    micro_batches, right = run.accumulation, run.step.loss_function
+    micro_batches, right = run.accumulation, run.train_step.loss_function
 
     def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
         found = right(*args, **kwargs)

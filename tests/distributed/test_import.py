@@ -25,7 +25,7 @@ SOURCES = ("hugging-face", "experts", "torchtitan", "float8", "mxfp4")
 def loaded(rank: int, world_size: int, config: Config) -> tuple[dict[str, Any], int, int, int]:
     """Return the weights that a run begins with, and bytes: that a rank reads for them, of its shards, and of all."""
     run = built(rank, world_size, config)
-    tensors = {name: it for name, it in model_state(run.model).items() if not name.endswith("bias_E")}
+    tensors = {name: tensor for name, tensor in model_state(run.model).items() if not name.endswith("bias_E")}
     found = {name: whole(tensor) for name, tensor in tensors.items()}
     args: Any = run.model.args
     reader = open_weights(str(config.checkpoint.initial_load_path), ModelSpec(type(run.model), args), [])
@@ -74,7 +74,7 @@ def test_every_layout_begins_with_the_same_bits(tiny: TinyRun, places: list[tupl
     for source in ("float8", "mxfp4"):
         model = write_quantized(tiny.folder / source, llama)
         specs[source] = ModelSpec(type(model), model.args)
-        expected[source] = {name: it for name, it in model_state(model).items() if not name.endswith("bias_E")}
+        expected[source] = {name: tensor for name, tensor in model_state(model).items() if not name.endswith("bias_E")}
     configs = []
     for number, (source, layout) in enumerate(places):
         place = [f"--checkpoint.initial_load_path={tiny.folder / source}", f"--job.name={number}"]

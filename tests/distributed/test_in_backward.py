@@ -23,7 +23,7 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Train until step 3 has a nonfinite loss on rank 1. If the name of the run has "gradient": nonfinite gradients of
     all below the head."""
     run = built(rank, world_size, config)
-    calls, right = [0], run.step.loss_function
+    calls, right = [0], run.train_step.loss_function
     in_gradient = "gradient" in str(config.job.name)
 
     def poison(gradient: torch.Tensor) -> torch.Tensor:
@@ -42,14 +42,20 @@ def stopped(rank: int, world_size: int, config: Config) -> dict[str, Any]:
 
     def remember(*_: Any) -> None:
         if calls[0] == BAD_STEP and not before:
-            before.update({name: local_tensor(it).detach().clone() for name, it in unique_parameters(run.model)})
+            before.update(
+                {name: local_tensor(parameter).detach().clone() for name, parameter in unique_parameters(run.model)}
+            )
 
     run.optimizer.register_step_pre_hook(remember)
     ended = train(with_loss(run, loss_of))
     finish(run, ended)
     assert isinstance(ended, StoppedByGuard)
-    moved = [name for name, it in unique_parameters(run.model) if not torch.equal(before[name], local_tensor(it))]
-    finite = all(bool(local_tensor(it).isfinite().all()) for it in run.model.parameters())
+    moved = [
+        name
+        for name, parameter in unique_parameters(run.model)
+        if not torch.equal(before[name], local_tensor(parameter))
+    ]
+    finite = all(bool(local_tensor(parameter).isfinite().all()) for parameter in run.model.parameters())
     return {"moved": moved, "finite": finite, "stop": (str(ended), ended.taken, ended.in_part, ended.exit_code)}
 
 

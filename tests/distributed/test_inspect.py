@@ -38,5 +38,5 @@ def test_fake_ranks_have_the_layout_of_two_processes(tiny: TinyRun) -> None:
         stored: dict[str, Any] = open_source(str(folder)).metadata.state_dict_metadata
         for here in zip(*ranks, strict=True):
             sizes = [[*piece.sizes] for piece in stored[f"model.{here[0]['name']}"].chunks]
-            assert sizes == [it["local_shape"] for it in here][: len(sizes)]
+            assert sizes == [record["local_shape"] for record in here][: len(sizes)]
             assert sum(size[0] for size in sizes) == here[0]["shape"][0]

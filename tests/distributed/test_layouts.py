@@ -55,8 +55,8 @@ def few_steps(rank: int, world_size: int, config: Config) -> Found:
             for row, labels in enumerate(batch["labels"]):
                 sample = rank * len(batches) * len(batch["labels"]) + number * len(batch["labels"]) + row
                 labels[: 4 * sample] = IGNORE  # of 32: from none to all but four
-        run.step.max_norm, run.step.loss_function = 0.0, loss_function
-        results.append(run.step(batches))
+        run.train_step.max_norm, run.train_step.loss_function = 0.0, loss_function
+        results.append(run.train_step(batches))
     return Found(initial, gradients, float(results[0].grad_norm), [float(result.loss) for result in results])
 
 

@@ -55,8 +55,8 @@ def skip_reasons(scale: Any, guard: StepGuard, norms: list[float], *, loss: floa
 
 def train_by_grad_scaler(run: Any, scaler: torch.amp.GradScaler) -> None:
     [batch] = islice(run.batches, 1)
-    loss = run.model(batch["tokens"], loss=partial(run.step.loss_function, labels_BL=batch["labels"]))
-    scaler.scale(loss.total * (1 / count_valid_tokens([batch], run.step.group))).backward()
+    loss = run.model(batch["tokens"], loss=partial(run.train_step.loss_function, labels_BL=batch["labels"]))
+    scaler.scale(loss.total * (1 / count_valid_tokens([batch], run.train_step.group))).backward()
     scaler.step(run.optimizer)
     scaler.update()
     run.optimizer.zero_grad()
@@ -68,7 +68,7 @@ def scaled_step(**state: float) -> Any:
 
 
 def train_by_titanlite(run: Any) -> float:
-    result = run.step(list(islice(run.batches, 1)), decide=run.guard.decide)
+    result = run.train_step(list(islice(run.batches, 1)), decide=run.guard.decide)
     return float(result.model_metrics["loss_scale"])
 
 
@@ -123,17 +123,20 @@ def test_every_layout_skips_the_same_steps_and_a_resume_goes_on_with_the_scale(
         assert overflows[:2] == [True] * 2, name
         first = overflows.index(False)
         evidence = tiny.records(name, file="skipped.jsonl")
-        assert [(it["step"], it["reason"]) for it in evidence] == [
-            (step, REASON) for step, it in enumerate(overflows, 1) if it
+        assert [(record["step"], record["reason"]) for record in evidence] == [
+            (step, REASON) for step, overflow in enumerate(overflows, 1) if overflow
         ]
-        assert [it["loss"] for it in records] == pytest.approx([it["loss"] for it in one], rel=1e-5), name
+        assert [record["loss"] for record in records] == pytest.approx([record["loss"] for record in one], rel=1e-5), (
+            name
+        )
         assert 1 < records[first]["grad_norm"] < 2, "of unscaled gradients: in float32, steps have 1.58 to 1.64"
     # Saved between two changes of the scale: the rest has the same bits, and so has the scale.
     file = tiny.folder / "outputs/parts/checkpoints/step-00000010/manifest.json"
-    value, finite = by_rule([it["grad_norm"] is None for it in one])[10]
+    value, finite = by_rule([record["grad_norm"] is None for record in one])[10]
     assert json.loads(file.read_text())["guard"] == {"loss_scale": {"value": value, "finite_steps": finite}}
     whole, parts = (
-        [(it["loss"], it["grad_norm"], it["loss_scale"]) for it in records] for records in (one, tiny.records("parts"))
+        [(record["loss"], record["grad_norm"], record["loss_scale"]) for record in records]
+        for records in (one, tiny.records("parts"))
     )
     assert parts == whole
 
@@ -149,7 +152,7 @@ def test_at_a_scale_of_1_an_overflow_is_the_guards() -> None:
     with pytest.raises(StoppedByGuard, match=f"step 18: {REASONS[NONFINITE]}") as stopped:
         guard.check(group)
     assert (stopped.value.taken, stopped.value.exit_code) == (17, 3)
-    assert [it.reason for it in stopped.value.skipped[:16]] == [REASON] * 16
+    assert [skipped.reason for skipped in stopped.value.skipped[:16]] == [REASON] * 16
 
 
 @pytest.mark.usefixtures("single_process_group")

@@ -102,7 +102,7 @@ def test_healthy_hosts(tiny: TinyRun) -> None:
         ]  # fmt: skip
         assert all(f"{name} " in by_name["bandwidths"] for name in COLLECTIVES)
         assert float(by_name["clocks"].partition("at most ")[2].split()[0]) < 1
-    assert [it for it in (tiny.folder / "outputs").rglob("*") if it.is_file()] == []
+    assert [path for path in (tiny.folder / "outputs").rglob("*") if path.is_file()] == []
 
 
 @pytest.mark.nightly

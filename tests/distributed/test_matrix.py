@@ -27,7 +27,7 @@ from tests.support.helpers import TinyRun
 
 def assert_equal(matrix: Matrix, cells: Sequence[Cell]) -> None:
     found = zip(cells, matrix.differences(cells), strict=True)
-    assert {cell: problems for cell, it in found if (problems := beyond(cell[0], it))} == {}
+    assert {cell: problems for cell, differences in found if (problems := beyond(cell[0], differences))} == {}
 
 
 def test_cells_train_as_one_process(tiny: TinyRun) -> None:
@@ -57,7 +57,7 @@ def test_rows_that_once_crashed_and_hung(tiny: TinyRun, turn: int, monkeypatch: 
     """`malloc(): unaligned tcache chunk` once, and a hang of gloo: run until the cause is known or 1,000 are clean."""
     monkeypatch.setenv("LD_PRELOAD", str(HEAP_CHECKS))
     monkeypatch.setenv("MALLOC_CHECK_", "3")
-    rows = [f"reproducible sequences, {it}" for it in ("Llama 3", "bfloat16", "gpt-oss, bfloat16")]
+    rows = [f"reproducible sequences, {title}" for title in ("Llama 3", "bfloat16", "gpt-oss, bfloat16")]
     assert_equal(Matrix(tiny, steps=FEW), [(name, layout) for name in rows for layout in ("c2", "s2 c2")])
 
 
@@ -74,14 +74,16 @@ def test_each_fault_turns_its_cell_red(tiny: TinyRun) -> None:
     cells = [fault.cell for fault in FAULTS.values()]
     assert {*cells} <= {*cells_of("quick"), *cells_of("slow")}
     found = Matrix(tiny, steps=FEW).differences(cells, faults=[*FAULTS])
-    assert [name for name, cell, it in zip(FAULTS, cells, found, strict=True) if not beyond(cell[0], it)] == []
+    assert [
+        name for name, cell, differences in zip(FAULTS, cells, found, strict=True) if not beyond(cell[0], differences)
+    ] == []
 
 
 def test_the_page_and_its_numbers_are_those_of_the_matrix() -> None:
     """`python -m tests.matrix ROW` renews a row of both."""
     written = read_numbers()
     for name, lines in written.items():
-        differences = {it.layout: it.difference for it in lines if not it.refused}
+        differences = {line.layout: line.difference for line in lines if not line.refused}
         assert {*differences} == {layout for _, layout in cells_of("all", name)}
         assert lines_of(name, differences) == lines
         assert all(float(difference) <= max(ROWS[name].tolerance, 1e-6) for difference in differences.values())

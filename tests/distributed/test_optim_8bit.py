@@ -49,7 +49,7 @@ def test_losses_are_near_those_of_adamw(tiny: TinyRun) -> None:
     options = [*SHAPE, "--training.steps=40", "--optimizer.lr=3e-3", "--checkpoint.enable=false"]
     names = {"AdamW": "AdamW", "AdamW8bit": "torchao.optim.AdamW8bit"}
     run_in_turn(
-        eager, 1, [tiny.config(*options, f"--job.name={it}", f"--optimizer.name={of}") for it, of in names.items()]
+        eager, 1, [tiny.config(*options, f"--job.name={name}", f"--optimizer.name={of}") for name, of in names.items()]
     )
     expected, found = (tiny.losses(name)[-1] for name in names)
     assert expected < 0.5

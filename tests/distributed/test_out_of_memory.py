@@ -76,12 +76,14 @@ def test_one_rank_prints_the_command_that_suggests_options(
     assert (name, command) == ("titanlite", "plan")
     assert cli.run([command, *words, "--json"]) == 0
     record = json.loads(capfd.readouterr().out)
-    assert [it["options"] for it in record["suggestions"]] == [
+    assert [suggestion["options"] for suggestion in record["suggestions"]] == [
         {"training.local_batch_size": 2},
         {"activation_checkpoint.mode": "selective"},
         {"activation_checkpoint.mode": "full"},
     ]
-    assert all(it["fits"] and it["peak"] < record["memory"]["peak"] for it in record["suggestions"])
+    assert all(
+        suggestion["fits"] and suggestion["peak"] < record["memory"]["peak"] for suggestion in record["suggestions"]
+    )
 
 
 @pytest.mark.long

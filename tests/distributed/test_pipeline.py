@@ -86,7 +86,10 @@ def test_names_of_stages_are_those_of_all_blocks_in_order(parts: list[list[str]]
 def test_names_of_modules_that_are_not_there_are_refused() -> None:
     model = built_model(SMALL)
     for names, unknown in ((["hed"], "hed"), (["head"], None), (["norm", "output"], None), (["head.norm"], None)):
-        parts = [["tok_embeddings", "layers.0"], [*(f"layers.{it}" for it in range(1, len(model.layers))), *names]]
+        parts = [
+            ["tok_embeddings", "layers.0"],
+            [*(f"layers.{block}" for block in range(1, len(model.layers))), *names],
+        ]
         words = Parallelism(pipeline_parallel_degree=2, module_fqns_per_model_part=parts)
         if unknown is None:
             check_stages(model, words)
@@ -99,7 +102,7 @@ def test_names_of_modules_that_are_not_there_are_refused() -> None:
 def values_of(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Return the values that a run begins with, and train."""
     run = built(rank, world_size, config)
-    found = {name: whole(it) for name, it in flat(run.checkpoints.state()).items()}
+    found = {name: whole(tensor) for name, tensor in flat(run.checkpoints.state()).items()}
     finish(run, train(run))
     return found
 
@@ -129,7 +132,7 @@ def test_a_checkpoint_continues_on_other_degrees(tiny: TinyRun) -> None:
         begun.append([values_of(0, 1, config(last, "one", 4, 1))])
     for (a, b), of_ranks in zip([*pairs, last], begun, strict=True):
         saved = dict(stored(checkpoint(tiny, f"{a}-{b}", 2)))
-        loaded = {name: it for of_rank in of_ranks for name, it in of_rank.items()}
+        loaded = {name: tensor for of_rank in of_ranks for name, tensor in of_rank.items()}
         for name, value in loaded.items():
             if name in saved:
                 assert (value == saved[name]).all(), (a, b, name)
@@ -183,7 +186,7 @@ def test_planted_mistakes_are_named(tiny: TinyRun) -> None:
     for mistake, first in mistakes.items():
         run_in_turn(mistake, 2, [configured(tiny, mistake.__name__, *DENSE, *TWO, world_size=2)])
         compared = compare_dumps(values_of(mistake.__name__), values_of("one"))
-        assert len([it for it in compared.differences if it.direction == "gradient"]) > 30
+        assert len([difference for difference in compared.differences if difference.direction == "gradient"]) > 30
         assert (compared.first and compared.first.key) == first, mistake
     run_in_turn(dump_here, 4, [configured(tiny, "four", *DENSE, *FOUR, world_size=4)])
     assert compare_dumps(values_of("four"), values_of("one")).first is None

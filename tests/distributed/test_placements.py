@@ -1,6 +1,7 @@
 """Optimizers on tensors that are sharded in ways FSDP alone does not: the weights are those of one process."""
 
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import numpy as np
 import pytest
@@ -52,7 +53,7 @@ def trained(name: str, parameters: list[nn.Parameter]) -> list[np.ndarray]:
             part = slice_like(gradient, parameter).to(parameter.dtype)
             parameter.grad = from_local_like(part.contiguous(), parameter)
         update(optimizer, skip=torch.tensor(step == 2))
-    wholes = [it.full_tensor() if isinstance(it, DTensor) else it for it in parameters]
+    wholes = [parameter.full_tensor() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
     return [whole.detach().float().numpy() for whole in wholes]
 
 
@@ -74,7 +75,7 @@ def tensor_parallel(dim: int) -> list[nn.Parameter]:
 
 def on_four(rank: int, world_size: int) -> list[dict[str, list[np.ndarray]]]:
     found = []
-    ways = [lambda it=it: placed(*it) for it in LAYOUTS] + [lambda dim=dim: tensor_parallel(dim) for dim in (0, 1)]
+    ways = [partial(placed, *layout) for layout in LAYOUTS] + [partial(tensor_parallel, dim) for dim in (0, 1)]
     for parameters in ways:
         for parameter, whole in zip(parameters(), draw(0), strict=False):
             part = local_tensor(parameter).flatten()

@@ -46,7 +46,7 @@ def test_each_stage_needs_what_is_planned(name: str) -> None:
     hardware = replace(find_hardware("H100"), measured=True)
     measured = [rank.peak for rank in measure(config, processes=processes)]
     stages = planned(config, processes, hardware, processes).stages
-    assert [it.allocated for it in stages] == pytest.approx(measured, rel=0.02)
+    assert [stage.allocated for stage in stages] == pytest.approx(measured, rel=0.02)
 
 
 GPUS = [json.loads((ROOT / "benchmarks" / "gpu" / f"{name}.json").read_text()) for name in ("h100", "h200")]

@@ -27,8 +27,8 @@ def test_every_rank_writes_its_collectives(tiny: TinyRun) -> None:
         path = tiny.folder / f"outputs/on/profile/step-{STEPS:08}/rank-{rank}.json.gz"
         events = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
         names = Counter(str(event.get("name")) for event in events)
-        assert {it for it in names if it.startswith("ProfilerStep")} == {
-            f"ProfilerStep#{it}" for it in (STEPS - 1, STEPS)
+        assert {name for name in names if name.startswith("ProfilerStep")} == {
+            f"ProfilerStep#{step}" for step in (STEPS - 1, STEPS)
         }
         # 3 units in forward and 1 in backward; tok_embeddings and the head keep their parameters. One for metrics.
         assert names["gloo:all_gather"] >= 4 * WINDOW

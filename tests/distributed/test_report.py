@@ -54,7 +54,7 @@ def test_the_page_in_a_browser(theme: str, tmp_path: Path) -> None:
     # On a phone nothing of two runs is cut: what the frame of 390 pixels says of itself is read from the outer page.
     tell = (
         "const cards = [...document.querySelectorAll('.card')];"
-        "parent.postMessage(Math.max(...cards.map(it => it.scrollWidth - it.clientWidth)), '*')"
+        "parent.postMessage(Math.max(...cards.map(card => card.scrollWidth - card.clientWidth)), '*')"
     )
     (tmp_path / "phone.html").write_text(page(runs).replace("</body>", f"<script>{tell}</script></body>"))
     (tmp_path / "frame.html").write_text(

@@ -136,15 +136,15 @@ def test_two_ranks_and_a_resume_on_them_have_the_bits_of_one(tiny: TinyRun, capf
     for name, others in (("one", ("moved", "sharded")), ("one-window", ("replicas",))):
         one = hashes(tiny, name)
         assert len({*one}) == 4
-        values = [(it["loss"], it["grad_norm"]) for it in tiny.records(name)]
+        values = [(record["loss"], record["grad_norm"]) for record in tiny.records(name)]
         for other in others:
             assert hashes(tiny, other) == one, other
-            assert [(it["loss"], it["grad_norm"]) for it in tiny.records(other)] == values, other
+            assert [(record["loss"], record["grad_norm"]) for record in tiny.records(other)] == values, other
         for run in (name, others[-1]):
             assert cli.run(["checkpoint", "hash", str(tiny.folder / "outputs" / run)]) == 0
             assert capfd.readouterr().out.strip() == one[-1]
         tensors = stored(checkpoint(tiny, name, 4))
-        assert any(it.startswith("average.") and tensor.any() for it, tensor in tensors)
+        assert any(name.startswith("average.") and tensor.any() for name, tensor in tensors)
 
 
 @pytest.mark.slow
@@ -172,7 +172,7 @@ def test_two_ranks_that_share_sequences_have_the_bits_of_one(tiny: TinyRun) -> N
     run_on(tiny, {"one": (1, 1, 1), "two": (1, 1, 2)}, *options)
     one, two = (hashes(tiny, name, steps=2) for name in ("one", "two"))
     assert one == two
-    values = [[(it["loss"], it["grad_norm"]) for it in tiny.records(name)] for name in ("one", "two")]
+    values = [[(record["loss"], record["grad_norm"]) for record in tiny.records(name)] for name in ("one", "two")]
     assert values[0] == values[1]
 
 
@@ -225,7 +225,7 @@ def test_the_fix_of_what_cannot_be_divided_is_computed(tiny: TinyRun) -> None:
     ]:
         with pytest.raises(ConfigError) as error:
             tiny.config(*ON, *options, world_size=world_size)
-        assert any(mentions(str(it), fix) for it in error.value.problems), (options, str(error.value))
+        assert any(mentions(str(problem), fix) for problem in error.value.problems), (options, str(error.value))
 
 
 class WithScale(Llama3):

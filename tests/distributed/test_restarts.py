@@ -129,7 +129,6 @@ def test_a_machine_is_lost_and_another_joins(tiny: TinyRun) -> None:
     assert "restart 1 of 3: " in first.text()
     assert re.search("machines.*newest checkpoint", first.text())
     saved = newest(tiny)
-    assert f"step {saved} is saved in" in first.text()
     assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
     assert cli.run(["train", config, "--job.name=uninterrupted", "--training.steps=15"]) == 0
     assert tiny.losses()[:15] == pytest.approx(tiny.losses("uninterrupted"), rel=1e-4)

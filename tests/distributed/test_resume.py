@@ -31,7 +31,9 @@ def test_saved_on_one_layout_loads_on_each(tiny: TinyRun) -> None:
     results = {}
     for world_size in (1, 4):
         others = [other for other in layouts if other[0] * other[1] == world_size]
-        configs = [tiny.config(f"--job.name={names[it]}", *degrees(*it), world_size=world_size) for it in others]
+        configs = [
+            tiny.config(f"--job.name={names[layout]}", *degrees(*layout), world_size=world_size) for layout in others
+        ]
         results |= dict(zip(others, (ranks[0] for ranks in run_in_turn(trained, world_size, configs)), strict=True))
     for other, weights in results.items():
         name = names[other]

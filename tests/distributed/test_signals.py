@@ -153,7 +153,6 @@ def test_a_signal_in_each_phase(tiny: TinyRun, phase: str, sign: signal.Signals)
             assert [*(folder / "exports").glob("*")] == []
         else:
             assert saved == max(job.steps())
-            assert f"stopped after step {saved} by {sign.name}; step {saved} is saved in" in job.text()
     start = json.loads((folder / "run.json").read_text())["starts"][0]
     assert start["end"] == {"code": 75, "reason": f"stopped after step {saved} by {sign.name}", "step": saved}
 

@@ -27,7 +27,8 @@ def test_scores_have_the_same_bits_on_layouts(tiny: TinyRun) -> None:
     [[(metrics, scores)]] = run_in_turn(scored, 1, [tiny.config(*TASKS, "--job.name=one")])
     assert len({*scores[:, 0].tolist()}) > 200
     two = [
-        tiny.config(*TASKS, *degrees(*it), f"--job.name=on-{it[0]}-{it[1]}", world_size=2) for it in ((2, 1), (1, 2))
+        tiny.config(*TASKS, *degrees(*layout), f"--job.name=on-{layout[0]}-{layout[1]}", world_size=2)
+        for layout in ((2, 1), (1, 2))
     ]
     for results in run_in_turn(scored, 2, two):
         for its_metrics, its_scores in results:

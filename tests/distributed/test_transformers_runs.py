@@ -61,8 +61,11 @@ def plain_losses(config: Config) -> list[float]:
 @pytest.mark.parametrize(
     "name",
     [
-        *(pytest.param(it, marks=pytest.mark.slow) for it in ("gpt_oss",)),
-        *(pytest.param(it, marks=pytest.mark.nightly) for it in ("olmo2", "gemma3_text", "lfm2", "qwen3_next")),
+        *(pytest.param(model_type, marks=pytest.mark.slow) for model_type in ("gpt_oss",)),
+        *(
+            pytest.param(model_type, marks=pytest.mark.nightly)
+            for model_type in ("olmo2", "gemma3_text", "lfm2", "qwen3_next")
+        ),
     ],
 )
 @pytest.mark.usefixtures("single_process_group")

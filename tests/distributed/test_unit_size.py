@@ -79,6 +79,6 @@ def test_the_plan_gathers_units() -> None:
         "--parallelism.fsdp_reshard_after_forward=always",
         f"--parallelism.fsdp_min_unit_params={block + 1}",
     )
-    sent = [it for it in traced(*options, world_size=2).sent if it.collective == "all_gather"]
-    gathers = {name: [it.bytes for it in sent if it.unit == f"layers.{name}"] for name in range(3)}
+    sent = [one for one in traced(*options, world_size=2).sent if one.collective == "all_gather"]
+    gathers = {name: [one.bytes for one in sent if one.unit == f"layers.{name}"] for name in range(3)}
     assert gathers == {0: 2 * [2 * 2 * block], 1: [], 2: 2 * [2 * block]}

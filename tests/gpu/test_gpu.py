@@ -193,8 +193,8 @@ def test_sinks_equal_formulas(window: int | None, within_documents: bool) -> Non
     drawn = [torch.randn(shape, generator=generator, device="cuda").bfloat16() for shape in [*shapes, (4,), shapes[0]]]
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        *inputs, upstream = (it.to(dtype) for it in drawn)
-        q, k, v, sinks = leaves = [it.requires_grad_() for it in inputs]
+        *inputs, upstream = (tensor.to(dtype) for tensor in drawn)
+        q, k, v, sinks = leaves = [tensor.requires_grad_() for tensor in inputs]
         mask = None
         if within_documents or window:
             x_BLD = torch.zeros(2, 512, 8, device="cuda", dtype=dtype)
@@ -288,7 +288,7 @@ def steps_without_waiting(rank: int, world_size: int, config: Any) -> list[int]:
                 local_tensor(next(run.model.parameters())).mul_(torch.nan)
         torch.cuda.synchronize()
         torch.cuda.set_sync_debug_mode("error" if number else "default")  # the first step allocates
-        result = run.step(batches, decide=run.guard.decide)
+        result = run.train_step(batches, decide=run.guard.decide)
         torch.cuda.set_sync_debug_mode("default")
         skip_reasons.append(result.skip_reason)
     return [int(skip_reason) for skip_reason in skip_reasons]

@@ -68,15 +68,15 @@ def train(tiny: TinyRun, name: str, layout: str, *options: str) -> None:
             )
         )
     outputs = [worker.communicate(timeout=600)[0] for worker in workers]
-    assert not any(worker.returncode for worker in workers), "\n".join(it[-3000:] for it in outputs)
+    assert not any(worker.returncode for worker in workers), "\n".join(output[-3000:] for output in outputs)
     assert "on cuda" in outputs[0]
 
 
 def losses_and_norms(tiny: TinyRun, name: str) -> list[float]:
-    return [value for it in tiny.records(name) for value in (it["loss"], it["grad_norm"])]
+    return [value for record in tiny.records(name) for value in (record["loss"], record["grad_norm"])]
 
 
-@pytest.mark.parametrize(("name", "layout"), [(name, it) for name in CELLS for it in CELLS[name][1].split(",")])
+@pytest.mark.parametrize(("name", "layout"), [(name, layout) for name in CELLS for layout in CELLS[name][1].split(",")])
 def test_losses_and_norms_are_those_of_one_process(tiny: TinyRun, name: str, layout: str) -> None:
     options = CELLS[name][0]
     train(tiny, "one", "", *options)
@@ -93,6 +93,6 @@ def test_layouts_have_the_same_bits(tiny: TinyRun, case: str) -> None:
     for layout in ["", "s2", "r2", "r2 s2", *(["c2"] if case == "context" else [])]:
         name = f"run-{layout.replace(' ', '-')}"
         train(tiny, name, layout, *options, *SAME_BITS[case])
-        found.append([it["hash"] for it in tiny.records(name, file="hashes.jsonl")])
+        found.append([record["hash"] for record in tiny.records(name, file="hashes.jsonl")])
     assert len({*found[0]}) == 4
     assert found == [found[0]] * len(found)

@@ -242,7 +242,7 @@ class Events:
 
     def __init__(self, *, stacks: bool) -> None:
         self.counts: Counter[tuple[str, str]] = Counter()
-        library = next(it for it in os.environ["LD_PRELOAD"].split(":") if "null_gpu" in it)
+        library = next(library for library in os.environ["LD_PRELOAD"].split(":") if "null_gpu" in library)
         self._library = ctypes.CDLL(library)
         self._callback = ctypes.CFUNCTYPE(None, ctypes.c_char_p)(lambda _: traceback.print_stack())
         self._library.null_gpu_start(self._callback if stacks else None)

@@ -46,7 +46,7 @@ def main() -> None:
     world = options.world
     dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=world, device_id=device)
     tell_sizes_of_parts()
-    if not any("global_batch_size" in it for it in overrides):
+    if not any("global_batch_size" in override for override in overrides):
         overrides.append(f"--training.global_batch_size={2 * world}")
     config = read_config("debug", [*OPTIONS, *overrides], world)
     with RaceChecker() as checker:
@@ -69,8 +69,8 @@ def before_update(function: Callable[[list[Tensor]], None]) -> None:
     update = module.update
 
     def planted(optimizer: torch.optim.Optimizer, **options: Any) -> None:
-        parameters = [it for group in optimizer.param_groups for it in group["params"]]
-        function([local_tensor(it.grad) for it in parameters if it.grad is not None])
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        function([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
         update(optimizer, **options)
 
     module.update = planted
@@ -229,8 +229,8 @@ def tokens_of_another_exchange() -> None:
 
 
 PLANTS: dict[str, Callable[[], None]] = {
-    it.__name__: it
-    for it in (
+    fault.__name__: fault
+    for fault in (
         gradient_on_another_stream, freed_block, recorded_block, share_without_its_condition, no_wait_at_the_end,
         no_wait_before_a_reduction, another_thread, another_thread_without_a_wait, backward_raises,
         backward_raises_and_nothing_waits, tokens_that_nobody_waits_for, tokens_of_another_exchange,

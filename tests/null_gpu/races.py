@@ -63,7 +63,7 @@ class Race(NamedTuple):
     after: Access
 
     def __str__(self) -> str:
-        kinds = " after ".join("write" if it.writes else "read" for it in (self.after, self.before))
+        kinds = " after ".join("write" if access.writes else "read" for access in (self.after, self.before))
         memory = "the same tensor" if self.before.life == self.after.life else "memory that was freed"
         return (
             f"{kinds} of {memory}: {self.after.operator} on stream {self.after.stream:#x} ({self.after.place}), "
@@ -246,7 +246,7 @@ class RaceChecker(TorchDispatchMode):
         if func.namespace != "_c10d_functional":
             self._operator(str(func), written, read - written, current)
             return result
-        group = [it for it in (*args, *kwargs.values()) if isinstance(it, str)][-1]
+        group = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)][-1]
         stream = self._groups.setdefault(group, -1 - len(self._groups))
         self._clocks.record(CALLED, current)
         self._clocks.wait(CALLED, stream)

@@ -53,7 +53,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="variants whose name contains this")
     parser.add_argument("--table", action="store_true")
     options = parser.parse_args()
-    failed = [] if options.table else measure_all([it for it in VARIANTS if options.only in it.name])
+    failed = [] if options.table else measure_all([variant for variant in VARIANTS if options.only in variant.name])
     PAGE.write_text(with_table(PAGE.read_text()))
     sys.exit(f"not measured: {', '.join(failed)}" if failed else 0)
 
@@ -88,7 +88,7 @@ def measured(variant: Variant, environ: dict[str, str]) -> dict[str, Any] | None
 def keep(variant: Variant, found: dict[str, Any]) -> None:
     recorded = json.loads(RECORDED.read_text()) if RECORDED.exists() else {}
     recorded[variant.name] = found
-    ordered = {it.name: recorded[it.name] for it in VARIANTS if it.name in recorded}
+    ordered = {variant.name: recorded[variant.name] for variant in VARIANTS if variant.name in recorded}
     RECORDED.write_text(json.dumps(ordered, indent=1) + "\n")
     print(variant.name, *values_of(found), sep=" | ", flush=True)
 

@@ -45,7 +45,7 @@ def make_tensors(weight_dtype: torch.dtype, state_dtype: torch.dtype) -> list[Te
     gradient[7], gradient[9], weight[11] = torch.nan, torch.inf, 3.38e38
     square = torch.rand(SIZE, generator=generator) / 100
     dtypes = weight_dtype, weight_dtype, state_dtype, state_dtype
-    return [it.to(dtype) for it, dtype in zip((weight, gradient, mean / 10, square), dtypes, strict=True)]
+    return [tensor.to(dtype) for tensor, dtype in zip((weight, gradient, mean / 10, square), dtypes, strict=True)]
 
 
 def run(tensors: list[Tensor], *, first: int, skip: float) -> None:

@@ -32,7 +32,7 @@ FLOAT32 = ("--training.mixed_precision_param=float32",)
         (("--training.attention_backend=efficient", *COMPILE), EFFICIENT),
         (FLOAT32, EFFICIENT),
     ],
-    ids=lambda it: " ".join(it) if isinstance(it, tuple) else "",
+    ids=lambda case: " ".join(case) if isinstance(case, tuple) else "",
 )
 def test_attention_kernels(options: tuple[str, ...], kernels: tuple[str, str], run_python: RunPython) -> None:
     """Selective checkpointing keeps attention: forward launches it once a block, and backward not again.
@@ -81,4 +81,4 @@ def test_the_start_report_names_the_backend(
     (tmp_path / "train.py").write_text(TRAIN)
     steps = "--training.steps=1", "--lr_scheduler.warmup_steps=0"
     result = run_python("train.py", "--config", "debug", *steps, *options)
-    assert any(it.endswith(f"kernels  {line}") for it in (result.stdout + result.stderr).splitlines())
+    assert any(output.endswith(f"kernels  {line}") for output in (result.stdout + result.stderr).splitlines())

@@ -23,10 +23,12 @@ with tempfile.TemporaryDirectory() as folder:
     fully_shard(model, mesh=mesh, offload_policy=CPUOffloadPolicy(pin_memory=False))
     memory = DiskMemory(Path(folder))
     [moments] = memory.zeros("optimizer", model.parameters(), torch.float32, copies=2).values()
-    tensors = [*moments, *(it for [it] in memory.zeros("parameters", model.parameters()).values())]
-    parts = [local_tensor(it) for it in tensors]
-    mapped = [any(it.address <= part.data_ptr() < it.address + len(it.map) for it in memory._files) for part in parts]
-    print(json.dumps([[str(part.device) for part in parts], mapped, [[*it.shape] for it in tensors]]))
+    tensors = [*moments, *(tensor for [tensor] in memory.zeros("parameters", model.parameters()).values())]
+    parts = [local_tensor(tensor) for tensor in tensors]
+    mapped = [
+        any(file.address <= part.data_ptr() < file.address + len(file.map) for file in memory._files) for part in parts
+    ]
+    print(json.dumps([[str(part.device) for part in parts], mapped, [[*tensor.shape] for tensor in tensors]]))
 """
 
 

@@ -60,7 +60,8 @@ hidden, weight = (torch.zeros(*shape, device="cuda", dtype=torch.bfloat16, requi
                   for shape in ((2, 64, 32), (128, 32)))
 labels, factor = torch.zeros(2, 64, dtype=torch.int64, device="cuda"), torch.zeros((), device="cuda")
 loss = token_loss(hidden, weight, labels_BL=labels, kernels=pick_kernels(torch.device("cuda"))).total
-gradients = [torch.zeros(1024, 1024, device="cuda", dtype=it) for it in (torch.bfloat16, torch.float16, torch.float32)]
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+gradients = [torch.zeros(1024, 1024, device="cuda", dtype=dtype) for dtype in DTYPES]
 library.null_gpu_start(None)
 torch.autograd.grad(loss, (hidden, weight), factor)
 before = torch.cuda.memory_allocated()

@@ -110,7 +110,7 @@ for _ in range(3):
     dist.all_reduce(torch.ones(1000, device=device))
 assert [*count_collectives().values()] == [3], count_collectives()
 if type(dist.group.WORLD._get_backend(device)).__name__ == "ProcessGroupNCCL2":
-    names = [it["profiling_name"] for it in json.loads(recent_collectives())["entries"]]
+    names = [record["profiling_name"] for record in json.loads(recent_collectives())["entries"]]
     assert names == ["nccl2:all_reduce"] * 3, names
 os._exit(0)
 """

@@ -130,9 +130,9 @@ def found(rank, answers):
 known, answers = Id(), multiprocessing.Queue()
 library.ncclGetUniqueId(ctypes.byref(known))
 processes = [multiprocessing.Process(target=found, args=(rank, answers)) for rank in range(5)]
-[it.start() for it in processes]
+[process.start() for process in processes]
 print(sorted(answers.get(timeout=60) for _ in processes))
-[it.join() for it in processes]
+[process.join() for process in processes]
 """
 
 

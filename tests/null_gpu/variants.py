@@ -33,7 +33,7 @@ class Variant:
     @property
     def words(self) -> list[str]:
         """Arguments of measure.py."""
-        batch = () if any("global_batch" in it for it in self.options) else (
+        batch = () if any("global_batch" in option for option in self.options) else (
             f"--training.global_batch_size={self.world_size}",
         )  # fmt: skip
         run = [f"--world={self.world_size}", f"--rank={self.rank}", f"--device={self.device}", f"--name={self.name}"]

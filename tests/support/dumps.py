@@ -46,4 +46,4 @@ def options(*more: str, name: str) -> list[str]:
 
 
 def compared(tiny: TinyRun, name: str, reference: str) -> Compared:
-    return compare_dumps(*(read_dump(tiny.folder / it) for it in (name, reference)))
+    return compare_dumps(*(read_dump(tiny.folder / file) for file in (name, reference)))

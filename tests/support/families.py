@@ -112,7 +112,9 @@ def renamed(model: Decoder, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if place := hugging_face.tensors.find(name):
             theirs.setdefault(place[1], []).append(tensor)
     # Two of ours are every second column of one of theirs.
-    found = {name: it[0] if len(it) == 1 else torch.stack(it, -1).flatten(-2) for name, it in theirs.items()}
+    found = {
+        name: parts[0] if len(parts) == 1 else torch.stack(parts, -1).flatten(-2) for name, parts in theirs.items()
+    }
     for name in [name for name in found if name.endswith("{expert}.gate_proj.weight")]:
         gate, up, down = (found.pop(name.replace("gate", kind)) for kind in ("gate", "up", "down"))
         prefix = name.partition(".{expert}")[0]

@@ -87,7 +87,7 @@ def without_documents(batch: Batch) -> Batch:
 
 
 def own_tokens(right: Any) -> Any:
-    return lambda batches, group: sum((it["labels"] != IGNORE).sum() for it in batches) * group.size()
+    return lambda batches, group: sum((batch["labels"] != IGNORE).sum() for batch in batches) * group.size()
 
 
 def exchanged_chunks(right: Any) -> Any:
@@ -108,7 +108,7 @@ def halved(right: Any) -> Any:
 
 def own_norm(right: Any) -> Any:
     def clip(gradients: Any, *, norm: Tensor, max_norm: float) -> None:
-        own = torch.stack([it.norm() for it in gradients]).norm()
+        own = torch.stack([gradient.norm() for gradient in gradients]).norm()
         right(gradients, norm=own, max_norm=max_norm)
 
     return clip
@@ -171,16 +171,16 @@ MOE, NEXT, FURTHER, TENSOR, CONTEXT, EXPERT = (
     "Qwen3-MoE",
     "Qwen3-Next",
     "DeepSeek-V3, two predicted tokens",
-    *(f"titanlite.techniques.{it}." for it in ("tensor.layers", "context.sequences", "expert.exchange")),
+    *(f"titanlite.techniques.{module}." for module in ("tensor.layers", "context.sequences", "expert.exchange")),
 )
 FAULTS = {
     "the softmax divides by the sum of a process's own part of the vocabulary": Fault(
         ("OLMo 3", "t2"), "titanlite.ops.kernels.label_softmax_in_place",
-        softmax(lambda it, x: torch.stack([x[0], it.total(x)[1]])),
+        softmax(lambda ranks, x: torch.stack([x[0], ranks.total(x)[1]])),
     ),
     "each part of the vocabulary counts as often as there are processes: the loss has a logarithm more": Fault(
         ("OLMo 3", "t2"), "titanlite.ops.kernels.label_softmax_in_place",
-        softmax(lambda it, x: it.total(x) * torch.tensor([2.0, 1.0]).view(2, 1, 1)),
+        softmax(lambda ranks, x: ranks.total(x) * torch.tensor([2.0, 1.0]).view(2, 1, 1)),
     ),
     "the loss is a mean of means over each process's own tokens": Fault(
         ("Llama 3", "s2"), "titanlite.step.count_valid_tokens", own_tokens
@@ -215,7 +215,7 @@ FAULTS = {
     ),
     "experts are balanced by the tokens of a process": Fault(
         (MOE, "s2 e2"), "titanlite.step.reduce_over_ranks", lambda right: lambda *args, **options: right(
-            *args[:2], [it.clone() for it in args[2]], **options
+            *args[:2], [tensor.clone() for tensor in args[2]], **options
         ),
     ),
     "a tied weight has the gradient of the head alone": Fault(

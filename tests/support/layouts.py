@@ -74,12 +74,12 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 def one_step(run: Run) -> StepResult:
     batches = list(islice(run.batches, run.accumulation))
-    return run.step(batches, decide=run.guard.decide)
+    return run.train_step(batches, decide=run.guard.decide)
 
 
 def with_loss(run: Run, loss_function: Any) -> Run:
     """Return a run whose step minimizes another function."""
-    run.step.loss_function = loss_function
+    run.train_step.loss_function = loss_function
     return run
 
 
@@ -138,7 +138,7 @@ def each_on_every_layout(
             for layout in layouts
         ]
         if world_size == 1:
-            found = iter([[it] for it in on_one(function, *configs)])
+            found = iter([[result] for result in on_one(function, *configs)])
         else:
             found = iter(run_in_turn(function, world_size, configs))
         for of_options in results:

@@ -62,8 +62,8 @@ def peak_bytes(function: Callable[[], Any]) -> int:
     seen: Any = profile(profile_memory=True)
     with seen:
         function()
-    changes = [it for it in seen.kineto_results.events() if it.name() == "[memory]"]
-    return max(accumulate(it.nbytes() for it in sorted(changes, key=lambda it: it.start_ns())))
+    changes = [event for event in seen.kineto_results.events() if event.name() == "[memory]"]
+    return max(accumulate(event.nbytes() for event in sorted(changes, key=lambda event: event.start_ns())))
 
 
 def kept_tensors(out: Tensor) -> list[Tensor]:
@@ -71,6 +71,6 @@ def kept_tensors(out: Tensor) -> list[Tensor]:
     nodes, kept = list[Any]([out.grad_fn]), list[Tensor]()
     for node in nodes:
         names = [name for name in dir(node) if name == "saved_tensors" or name.startswith("_saved_")]
-        kept += [it for it in tree_leaves([getattr(node, name) for name in names]) if isinstance(it, Tensor)]
+        kept += [leaf for leaf in tree_leaves([getattr(node, name) for name in names]) if isinstance(leaf, Tensor)]
         nodes += [following for following, _ in node.next_functions if following and following not in nodes]
     return kept

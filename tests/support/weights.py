@@ -29,7 +29,7 @@ OWN: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"head_dim": 16, "n_experts": 4, "n_active_experts": 2},
 }
 """Further arguments of each family."""
-AS_CASES = [pytest.param(it, marks=pytest.mark.nightly) if it == "qwen3" else it for it in OWN]
+AS_CASES = [pytest.param(family, marks=pytest.mark.nightly) if family == "qwen3" else family for family in OWN]
 """Cases of adapters: dense Qwen3 has the attention of one of the others and the feed-forward of the other."""
 
 

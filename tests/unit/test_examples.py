@@ -62,8 +62,8 @@ def soap_by_the_paper(weight: np.ndarray, gradients: list[np.ndarray], *, lr: fl
     """Weights after SOAP's steps (arXiv:2409.11321, algorithm 3), in float64; the first one only makes the bases."""
     beta1, beta2, eps, frequency = 0.95, 0.9, 1e-8, 3
     mean, square = np.zeros_like(weight), np.zeros_like(weight)
-    left, right = ((1 - beta2) * it for it in (gradients[0] @ gradients[0].T, gradients[0].T @ gradients[0]))
-    q_left, q_right = (np.linalg.eigh(it)[1][:, ::-1] for it in (left, right))
+    left, right = ((1 - beta2) * product for product in (gradients[0] @ gradients[0].T, gradients[0].T @ gradients[0]))
+    q_left, q_right = (np.linalg.eigh(factor)[1][:, ::-1] for factor in (left, right))
     for step, gradient in enumerate(gradients[1:], start=1):
         mean = beta1 * mean + (1 - beta1) * gradient
         square = beta2 * square + (1 - beta2) * (q_left.T @ gradient @ q_right) ** 2

@@ -133,9 +133,9 @@ def test_training_and_planning_resolve_the_same_vocabulary(tiny: TinyRun) -> Non
         (["--model.flavor=8B", "--model.args.dim=64", "--model.args.n_layers=1", "--model.args.hidden_dim=8"], 384),
     ):
         config = tiny.config(*options)
-        resolved = preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))
-        assert resolved.model.args.vocab_size == model_of(config).args.vocab_size == size
-        assert model_of(with_vocab_size(config)) == model_of(config) == resolved.model
+        inputs = preflight(config, Ranks(0, 1, 0, 1), torch.device("cpu"))
+        assert inputs.model.args.vocab_size == model_of(config).args.vocab_size == size
+        assert model_of(with_vocab_size(config)) == model_of(config) == inputs.model
 
 
 OWN_MODEL = """

@@ -80,7 +80,7 @@ def all_imports() -> dict[str, set[str]]:
 def test_training_imports_no_tool() -> None:
     """Walk the imports from train.py; each way into titanlite/tools/ is shown as a chain."""
     # Techniques are imported by name, where a config asks for them.
-    chains = {name: [name] for name in ("titanlite.train", *(it for it in MODULES if ".techniques." in it))}
+    chains = {name: [name] for name in ("titanlite.train", *(module for module in MODULES if ".techniques." in module))}
     waiting = [*chains]
     while waiting:
         name = waiting.pop()
@@ -235,10 +235,18 @@ def test_objects_of_pytorch_stay_in_one_room() -> None:
     """An object without a type would bring private attributes along, which no rule finds by their names."""
     room = PACKAGE / "runtime" / "private_torch"
     functions = [
-        it for path in FILES if path.parent == room for it in trees()[path].body if isinstance(it, ast.FunctionDef)
+        function
+        for path in FILES
+        if path.parent == room
+        for function in trees()[path].body
+        if isinstance(function, ast.FunctionDef)
     ]
     assert len(functions) > 40
-    returned = {it.name: ast.unparse(it.returns) for it in functions if it.returns and not it.name.startswith("_")}
+    returned = {
+        function.name: ast.unparse(function.returns)
+        for function in functions
+        if function.returns and not function.name.startswith("_")
+    }
     assert [name for name, types in returned.items() if "Any" in types.split(" | ")] == []
 
 

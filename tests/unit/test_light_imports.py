@@ -67,10 +67,10 @@ def test_imports_are_not_collected() -> None:
     program = """
 import gc
 from titanlite.runtime.allocator import importing
-before = [it["collections"] for it in gc.get_stats()]
+before = [generation["collections"] for generation in gc.get_stats()]
 with importing():
     import email.parser, http.server, sqlite3, xml.dom.minidom
-assert [it["collections"] for it in gc.get_stats()] == before
+assert [generation["collections"] for generation in gc.get_stats()] == before
 assert gc.isenabled() and gc.get_freeze_count()
 gc.unfreeze()
 with importing():

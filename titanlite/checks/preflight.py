@@ -37,8 +37,8 @@ OpenTasks = Callable[[Config, Tokenizer], "Sequence[Task]"]
 
 
 @dataclass(frozen=True)
-class ResolvedConfig:
-    """What a config names."""
+class RunInputs:
+    """What the names in a config stand for, and a run is built from."""
 
     model: ModelSpec
     tokenizer: Tokenizer
@@ -54,19 +54,17 @@ def preflight(
     find_text: FindText | None = None,
     open_model: OpenModel | None = None,
     open_tasks: OpenTasks | None = None,
-) -> ResolvedConfig:
+) -> RunInputs:
     """Resolve the model, the tokenizer and the data by name, and check that they fit together and fit in memory.
 
     Raises:
         ConfigError: lists all problems.
     """
-    resolved, problems = examine(
-        config, ranks, device, find_text=find_text, open_model=open_model, open_tasks=open_tasks
-    )
+    inputs, problems = examine(config, ranks, device, find_text=find_text, open_model=open_model, open_tasks=open_tasks)
     if problems:
         raise ConfigError(problems)
-    assert resolved is not None
-    return resolved
+    assert inputs is not None
+    return inputs
 
 
 def examine(
@@ -79,8 +77,8 @@ def examine(
     open_model: OpenModel | None = None,
     open_tasks: OpenTasks | None = None,
     judge_memory: bool = True,
-) -> tuple[ResolvedConfig | None, list[Problem]]:
-    """Resolve a config that may have problems.
+) -> tuple[RunInputs | None, list[Problem]]:
+    """Find the inputs of a run, and the further problems of its config.
 
     Args:
         config: with defaults in place of the options in bad_keys.
@@ -91,7 +89,7 @@ def examine(
         judge_memory: whether the run must fit in this machine's memory and on its disk.
 
     Returns:
-        the resolved config, or None if the model or the tokenizer is unknown, and all further problems.
+        the inputs of the run, or None if the model or the tokenizer is unknown, and all further problems.
     """
     report = _Report(config, bad_keys)
     training = config.training
@@ -149,7 +147,7 @@ def examine(
             reads = ["offload", "training", "parallelism", "job"]
             report.attempt("offload.path", reads, lambda: check_disk(config, needed()))
     spec = spec._replace(args=replace(args, max_seq_len=training.seq_len))
-    return (ResolvedConfig(spec, tokenizer, teacher, tasks or ()) if tokenizer else None), report.problems
+    return (RunInputs(spec, tokenizer, teacher, tasks or ()) if tokenizer else None), report.problems
 
 
 def select_model(selection: ModelSelection, tokenizer: Tokenizer | None) -> ModelSpec:

@@ -31,8 +31,8 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         ),
         (("training.loss", "training.z_loss"), lambda: _loss(config)),
         (("training.epochs", "training.tokens"), lambda: _length(config.training)),
-        (("training.seq_len", "training.seq_len_ramp"), lambda: _lengths(config.training)),
-        (("lr_scheduler",), lambda: _rate_unit(config.lr_scheduler)),
+        (("training.seq_len", "training.seq_len_ramp"), lambda: _length_ramp(config.training)),
+        (("lr_scheduler",), lambda: _schedule_unit(config.lr_scheduler)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("checkpoint", "offload"), lambda: _local_copies(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
@@ -69,15 +69,15 @@ def _length(training: Training) -> Iterator[Conflict]:
         yield "training.tokens", "a run has the length of training.epochs or of training.tokens: set one of them"
 
 
-def _lengths(training: Training) -> Iterator[Conflict]:
-    yield from _ends("training.seq_len_ramp", training.seq_len_ramp)
+def _length_ramp(training: Training) -> Iterator[Conflict]:
+    yield from _check_order("training.seq_len_ramp", training.seq_len_ramp)
     for number, stage in enumerate(training.seq_len_ramp):
         if training.seq_len % stage.seq_len:
             key = f"training.seq_len_ramp.{number}.seq_len"
             yield key, f"{stage.seq_len} does not divide training.seq_len = {training.seq_len}"
 
 
-def _rate_unit(scheduler: LRScheduler) -> Iterator[Conflict]:
+def _schedule_unit(scheduler: LRScheduler) -> Iterator[Conflict]:
     if scheduler.counts_tokens:
         if scheduler.decay_steps is not None and scheduler.decay_tokens is None:
             yield (
@@ -94,8 +94,9 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         sharded = parallelism.degrees(world_size).sharded
     except ValueError as error:
         product, key = 1, ""
-        for key in ("tensor_parallel", "context_parallel", "data_parallel_replicate", "data_parallel_shard"):
-            product *= getattr(parallelism, f"{key}_degree")  # the last one may be -1
+        model_axes = ("pipeline_parallel", "tensor_parallel", "context_parallel")
+        for key in (*model_axes, "data_parallel_replicate", "data_parallel_shard"):
+            product *= getattr(parallelism, f"{key}_degree")  # data_parallel_shard_degree may be -1
             if world_size % product:
                 break
         hint = ": start more with NPROC, or name their number in WORLD_SIZE for a check" if world_size == 1 else ""
@@ -110,14 +111,14 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
     training = config.training
     try:
         ranks = config.parallelism.degrees(world_size).data_parallel
-    except ValueError:  # reported by `_layout`
+    except ValueError:  # `_layout` reports it
         return
     try:
         together = training.batch_split(ranks)[0] * ranks
     except ValueError as error:
         yield f"training.{'global' if training.global_batch_size % ranks else 'local'}_batch_size", str(error)
         return
-    yield from _ends("training.batch_ramp", training.batch_ramp)
+    yield from _check_order("training.batch_ramp", training.batch_ramp)
     for number, stage in enumerate(training.batch_ramp):
         if stage.global_batch_size % together:
             yield (
@@ -127,7 +128,8 @@ def _batch(config: Config, world_size: int) -> Iterator[Conflict]:
             )
 
 
-def _ends(key: str, stages: Sequence[BatchStage | DataStage | LengthStage]) -> Iterator[Conflict]:
+def _check_order(key: str, stages: Sequence[BatchStage | DataStage | LengthStage]) -> Iterator[Conflict]:
+    """Yield stages that do not end after the stage before."""
     for number, (before, stage) in enumerate(pairwise(stages), start=1):
         if stage.until_tokens <= before.until_tokens:
             where = f"{before.until_tokens}, where the stage before ends"
@@ -138,7 +140,7 @@ def _data_stages(data: Data) -> Iterator[Conflict]:
     names = {source.title: None for source in data.all_sources()}
     if data.sources and not any(source.weight for source in data.sources):
         yield "data.sources", "all weights are 0: give a source another one"
-    yield from _ends("data.stages", data.stages)
+    yield from _check_order("data.stages", data.stages)
     for number, stage in enumerate(data.stages):
         key = f"data.stages.{number}.weights"
         unknown = [name for name in stage.weights if name not in names]
@@ -222,9 +224,9 @@ def _url(key: str, url: str) -> Iterator[Conflict]:
 
     try:
         fsspec.get_filesystem_class(url.partition("://")[0])
-    except ValueError as error:  # not known
+    except ValueError as error:  # fsspec does not know the scheme
         yield key, str(error)
-    except ImportError as error:  # known, and not installed
+    except ImportError as error:  # its package is not installed
         from titanlite.runtime.console import install_hint
 
         yield key, f"{error} ({install_hint('gcs' if url.startswith(('gs:', 'gcs:')) else 's3')})"

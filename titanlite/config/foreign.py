@@ -1,12 +1,12 @@
-"""Configs that came with a checkpoint or a run. They may be of others: no code that one names is imported, no `base` is
-read, and no path of data or of a tokenizer is followed. Imports no torch.
+"""Configs that came with a checkpoint or a run, which somebody else may have written: no code that one names is
+imported, no `base` is read, and no path of data or of a tokenizer is followed. Imports no torch.
 """
 
 import json
 import os
 import re
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NoReturn
 
 import tomli
 
@@ -25,26 +25,16 @@ KEPT = {
 """Sections and options that commands read in the config of a checkpoint. None: the whole section."""
 STDLIB = ("stdlib://", "stdlib://train", "stdlib://validation")
 """Data that every machine has: the source of Python's standard library."""
-
-
 MODEL_TYPE = re.compile(r"\w+", re.ASCII)
 """What `model.path` may be in such a config: a model type of transformers, and no folder."""
 
 
-@dataclass(frozen=True)
-class ForeignConfig:
-    """The part of a checkpoint's config that commands use."""
-
-    draft: Draft
-    refused: dict[str, str] = field(default_factory=dict)
-    """Options that name data or templates, which were left out, with their values."""
-
-
-def read_foreign(text: bytes, *, model_file: str | None) -> ForeignConfig:
-    """Read the config of a checkpoint.
+def read_foreign(text: bytes, *, model_file: str | None) -> tuple[Draft, dict[str, str]]:
+    """Return the part of a checkpoint's config that commands use, and the options that name data or templates, which
+    are left out of it, with their values.
 
     Args:
-        model_file: the user's own word for `model.file`.
+        model_file: replaces `model.file`, because the user named it.
 
     Raises:
         UserError: the config names a base, or code that `model_file` does not replace.
@@ -52,31 +42,30 @@ def read_foreign(text: bytes, *, model_file: str | None) -> ForeignConfig:
     try:
         tree = tomli.loads(text.decode())
     except (ValueError, RecursionError) as error:
-        return ForeignConfig(Draft(Config(), [Problem("", f"not valid TOML: {error}")], {""}, {}))
-    _refuse({"base": tree["base"]} if "base" in tree else {}, "with --config")
+        return Draft(Config(), [Problem("", f"not valid TOML: {error}")], {""}, {}), {}
+    if "base" in tree:
+        _refuse("base", tree["base"], "with --config")
     model = tree.get("model")
     if isinstance(model, dict):
         if model_file is not None:
             model["file"] = model_file
         elif model.get("file"):
-            _refuse({"model.file": model["file"]}, "with --model-file or --config")
+            _refuse("model.file", model["file"], "with --model-file or --config")
         path = model.get("path")
         if path is not None and (not MODEL_TYPE.fullmatch(str(path)) or os.path.lexists(str(path))):
-            _refuse({"model.path": path}, "with --config")
+            _refuse("model.path", path, "with --config")
     kept = {name: _part(tree[name], options) for name, options in KEPT.items() if name in tree}
     problems = check_tree(kept).problems  # wrong options are removed from the tree
     refused = _take_data(kept)
-    draft = check_tree(kept)
-    return ForeignConfig(replace(draft, problems=problems), refused)
+    return replace(check_tree(kept), problems=problems), refused
 
 
-def _refuse(named: dict[str, Any], fix: str) -> None:
-    for key, value in named.items():
-        shown = json.dumps(value, ensure_ascii=True, default=str)[:200]
-        raise UserError(
-            f"the config names {key} = {shown}, and it may be of others: refused, nothing was run. If you trust it, "
-            f"name it yourself, {fix}"
-        )
+def _refuse(key: str, value: Any, fix: str) -> NoReturn:
+    shown = json.dumps(value, ensure_ascii=True, default=str)[:200]
+    raise UserError(
+        f"the config names {key} = {shown}, and it may be of others: refused, nothing was run. If you trust it, "
+        f"name it yourself, {fix}"
+    )
 
 
 def _part(section: Any, options: tuple[str, ...] | None) -> Any:

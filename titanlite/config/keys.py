@@ -1,5 +1,5 @@
-"""All options with their types and defaults in words, from the JSON schema that pydantic makes; and the nearest name to
-one that does not exist."""
+"""All options, with their types and defaults as text, from the JSON schema that pydantic makes; and the nearest option
+to a key that does not exist."""
 
 import re
 from collections.abc import Iterator
@@ -48,11 +48,11 @@ class Option(NamedTuple):
 
     @property
     def type(self) -> str:
-        return type_words(self.node)
+        return type_text(self.node)
 
     @property
     def default(self) -> str:
-        """Words for the default: default 1000, required, not set by default."""
+        """The default as text: default 1000, required, not set by default."""
         if self.is_required:
             return "required"
         if self.node["default"] is not None:
@@ -103,16 +103,16 @@ def _resolve(node: Node) -> Node:
     return json_schema()["$defs"][node["$ref"].rpartition("/")[2]] if "$ref" in node else node
 
 
-def type_words(node: Node) -> str:
-    """Return a type in words: integer >= 1."""
+def type_text(node: Node) -> str:
+    """Return a type as text: integer >= 1."""
     if "anyOf" in node:
-        return " | ".join(type_words(branch) for branch in node["anyOf"] if branch != {"type": "null"})
+        return " | ".join(type_text(branch) for branch in node["anyOf"] if branch != {"type": "null"})
     if "const" in node or "enum" in node:
         return " | ".join(toml_text(value) for value in node.get("enum") or [node["const"]])
     signs = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
     limits = " and ".join(f"{sign} {node[name]:g}" for name, sign in signs.items() if name in node)
     if node.get("type") == "array":
-        return "list of tables" if "$ref" in node["items"] else f"list of {type_words(node['items'])}"
+        return "list of tables" if "$ref" in node["items"] else f"list of {type_text(node['items'])}"
     names = {"string": "text", "boolean": "true | false", "object": "table"}
     return f"{names.get(node['type'], node['type'])} {limits}".strip()
 
@@ -167,17 +167,14 @@ def nearest_key(dotted: str) -> str | None:
     sections = sorted({".".join(parts) for parts in parents})
     leaf = dotted.rpartition(".")[2]
     same_leaf = [name for name in options if name.rpartition(".")[2] == leaf]
-    inside = [name for name in same_leaf if name.endswith(f".{dotted}")]  # float8.enable
+    inside = [name for name in same_leaf if name.endswith(f".{dotted}")]  # such as float8.enable
     namesake = inside[0] if inside else nearest_name(dotted, same_leaf, cutoff=0.6 if len(same_leaf) > 1 else 0)
     of_same_depth = [name for name in options + sections if name.count(".") == dotted.count(".")]
-    near = nearest_name(dotted, [name for name in of_same_depth if _is_like(leaf, name)], cutoff=0.8)
+    alike = [name for name in of_same_depth if nearest_name(leaf, [name.rpartition(".")[2]])]
+    near = nearest_name(dotted, alike, cutoff=0.8)  # whole keys of one section all resemble each other
     leaves = {option.rpartition(".")[2]: option for option in reversed(options)}
     found = namesake or near or leaves.get(nearest_name(leaf, leaves, cutoff=0.8) or "")
     if found and found.rpartition(".")[0] == dotted.rpartition(".")[0]:
-        return f"{numbered.rpartition('.')[0]}.{found.rpartition('.')[2]}".lstrip(".")  # of the same entry of a list
+        section = numbered.rpartition(".")[0]  # with the number of the same entry of a list
+        return f"{section}.{found.rpartition('.')[2]}".lstrip(".")
     return found
-
-
-def _is_like(leaf: str, name: str) -> bool:
-    """Return True if the leaf resembles the last part of a name. Whole keys of one section all resemble each other."""
-    return nearest_name(leaf, [name.rpartition(".")[2]]) is not None

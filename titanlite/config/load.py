@@ -18,22 +18,19 @@ from titanlite.config.source import Key, Tree, WrittenConfig, read_source
 from titanlite.runtime.errors import DEFAULT_PLACE, SUGGESTED, ConfigError, Place, Problem, did_you_mean
 from titanlite.schema import Config
 
-# Recognition of configs of torchtitan, which have the same form and other keys.
-
-
-FOREIGN_KEYS = {
+TORCHTITAN_KEYS = {
     "job": "description print_config",
     "model": "tokenizer_path hf_assets_path converters",
     "training": "dataset dataset_path",
     "metrics": "enable_tensorboard save_tb_folder",
 }
-"""Keys that torchtitan's configs usually have, by section, and that titanlite does not have."""
+"""Keys by section that torchtitan's configs, which have the same sections, usually have and titanlite does not."""
 
 
 def is_torchtitan(tree: dict[str, Any]) -> bool:
     """Return True if a TOML tree has at least two keys that only torchtitan has."""
     sections = {name: section for name, section in tree.items() if isinstance(section, dict)}
-    return sum(key in sections.get(name, {}) for name, keys in FOREIGN_KEYS.items() for key in keys.split()) > 1
+    return sum(key in sections.get(name, {}) for name, keys in TORCHTITAN_KEYS.items() for key in keys.split()) > 1
 
 
 def migration_hint(path: Path) -> str:
@@ -132,9 +129,6 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, world_size: int | N
     return read(path, overrides, world_size=world_size).resolve()
 
 
-# Validation
-
-
 def _validate(source: WrittenConfig, draft: Draft) -> None:
     """Add all problems of names and types to the draft, and remove the wrong keys from the tree."""
     tree = source.tree
@@ -150,7 +144,11 @@ def _validate(source: WrittenConfig, draft: Draft) -> None:
         wrong: list[Key] = []
         for key, details in by_key.items():
             words = source.words.get(key)
-            if words is not None and _get(tree, key) != words and all(_wants_text(error) for error in details):
+            if (
+                words is not None
+                and _get(tree, key) != words
+                and all(error["type"] in TEXT_ERRORS for error in details)
+            ):
                 _get(tree, key[:-1])[_index(key[-1], _get(tree, key[:-1]))] = words  # --job.name=2026 was meant as text
                 continue
             wrong.append(key)
@@ -203,7 +201,7 @@ def _remove(tree: Tree, key: Key) -> None:
     node: Any = tree
     for end, part in enumerate(key):
         if part not in node:
-            return  # removed with something else
+            return  # it was removed with another key
         if end == len(key) - 1 or isinstance(node[part], list):
             del node[part]
             return
@@ -211,13 +209,8 @@ def _remove(tree: Tree, key: Key) -> None:
     tree.clear()
 
 
-# In words
-
-
-def _wants_text(error: ErrorDetails) -> bool:
-    return error["type"] in ("string_type", "list_type", "literal_error")
-
-
+TEXT_ERRORS = "string_type", "list_type", "literal_error"
+"""Types of Pydantic's errors for options that can be text."""
 WORDS = {
     "bool_type": "true or false",
     "model_type": "a section",

@@ -5,6 +5,7 @@ Problems are collected; reading continues after a problem where it can.
 
 import re
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from math import inf
 from os.path import exists, relpath
@@ -18,7 +19,7 @@ from titanlite.config.shipped import find_config, nearest_config
 from titanlite.runtime.errors import Place, Problem
 from titanlite.runtime.files import read_small
 
-CODE = [
+FILE_OPTIONS = [
     tuple(key.split("."))
     for key in (
         "model.file", "training.loss", "metrics.loggers.*", "optimizer.name", "optimizer.groups.*.name", "data.path",
@@ -26,7 +27,7 @@ CODE = [
         "validation.tasks.*",
     )
 ]  # fmt: skip
-"""Options that can name a file of the user's own code, or of data."""
+"""Options that can name a file of the user's code or data; `*` stands for each entry of a list."""
 CODE_FILE = re.compile(r"(?P<scheme>(?:(?:python|reader)://)?)(?P<file>[^/~:][^:?]*\.py)(?P<name>(?::\w+)?(?:\?.*)?)")
 
 Tree = dict[str, Any]
@@ -43,8 +44,6 @@ class WrittenConfig:
     words: dict[Key, str] = field(default_factory=dict)
     """Text of each value from the command line, before it is read as TOML."""
     problems: list[Problem] = field(default_factory=list)
-    files: list[str] = field(default_factory=list)
-    """Names of the config file, its base, the base of that, for error messages."""
     is_whole: bool = True
     """False if a file could not be read, so that the tree may lack keys that were written."""
 
@@ -54,8 +53,8 @@ def read_source(path: Path, overrides: Sequence[str]) -> WrittenConfig:
     source = WrittenConfig()
     source.tree, source.places = _read_file(path, source, folder=path.parent)
     _apply_overrides(source, overrides)
-    for key in CODE:  # of the command line: the config of the run is read from another folder
-        _anchor(source.tree, key, Path())
+    for key in FILE_OPTIONS:  # those of the command line are relative to the current folder
+        _make_absolute(source.tree, key, Path())
     return source
 
 
@@ -73,8 +72,7 @@ def _read_file(
         named_at: place of the `base` that names this file; None for the config file itself.
     """
     name = path.name if named_at is None else Path(relpath(path, folder)).as_posix()
-    rank = len(source.files)
-    source.files.append(name)
+    rank = len(below)
     key = "" if named_at is None else "base"
     text = ""
 
@@ -100,9 +98,9 @@ def _read_file(
     except (OSError, ValueError) as error:
         return give_up(Problem(key, f"cannot read config file {str(path)!r}: {error}", named_at))
     places = {key: Place(rank, line, f"{name}:{line}") for key, line in key_lines(text).items()}
-    for key in CODE:
-        _anchor(tree, key, path.parent)
-    if named_at is not None and isinstance(tree.get("job"), dict):  # else the run of the base would be resumed
+    for key in FILE_OPTIONS:
+        _make_absolute(tree, key, path.parent)
+    if named_at is not None and isinstance(tree.get("job"), dict):  # otherwise the run of the base would be resumed
         tree["job"].pop("name", None)
         places.pop(("job", "name"), None)
     base = tree.pop("base", None)
@@ -121,9 +119,12 @@ def _read_file(
     return _merge(base_tree, tree), still_there | places
 
 
-def _anchor(node: Any, key: Key, folder: Path) -> None:
-    """Make a file that is named relative to its TOML file absolute: of code, or of data that the current folder does
-    not have."""
+def _make_absolute(node: Any, key: Key, folder: Path) -> None:
+    """Replace the name of a file that is relative to the folder by its absolute path: a file of code, or of data that
+    the current folder does not have.
+
+    The run's own copy of the config is read from another folder.
+    """
     part, *rest = key
     places: list[Any] = []
     if isinstance(node, list) and part == "*":
@@ -133,7 +134,7 @@ def _anchor(node: Any, key: Key, folder: Path) -> None:
     for place in places:
         value = node[place]
         if rest:
-            _anchor(value, tuple(rest), folder)
+            _make_absolute(value, tuple(rest), folder)
             continue
         if not isinstance(value, str):
             continue
@@ -182,7 +183,7 @@ def key_lines(text: str) -> dict[Key, int]:
     are read as in the whole file.
     """
     found: dict[Key, int] = {}
-    counts: dict[Key, int] = {}  # number of the newest entry of each [[list of tables]]
+    counts: dict[Key, int] = {}  # for each [[list of tables]], the number of its newest entry
     table: Key = ()
     for number, statement in _statements(text):
         parsed = tomli.loads(statement)
@@ -193,13 +194,6 @@ def key_lines(text: str) -> dict[Key, int]:
             for key in _paths(parsed):
                 found.setdefault(table + key, number)
     return found
-
-
-def _parsed(statement: str) -> Tree | None:
-    try:
-        return tomli.loads(statement)
-    except tomli.TOMLDecodeError:
-        return None
 
 
 def _header(parsed: Any, counts: dict[Key, int], found: dict[Key, int], number: int) -> Key:
@@ -270,8 +264,7 @@ def _apply_overrides(source: WrittenConfig, overrides: Sequence[str]) -> None:
             source.problems.append(Problem(name, problem, place))
             continue
         source.words[key] = value
-        for other in [other for other in source.places if other[: len(key)] == key]:
-            del source.places[other]  # the value there is replaced
+        source.places = {other: at for other, at in source.places.items() if other[: len(key)] != key}
         for end in range(1, len(key)):
             source.places.setdefault(key[:end], place)
         source.places[key] = place
@@ -283,10 +276,12 @@ def parse_value(value: str) -> Any:
     """Return a value of the command line, read as TOML, else as text: --data.path=tok/ needs no quotes."""
     try:
         tree = tomli.loads(f"value = {value}")
-        if "#" in value and _parsed(f"value = {value} ]") is not None:
-            return value  # the rest would be taken for a comment
     except (ValueError, RecursionError):
         return value
+    if "#" in value:
+        with suppress(tomli.TOMLDecodeError):
+            tomli.loads(f"value = {value} ]")  # this is valid only if # begins a comment
+            return value
     return tree["value"] if len(tree) == 1 else value
 
 

@@ -5,11 +5,11 @@ from collections.abc import Iterator
 
 from titanlite.schema import Config
 
-PIPELINE_ALONE = (
+PIPELINE_OPTIONS = (
     "pipeline_parallel_schedule", "pipeline_parallel_layers_per_stage", "module_fqns_per_model_part",
     "pipeline_parallel_first_stage_less_layers", "pipeline_parallel_last_stage_less_layers",
 )  # fmt: skip
-OF_INITIAL_LOAD = "initial_load", "allow_missing", "allow_unexpected"
+INITIAL_LOAD_OPTIONS = "initial_load", "allow_missing", "allow_unexpected"
 
 
 def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
@@ -24,7 +24,7 @@ def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
             f"lr_scheduler.warmup_steps: a warm-up of {warmup} steps never reaches the peak learning rate in a run of "
             f"{steps} steps; set --lr_scheduler.warmup_steps={steps // 10} or another number up to {steps}"
         )
-    yield from _idle(config)
+    yield from _without_effect(config)
     if any(_is_stdlib(source.path) for source in config.data.all_sources()):
         return
     for number, source in enumerate(config.validation.all_sources()):
@@ -36,13 +36,14 @@ def find_warnings(config: Config, *, steps: int | None) -> Iterator[str]:
             )
 
 
-def _idle(config: Config) -> Iterator[str]:
+def _without_effect(config: Config) -> Iterator[str]:
     """Find options that are set and have no effect, because of another one."""
     length, degree = config.training.length, config.parallelism.pipeline_parallel_degree
+    loads = config.checkpoint.initial_load_path is not None
     reasons = {
-        "parallelism": ("pipeline_parallel_degree is 1", PIPELINE_ALONE if degree == 1 else ()),
+        "parallelism": ("pipeline_parallel_degree is 1", PIPELINE_OPTIONS if degree == 1 else ()),
         "training": (f"{length} is set, too", ("steps",) if length != "steps" else ()),
-        "checkpoint": ("initial_load_path is not set", () if config.checkpoint.initial_load_path else OF_INITIAL_LOAD),
+        "checkpoint": ("initial_load_path is not set", () if loads else INITIAL_LOAD_OPTIONS),
     }
     for section, (reason, names) in reasons.items():
         values = getattr(config, section)

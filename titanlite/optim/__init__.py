@@ -109,7 +109,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """Set the learning rate of every group; a group with its own peak keeps its proportion to `optimizer.lr`."""
     for group in optimizer.param_groups:
         scaled = lr * group.get("lr_scale", 1.0)
-        if isinstance(group["lr"], Tensor):  # an optimizer that compiles its update, once for all learning rates
+        if isinstance(group["lr"], Tensor):  # the optimizer compiles its update once for all rates
             group["lr"].fill_(scaled)
         else:
             group["lr"] = scaled

@@ -49,7 +49,8 @@ def check_optimizer(config: Optimizer, model: nn.Module | None, *, dtype: str) -
         try:
             section = _Section(key, own, config, find_optimizer_cls(own.name or config.name))
         except UserError as error:
-            problems += [Problem(f"{key}.name", str(error))] if own.name else []  # else it is optimizer.name's
+            if own.name:  # otherwise the problem is that of optimizer.name
+                problems.append(Problem(f"{key}.name", str(error)))
             continue
         used.append(section.optimizer_cls)
         problems += [*_check_arg_names(section)] or [
@@ -68,6 +69,7 @@ def check_optimizer(config: Optimizer, model: nn.Module | None, *, dtype: str) -
 
 
 def _check_arg_names(section: _Section) -> Iterator[Problem]:
+    """Yield `args` that the class does not take, or that other options set."""
     optimizer_cls = section.optimizer_cls
     signature = inspect.signature(optimizer_cls).parameters.values()
     ours = constructor_options(optimizer_cls, section.config, {}).keys() & SET_BY.keys()

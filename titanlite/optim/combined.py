@@ -16,7 +16,7 @@ def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
     value of `skip`.
     """
     if reads_found_inf(optimizer):
-        device = next(p for group in optimizer.param_groups for p in group["params"]).device  # the CPU, with offload
+        device = next(p for group in optimizer.param_groups for p in group["params"]).device  # with offload, the CPU
         optimizer.grad_scale, optimizer.found_inf = None, skip.float().to(device)  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
@@ -28,6 +28,7 @@ def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:
+    """Return the optimizers that step as one: the optimizer itself unless it is a `CombinedOptimizer`."""
     return optimizer.optimizers if isinstance(optimizer, CombinedOptimizer) else [optimizer]
 
 
@@ -37,13 +38,13 @@ class CombinedOptimizer(torch.optim.Optimizer):
     Each one skips a step by itself, so that the host waits only for those that cannot read `found_inf`.
     """
 
-    _step_supports_amp_scaling = True  # `reads_found_inf`
+    _step_supports_amp_scaling = True  # `reads_found_inf` reads it
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         super().__init__([group for optimizer in optimizers for group in optimizer.param_groups], {})
         self.optimizers = optimizers
         for optimizer in optimizers:
-            self.state.update(optimizer.state)  # some classes fill it in their constructor
+            self.state.update(optimizer.state)  # some classes fill their state in the constructor
             optimizer.state = self.state
 
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -69,7 +70,8 @@ def zero_moments(parameter: nn.Parameter, *, dtype: torch.dtype) -> dict[str, Te
 
 
 def state_before_steps(parameter: nn.Parameter, mean: Tensor, square: Tensor) -> dict[str, Tensor]:
+    """Return the state of AdamW with these moments, and a step count of 0 on the device of the parameter."""
     local = local_tensor(parameter)
-    plain = next(iter(wrapped_tensors(local).values()), local)  # of weights that a subclass wraps, too
+    plain = next(iter(wrapped_tensors(local).values()), local)  # a tensor subclass may wrap the weights
     step = plain.new_zeros((), dtype=torch.float32)
     return {"step": step, "exp_avg": mean, "exp_avg_sq": square}

@@ -43,7 +43,7 @@ class Muon(torch.optim.Optimizer):
         ValueError: an argument or a parameter is not one of these.
     """
 
-    _step_supports_amp_scaling = True  # `reads_found_inf`
+    _step_supports_amp_scaling = True  # `reads_found_inf` reads it
 
     def __init__(
         self,
@@ -108,7 +108,7 @@ class Muon(torch.optim.Optimizer):
             state["momentum_buffer"] = torch.zeros_like(parameter.grad)
         buffer, gradient = local_tensor(state["momentum_buffer"]), local_tensor(parameter.grad)
         if skip is not None:
-            gradient = torch.where(skip != 0, buffer, gradient)  # the mean of the buffer and itself: unchanged
+            gradient = torch.where(skip != 0, buffer, gradient)  # the mean of the buffer and itself is the buffer
         buffer.lerp_(gradient, 1 - group["momentum"])
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         # With CPU offload, matrices are exchanged and orthogonalized on the GPU all the same.
@@ -147,10 +147,6 @@ def newton_schulz(matrix: Tensor, *, coefficients: tuple[float, float, float], s
     return wide.T if matrix.shape[0] > matrix.shape[1] else wide
 
 
-def _has_whole_matrices(parameter: Tensor) -> bool:
-    return all(dim < parameter.ndim - 2 for dim in sharded_axes(parameter).values())
-
-
 def _exchange_group(parameter: Tensor) -> dist.ProcessGroup | None:
     """Return the ranks that exchange rows of a matrix; None where it is whole, or sharded in a way they cannot."""
     axes = sharded_axes(parameter)
@@ -181,7 +177,7 @@ def _orthogonalize_gathered(part: Tensor, parameter: Tensor, orthogonalize: Orth
     """
     if axis := _axis_of_stacks(parameter):
         return _orthogonalize_swapped(part, parameter, *axis, orthogonalize)
-    if not _has_whole_matrices(parameter):
+    if any(dim >= parameter.ndim - 2 for dim in sharded_axes(parameter).values()):  # its matrices are not whole
         whole = from_local_like(part, parameter)
         assert isinstance(whole, DTensor)
         return slice_like(_orthogonalize_each(whole.full_tensor(), orthogonalize), parameter)

@@ -43,10 +43,10 @@ def sums_of_squares(
     return reduce(torch.add, squares.values()), reduce(torch.add, shares)
 
 
-def joined(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the memory of gradients as few tensors of one dimension.
+def flat_views(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients as views of their memory, as few as possible.
 
-    FSDP reduces the gradients of a unit into one tensor. Contiguous gradients that follow each other there are joined.
+    FSDP reduces the gradients of a unit into one tensor. Contiguous gradients that follow each other there become one.
     """
     runs: list[list[Tensor]] = []
     for gradient in gradients:

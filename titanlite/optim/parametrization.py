@@ -44,7 +44,7 @@ class Factors(NamedTuple):
 def adamw_factors(scaling: Scaling) -> Factors:
     """Return the row of the table for a parameter."""
     width, depth = scaling.width, scaling.depth
-    eps = 1 / (width * (depth if scaling.in_layers else 1.0))  # in proportion to the gradient, without multipliers
+    eps = 1 / (width * (depth if scaling.in_layers else 1.0))  # as the gradient is, which no multiplier scales
     match scaling.role:
         case "residual":
             std, lr, eps = adamw_factors(replace(scaling, role="hidden" if scaling.is_matrix else "vector"))
@@ -60,7 +60,7 @@ def adamw_factors(scaling: Scaling) -> Factors:
 def muon_lr(scaling: Scaling, parameter: Tensor, adjust_lr_fn: str) -> float:
     """Return the factor of Muon's learning rate for a hidden, residual or output parameter."""
     wanted, scale = 1.0, partial(update_scale, adjust_lr_fn=adjust_lr_fn)
-    if scaling.role == "output":  # [V, D], of which D grows
+    if scaling.role == "output":  # the shape is [V, D], and D grows
         rows, columns = parameter.shape[-2:]
         wanted, grown = scaling.width**-0.5, scale(rows, columns) / scale(rows, columns / scaling.width)
     else:

@@ -19,6 +19,7 @@ CONSTANTS = ("qmap",)
 
 
 def is_quantized(value: Any) -> bool:
+    """Return whether a value of an optimizer's state is a tensor subclass of torchao, with codes and scales."""
     return isinstance(value, Tensor) and bool(wrapped_tensors(local_tensor(value)))
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from titanlite.optim.quantized import block_size_of
-from titanlite.runtime.errors import UserError, nearest_name
+from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.runtime.user_code import find_object
 from titanlite.schema import Optimizer
 
@@ -43,19 +43,13 @@ def find_optimizer_cls(name: str) -> type[torch.optim.Optimizer]:
 
 
 def _find_in_torch(name: str) -> type[torch.optim.Optimizer]:
-    classes = [value for value in vars(torch.optim).values() if isinstance(value, type)]
-    known = {
-        optimizer_cls.__name__: optimizer_cls
-        for optimizer_cls in classes
-        if issubclass(optimizer_cls, torch.optim.Optimizer)
-    }
-    del known["Optimizer"]
+    base = torch.optim.Optimizer
+    classes = [value for value in vars(torch.optim).values() if isinstance(value, type) and issubclass(value, base)]
+    known = {optimizer_cls.__name__: optimizer_cls for optimizer_cls in classes if optimizer_cls is not base}
     if name in known:
         return known[name]
-    near = nearest_name(name, known)
-    hint = f", did you mean {near}?" if near else ""
     names = ", ".join(sorted(known.keys() - REFUSED.keys() | {"Muon"}))
-    raise UserError(f"unknown value {name!r}{hint} (known: {names}; or package.module.Class)")
+    raise UserError(f"unknown value {name!r}{did_you_mean(name, known)} (known: {names}; or package.module.Class)")
 
 
 def accepts(optimizer_cls: type[torch.optim.Optimizer], argument: str) -> bool:

@@ -49,7 +49,7 @@ class SlicedAdamW(torch.optim.Optimizer):
             operators update slices.
     """
 
-    _step_supports_amp_scaling = True  # `reads_found_inf`
+    _step_supports_amp_scaling = True  # `reads_found_inf` reads it
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ def pick_kernel(device: torch.device) -> UpdateKernel | None:
 
     try:
         try_update(device)
-    except Exception as error:  # of Triton, of the compiler or of the driver; PyTorch's operators do without them
+    except Exception as error:  # Triton, the compiler or the driver fails; PyTorch's operators need none of them
         reason = " ".join(str(error).split())
         logger.warning("Triton does not start, so that bfloat16 states take about 70 launches a tensor: %s", reason)
         return None

@@ -35,7 +35,7 @@ def state_after_one_step(optimizer_cls: type[torch.optim.Optimizer], options: Ma
             optimizer.step()
     except (TypeError, ValueError, IndexError):
         raise
-    except Exception:  # the class needs a GPU, for example
+    except Exception:  # the class may need a GPU
         return {}
     after = {name: value for name, value in optimizer.param_groups[0].items() if name != "params"}
     elsewhere = {f"{name} of a group": [value] for name, value in after.items() if value is not before.get(name)}

@@ -97,13 +97,21 @@ def places(config: Config) -> dict[str, str]:
 
 
 def parts_of(config: Config, mesh: "DeviceMesh", run: Path = Path()) -> Parts:
-    """Return the parts of a run that the techniques of a config provide, in their order. Claims leave one technique at
-    most for the step, and for the memory.
+    """Return the parts of a run that the techniques of a config provide, in their order.
 
     Args:
         run: folder of the run.
     """
-    each = [technique.parts(config, mesh, run) for technique in used(config)]
+    techniques = used(config)
+    each = [technique.parts(config, mesh, run) for technique in techniques]
+
+    def only(part_of: "Callable[[Parts], Found | None]") -> "Found | None":
+        """Return a part of which a run has one. `exclusions` refuses a config whose techniques claim the same."""
+        pairs = zip(techniques, map(part_of, each), strict=True)
+        found = [(technique.option, part) for technique, part in pairs if part is not None]
+        options = " and ".join(option for option, _ in found)
+        assert len(found) < 2, f"{options} provide the same part of a run, which has one: add a Claim"
+        return found[0][1] if found else None
 
     def after_update(model: "Model") -> Callable[[], None]:
         hooks = [part.after_update(model) for part in each]
@@ -115,20 +123,15 @@ def parts_of(config: Config, mesh: "DeviceMesh", run: Path = Path()) -> Parts:
         return call
 
     return Parts(
-        step=_first(part.step for part in each),
-        memory=_first(part.memory for part in each),
-        average=_first(part.average for part in each),
+        step_cls=only(lambda part: part.step_cls),
+        memory=only(lambda part: part.memory),
+        average=only(lambda part: part.average),
         batch=lambda batch: reduce(lambda batch, part: part.batch(batch), each, batch),
         loss=lambda loss: reduce(lambda loss, part: part.loss(loss), each, loss),
-        vocabulary=_first(part.vocabulary for part in each),
+        vocabulary=only(lambda part: part.vocabulary),
         after_update=after_update,
         observers=lambda observed: [observer for part in each for observer in part.observers(observed)],
     )
-
-
-def _first(found: "Iterable[Found | None]") -> "Found | None":
-    """Return what the one technique gives that gives anything."""
-    return next(filter(None, found), None)
 
 
 def _load(names: Iterable[str]) -> list[Technique]:

@@ -52,7 +52,9 @@ class Claim(StrEnum):
     TRAINED = "chooses which parameters are trained"
     PARAMETERS = "keeps parameters in memory of its own"
     GRADIENTS = "handles gradients in its own way"
-    UPDATE = "changes the update of the optimizer"
+    UPDATE_KERNEL = "chooses the kernel that updates parameters"
+    """Its rounding depends on which elements it gets: those of a slice, or of a shard. Updates in backward only choose
+    when it runs, so they do not claim it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,13 +88,16 @@ def nothing(*_: object) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class Parts:
-    """Parts of a run that techniques provide; those of one technique, or of all that a config uses together."""
+    """Parts of a run that techniques provide: those of one technique, or of all that a config uses together.
 
-    step: "type[Step] | None" = None
-    """Class of the optimizer step. A technique that has one has the claim `Claim.GRADIENTS`."""
+    Only one technique of a run may provide a step, a memory, an average or a vocabulary.
+    """
+
+    step_cls: "type[Step] | None" = None
+    """Class of the optimizer step. A technique that has one claims `Claim.GRADIENTS`."""
     memory: "StateMemory | None" = None
-    """Memory of parameters and moments that PyTorch's allocator does not give. A technique that has one has the claim
-    `Claim.UPDATE`, because the optimizer then updates slice by slice."""
+    """Memory of parameters, moments or the average that PyTorch does not allocate. Where it makes the optimizer update
+    slice by slice, the technique claims `Claim.UPDATE_KERNEL`."""
     average: "Callable[[Model, StateMemory | None, Callable[[], None]], WeightAverage] | None" = None
     """(parallelized model with memory, memory, what must be called when weights have changed) -> the average of weights
     that checkpoints keep and validation measures."""

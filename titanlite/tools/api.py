@@ -94,13 +94,13 @@ def build_run(config: Config) -> Iterator["Run"]:
     ranks = read_ranks(os.environ)
     device = pick_device(ranks)
     places = {(section,): Place(0, 0, "the given config") for section in Config.model_fields}
-    config, resolved = resolve(Draft(config, [], set(), places), ranks, device)
+    config, inputs = resolve(Draft(config, [], set(), places), ranks, device)
     start_logging(ranks.rank)
     use_cache(config.compile)
     seconds = config.comm.init_timeout_seconds
     try:
         with process_group(ranks, device, deterministic=config.debug.is_deterministic, timeout_seconds=seconds):
-            run = assemble(config, resolved, ranks=ranks, device=device)
+            run = assemble(config, inputs, ranks=ranks, device=device)
             try:
                 yield run
             finally:

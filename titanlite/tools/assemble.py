@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from titanlite.checks.preflight import ResolvedConfig, examine
+from titanlite.checks.preflight import RunInputs, examine
 from titanlite.config.load import Draft
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.models.frozen import ModelWeights
@@ -26,9 +26,7 @@ if TYPE_CHECKING:
     from titanlite.tasks import Task
 
 
-def resolve(
-    draft: Draft, ranks: Ranks, device: torch.device, *, judge_memory: bool = True
-) -> tuple[Config, ResolvedConfig]:
+def resolve(draft: Draft, ranks: Ranks, device: torch.device, *, judge_memory: bool = True) -> tuple[Config, RunInputs]:
     """Check a config against this machine, and resolve the names in it.
 
     Args:
@@ -37,7 +35,7 @@ def resolve(
     Raises:
         ConfigError: lists all problems that were not reported before.
     """
-    resolved, problems = examine(
+    inputs, problems = examine(
         draft.config,
         ranks,
         device,
@@ -48,22 +46,22 @@ def resolve(
         judge_memory=judge_memory,
     )
     draft.add(problems)
-    if resolved is not None and draft.config.data.chat_template is not None:
+    if inputs is not None and draft.config.data.chat_template is not None:
         from titanlite.tools.ingest.chat import template_problems
 
-        draft.add(template_problems(draft.config.data, resolved.tokenizer))
+        draft.add(template_problems(draft.config.data, inputs.tokenizer))
     config = draft.resolve()
-    assert resolved is not None
-    return config, resolved
+    assert inputs is not None
+    return config, inputs
 
 
 def assemble(
-    config: Config, resolved: ResolvedConfig, *, ranks: Ranks, device: torch.device, phase: CurrentPhase | None = None
+    config: Config, inputs: RunInputs, *, ranks: Ranks, device: torch.device, phase: CurrentPhase | None = None
 ) -> Run:
     """Build a run, as `build` does, from data that may be text and weights that may be another program's."""
     return build(
         config,
-        resolved,
+        inputs,
         ranks=ranks,
         device=device,
         prepare_text=_prepare_text,

@@ -25,12 +25,12 @@ from titanlite.tools.arguments import Parser
 if TYPE_CHECKING:
     import torch
 
-    from titanlite.checks.preflight import ResolvedConfig
+    from titanlite.checks.preflight import RunInputs
     from titanlite.run.timeouts import PhaseTimeouts
     from titanlite.runtime.process_group import Ranks
     from titanlite.schema import Config
 
-    Checked = tuple[Config, ResolvedConfig, Ranks, torch.device]
+    Checked = tuple[Config, RunInputs, Ranks, torch.device]
 
 TRAIN_OPTIONS = """
 Every option of the config can be set here. The value is read as TOML, text needs no quotes, and --section.key alone
@@ -168,7 +168,7 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
 
 def _run_training(
     config: "Config",
-    resolved: "ResolvedConfig",
+    resolved: "RunInputs",
     ranks: "Ranks",
     device: "torch.device",
     requests: StopRequests,

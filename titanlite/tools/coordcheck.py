@@ -131,7 +131,7 @@ def measure(config: Config, *, steps: int) -> dict[str, list[float]]:
         probe, first = batches[0], _outputs(run, batches[0])
         found = {name: [_rms(value)] for name, value in first.items()} | {f"{name}, change": [] for name in first}
         for _ in range(steps):
-            run.step(batches)
+            run.train_step(batches)
             for name, value in _outputs(run, probe).items():
                 found[name].append(_rms(value))
                 found[f"{name}, change"].append(_rms(value - first[name]))

@@ -27,7 +27,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checks.memory import weight_bytes
-from titanlite.checks.preflight import ResolvedConfig
+from titanlite.checks.preflight import RunInputs
 from titanlite.models.base import Model
 from titanlite.optim.state_size import state_bytes
 from titanlite.run.versions import compare, facts_of, versions_of
@@ -87,7 +87,7 @@ class Job:
         return [*range(0, self.ranks.world_size, self.ranks.local_world_size)]
 
 
-def main(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> None:
+def main(config: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> None:
     """Run all tests on all ranks, and print the table on rank 0.
 
     Raises:
@@ -97,7 +97,7 @@ def main(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.d
         warnings.simplefilter("ignore", FutureWarning)  # of names of collectives that PyTorch 2.13 replaces
         job = open_job(ranks)
         began = time.perf_counter()
-        failed = run(machine_tests(config, resolved, job, device), print if ranks.rank == 0 else lambda line: None)
+        failed = run(machine_tests(config, inputs, job, device), print if ranks.rank == 0 else lambda line: None)
         if ranks.rank == 0:
             took = timedelta(seconds=round(time.perf_counter() - began))
             end = f"{len(failed)} FAILED: {', '.join(failed)}" if failed else "no test failed"
@@ -126,9 +126,7 @@ def run(tests: Mapping[str, Callable[[], Result]], report: Callable[[str], objec
     return failed
 
 
-def machine_tests(
-    config: Config, resolved: ResolvedConfig, job: Job, device: torch.device
-) -> dict[str, Callable[[], Result]]:
+def machine_tests(config: Config, inputs: RunInputs, job: Job, device: torch.device) -> dict[str, Callable[[], Result]]:
     """Return the tests by name, in their order. All ranks run each together."""
     facts = facts_of(config.model_dump(mode="json"), device)
     tests: dict[str, Callable[[], Result]] = {"versions, config": partial(check_software, facts, device)}
@@ -138,7 +136,7 @@ def machine_tests(
     tests["clocks"] = partial(check_clocks, job)
     if config.checkpoint.enable:
         url = config.checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
-        model = resolved.model.build()
+        model = inputs.model.build()
         choose_trained(model, config)
         tests["checkpoint folder"] = partial(check_folder, url, job)
         tests["disk"] = partial(check_disk, url, checkpoint_bytes(model, config), config, job)

@@ -149,7 +149,7 @@ def test_staging_is_one_allocation_that_is_used_again() -> None:
     state["a"] += 1
     second = dict(staging.copy())
     assert_equal(second, copied)
-    assert [it.data_ptr() for it in second.values()] == [it.data_ptr() for it in first.values()]
+    assert [tensor.data_ptr() for tensor in second.values()] == [tensor.data_ptr() for tensor in first.values()]
     state["b"] = torch.randn(4)
     staging.begin(state)
     assert_equal(dict(staging.copy()), state)
@@ -601,7 +601,7 @@ PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
     "os.system in .metadata": (
         lambda touch, _: {METADATA: pickle.dumps(Payload(os.system, touch))}, "names posix.system"),
     "a call inside good metadata": (
-        lambda touch, path: edited(path, lambda it: setattr(it, "planner_data", Payload(os.system, touch))),
+        lambda touch, path: edited(path, lambda metadata: setattr(metadata, "planner_data", Payload(os.system, touch))),
         "names posix.system"),
     "torch.load in .metadata": (
         lambda touch, _: {METADATA: pickle.dumps(Payload(torch.load, "x"))}, "names torch.serialization.load"),
@@ -618,13 +618,15 @@ PAYLOADS: dict[str, tuple[Callable[[str, Path], dict[str, bytes]], str]] = {
         lambda touch, path: forged_shard(path, pickle.dumps(Payload(os.system, touch))), "is not a tensor"),
     "a bytes entry": (lambda touch, path: _bytes_entry(touch, path), "is not a tensor"),
     "a file elsewhere": (
-        lambda _, path: edited(path, lambda it: setattr(first_place(it), "relative_path", "../../../etc/passwd")),
+        lambda _, path: edited(
+            path, lambda metadata: setattr(first_place(metadata), "relative_path", "../../../etc/passwd")),
         "names ../../../etc/passwd"),
     "a tensor without its data": (
-        lambda _, path: edited(path, lambda it: it.state_dict_metadata["model.tok_embeddings.weight"].chunks.clear()),
+        lambda _, path: edited(
+            path, lambda metadata: metadata.state_dict_metadata["model.tok_embeddings.weight"].chunks.clear()),
         "tok_embeddings.weight"),
     "a place outside of its file": (
-        lambda _, path: edited(path, lambda it: setattr(first_place(it), "length", 1 << 50)),
+        lambda _, path: edited(path, lambda metadata: setattr(first_place(metadata), "length", 1 << 50)),
         "lies outside of __0_0.distcp"),
 }  # fmt: skip
 
@@ -648,7 +650,7 @@ def test_a_malicious_checkpoint_is_refused_and_nothing_runs(payload: str, traine
     touched = tiny.folder / f"touched-{name}"
     make, message = PAYLOADS[payload]
     forge(checkpoint(tiny, 1, name), make(f"touch {touched}", checkpoint(tiny, 1, name)))
-    with pytest.raises(UnsafeCheckpoint, match=r"refused") as refusal:
+    with pytest.raises(UnsafeCheckpoint) as refusal:
         trained(tiny.config("--training.steps=2", f"--job.name={name}"))
     assert message in str(refusal.value)
     assert str(checkpoint(tiny, 1, name)) in str(refusal.value)
@@ -663,12 +665,12 @@ def of_one_tensor(**changes: Any) -> Metadata:
         "name": "a", "size": size, "dtype": torch.float32, "offsets": torch.Size([0]), "sizes": size, "fqn": "a",
         "offset": torch.Size([0]), "path": "__0_0.distcp", "at": 0, "length": 9, "extensions": None,
     }  # fmt: skip
-    it = values | changes
-    chunks = it.get("chunks", [ChunkStorageMetadata(it["offsets"], it["sizes"])])
-    entry = it.get("entry", TensorStorageMetadata(TensorProperties(dtype=it["dtype"]), it["size"], chunks))
-    info = it.get("info", StorageInfo(it["path"], it["at"], it["length"], it["extensions"]))
-    index = it.get("index", MetadataIndex(it["fqn"], it["offset"]))
-    return Metadata(it.get("entries", {it["name"]: entry}), storage_data=it.get("places", {index: info}))
+    values |= changes
+    chunks = values.get("chunks", [ChunkStorageMetadata(values["offsets"], values["sizes"])])
+    entry = values.get("entry", TensorStorageMetadata(TensorProperties(dtype=values["dtype"]), values["size"], chunks))
+    info = values.get("info", StorageInfo(values["path"], values["at"], values["length"], values["extensions"]))
+    index = values.get("index", MetadataIndex(values["fqn"], values["offset"]))
+    return Metadata(values.get("entries", {values["name"]: entry}), storage_data=values.get("places", {index: info}))
 
 
 @pytest.mark.parametrize(
@@ -687,7 +689,7 @@ def test_metadata_of_other_types_is_one_line(changes: dict[str, Any]) -> None:
     assert str(right.state_dict_metadata).replace("StoredProperties", "TensorProperties") == str(
         wanted.state_dict_metadata
     )
-    with pytest.raises(UnsafeCheckpoint, match=r"^x/\.metadata .*refused") as refusal:
+    with pytest.raises(UnsafeCheckpoint, match=r"^x/\.metadata ") as refusal:
         unpickle_metadata(pickle.dumps(of_one_tensor(**changes)), "x/.metadata")
     assert "\n" not in str(refusal.value)
 

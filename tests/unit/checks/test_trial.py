@@ -73,7 +73,7 @@ def test_a_model_that_sees_the_next_token_is_refused(tiny: TinyRun, file: str) -
         options = [f"--model.file={file}", f"--model.name={name}"]
         with pytest.raises(ConfigError) as error:
             preflight(tiny.config(*options), ranks, device)
-        assert [it.key for it in error.value.problems] == ["model.file"]
+        assert [problem.key for problem in error.value.problems] == ["model.file"]
     preflight(
         tiny.config(*options, "--training.loss=tests.support.layouts:smoothed_loss"), ranks, device
     )  # its own objective

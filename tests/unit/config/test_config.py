@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from tests.support.helpers import mentions
 from titanlite.config import source
 from titanlite.config.keys import REMOVED, dotted_keys
-from titanlite.config.load import FOREIGN_KEYS, load, read
+from titanlite.config.load import TORCHTITAN_KEYS, load, read
 from titanlite.config.warnings import find_warnings
 from titanlite.runtime.errors import SUGGESTED, ConfigError, Problem
 from titanlite.schema import Config
@@ -418,7 +418,7 @@ def test_a_config_of_torchtitan_is_recognised(path: Path) -> None:
 
 def test_keys_of_torchtitan_are_no_keys_of_titanlite(tmp_path: Path) -> None:
     ours = set(dotted_keys())
-    theirs = {f"{section}.{key}" for section, keys in FOREIGN_KEYS.items() for key in keys.split()}
+    theirs = {f"{section}.{key}" for section, keys in TORCHTITAN_KEYS.items() for key in keys.split()}
     assert not theirs & ours
     assert theirs <= RULES.keys()
     # one such key alone is a mistake like any other

@@ -36,8 +36,8 @@ OTHER_GROUPS = '[{match=["tok_embeddings.*"]}, {match=["layers.*", "head.*"]}]'
 REFUSED: dict[str, dict[int, list[str]]] = {
     "optimizer.in_backward": {
         2: [
-            f"{IN_BACKWARD} {it}"
-            for it in (
+            f"{IN_BACKWARD} {options}"
+            for options in (
                 f"{TRAIN}max_norm=1", "--guard.nonfinite=skip", "--guard.spike_sigma=6", f"{OPTIM}name=Muon",
                 f"{OPTIM}groups='[{{match=[\"*\"], name=\"Muon\"}}]'", f"{TRAIN}local_batch_size=2", RAMP % (64, 2),
                 f"{FOUR_BLOCKS} {PIPELINE}",
@@ -62,7 +62,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
         1: [f"{TRAIN}multi_token_weight=0.3 {OWN_MODEL}"],
     },
     "training.mixed_precision_param": {
-        1: [f"{TRAIN}mixed_precision_param=float16 {it}" for it in (IN_BACKWARD, FLOAT8)],
+        1: [f"{TRAIN}mixed_precision_param=float16 {options}" for options in (IN_BACKWARD, FLOAT8)],
     },
     "offload.path": {1: ["--offload.path=/tmp", f"{DISK} --offload.path={__file__}/x"]},
     "offload.optimizer": {1: [f"{DISK} {OPTIM}name=SGD", f"{DISK} {OPTIM}args.amsgrad=true"]},
@@ -83,8 +83,8 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     },
     "parallelism.tensor_parallel_degree": {
         4: [
-            f"{MESH}tensor_parallel_degree=2 {it}"
-            for it in ("--lora.rank=2", f"{TRAIN}loss=own.py:loss", TEACHER)
+            f"{MESH}tensor_parallel_degree=2 {options}"
+            for options in ("--lora.rank=2", f"{TRAIN}loss=own.py:loss", TEACHER)
         ],
     },
     "parallelism.pipeline_parallel_degree": {
@@ -94,6 +94,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             f"{FOUR_BLOCKS} {PIPELINE} {MESH}pipeline_parallel_layers_per_stage=2",
             f"{FOUR_BLOCKS} {PIPELINE} --freeze.parameters='[\"tok_embeddings.*\", \"layers.[01].*\"]'",
         ],
+        4: [f"{FOUR_BLOCKS} {MESH}pipeline_parallel_degree=3 {TRAIN}local_batch_size=1"],
     },
     "parallelism.pipeline_parallel_schedule": {
         2: [

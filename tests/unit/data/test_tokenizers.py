@@ -217,7 +217,7 @@ def test_text_can_be_cut_while_it_is_read(short_pieces: int) -> None:
         lengths = [len(piece.encode()) for piece in pieces(text)]
         assert lengths == np.diff(ends).tolist()
         for i, end in enumerate(ends):
-            assert [len(it.encode()) for it in pieces(data[:end].decode())] == lengths[:i], "whatever follows"
+            assert [len(piece.encode()) for piece in pieces(data[:end].decode())] == lengths[:i], "whatever follows"
 
 
 def test_ids_of_pieces_are_those_of_the_whole(short_pieces: int) -> None:

@@ -91,7 +91,7 @@ def test_a_large_folder_is_read_once_a_week(tmp_path: Path, log: Callable[[], li
     [note] = tmp_path.glob(".tokens-*.verified")
     found = json.loads(note.read_text())
     note.write_text(json.dumps(found | {"verified_at": time.time() - VALID_SECONDS}))
-    with pytest.raises(UserError, match=r"00000\.tokens .*checksum"):
+    with pytest.raises(UserError, match=r"00000\.tokens "):
         check(store, tmp_path / "cache")
 
 
@@ -103,7 +103,7 @@ def test_other_times_or_a_damaged_note_count_as_not_verified(text: str, tmp_path
     [note] = tmp_path.glob(".tokens-*.verified")
     note.write_text(text)
     change(tmp_path / "tokens" / "00000.tokens", keep_time=True)
-    with pytest.raises(UserError, match=r"00000\.tokens .*checksum"):
+    with pytest.raises(UserError, match=r"00000\.tokens "):
         check(store, tmp_path / "cache")
 
 

@@ -56,7 +56,7 @@ def test_intervals_cover_what_a_further_run_has(sizes: int, ladder: dict[str, An
     draws, inside, widths = np.random.default_rng(0), 0, []
     own, size = SIZES[:sizes], SIZES[sizes]
     for _ in range(100):
-        losses = [law_of(it) * (1 + 0.003 * draws.standard_normal()) for it in own]
+        losses = [law_of(size) * (1 + 0.003 * draws.standard_normal()) for size in own]
         [[_, low, high]] = ladder["fit"](own, losses, [size])["losses"]
         inside += low <= law_of(size) * (1 + 0.003 * draws.standard_normal()) <= high
         widths.append((high - low) / law_of(size))
@@ -97,7 +97,7 @@ def test_the_page_shows_what_the_example_prints(
     assert target["predicted"] == pytest.approx(record["law"]["A"] / 201216 ** record["law"]["alpha"][0])
     assert target["error"] == pytest.approx(target["predicted"] / 1.3099 - 1)
     ladder["draw"](record, tmp_path / "ladder.svg")
-    texts = [(it / "ladder.svg").read_text() for it in (tmp_path, ROOT / "docs" / "images")]
+    texts = [(folder / "ladder.svg").read_text() for folder in (tmp_path, ROOT / "docs" / "images")]
     assert ["Predicted 1.333, measured 1.310" in text for text in texts] == [True, True]
 
 
@@ -115,7 +115,7 @@ def test_sizes_and_what_stays_in_proportion(ladder: dict[str, Any], tmp_path: Pa
         "seq_len_ramp = [{until_tokens = 256000, seq_len = 64}]\n"
     )
     rungs = rungs_of(ladder, path, "--optimizer.lr=0.001")
-    assert [(it.name, it.width, it.depth) for it in rungs] == [
+    assert [(size.name, size.width, size.depth) for size in rungs] == [
         ("rung-0", 24, 2), ("rung-1", 32, 2), ("rung-2", 40, 3), ("rung-3", 56, 3), ("target", 64, 4)
     ]  # fmt: skip
     hidden = [66, 88, 110, 154, 176]
@@ -147,8 +147,12 @@ def test_sizes_and_what_stays_in_proportion(ladder: dict[str, Any], tmp_path: Pa
     own = rungs_of(ladder, path, *words, sizes=3)[0].config.optimizer
     assert (own.parametrization, own.base_width, own.base_depth) == ("mup", 32, None)
     seeds = rungs_of(ladder, path, seeds=2, sizes=3, factor=1.5)
-    assert [(it.name, it.config.debug.seed) for it in seeds[:3]] == [("rung-0", 0), ("rung-0-seed-1", 1), ("rung-1", 0)]
-    assert [it.name for it in seeds].count("target") == 1
+    assert [(rung.name, rung.config.debug.seed) for rung in seeds[:3]] == [
+        ("rung-0", 0),
+        ("rung-0-seed-1", 1),
+        ("rung-1", 0),
+    ]
+    assert [rung.name for rung in seeds].count("target") == 1
 
 
 OWN_MODEL = """
@@ -165,7 +169,7 @@ class Own(Model):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(args.depth))
 """
 SHAPE = ["dim=32", "n_layers=4", "n_heads=4", "n_kv_heads=4", "hidden_dim=96"]
-OPTIONS = [*(f"--model.args.{it}" for it in SHAPE), "--training.global_batch_size=2", "--checkpoint.interval=2"]
+OPTIONS = [*(f"--model.args.{name}" for name in SHAPE), "--training.global_batch_size=2", "--checkpoint.interval=2"]
 
 
 @pytest.mark.parametrize(
@@ -219,11 +223,11 @@ def test_a_ladder_resumes_predicts_and_is_the_same_twice(tiny: TinyRun) -> None:
     assert (found["law"], found["runs"]) == (record["law"], record["runs"])
     assert (folder / "rung-0" / "run.json").read_bytes() == untouched, "it is not trained again"
     starts = json.loads((folder / "rung-1" / "run.json").read_text())["starts"]
-    assert [it["step"] > 0 for it in starts] == [True], "it resumes"
-    for it in [*found["runs"], found["target"]]:
-        last = json.loads((folder / it["name"] / "validation.jsonl").read_text().splitlines()[-1])
-        assert (last["step"], last["loss"]) == (it["steps"], it["loss"])
-        assert it["error"] == pytest.approx(it["predicted"] / it["loss"] - 1)
+    assert [record["step"] > 0 for record in starts] == [True], "it resumes"
+    for record in [*found["runs"], found["target"]]:
+        last = json.loads((folder / record["name"] / "validation.jsonl").read_text().splitlines()[-1])
+        assert (last["step"], last["loss"]) == (record["steps"], record["loss"])
+        assert record["error"] == pytest.approx(record["predicted"] / record["loss"] - 1)
     law, target = found["law"], found["target"]
     assert target["predicted"] == pytest.approx(law["E"][0] + law["A"] / target["parameters"] ** law["alpha"][0])
     code, output, again = run("--optimizer.lr=0.5")

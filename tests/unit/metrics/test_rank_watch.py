@@ -26,7 +26,7 @@ Watched = Callable[..., list[str]]
 
 def gathered(ranks: Sequence[RankMetrics[float]]) -> RankMetrics[torch.Tensor]:
     """Metrics of all ranks as `gather_metrics` returns them."""
-    return RankMetrics(*torch.tensor([astuple(it) for it in ranks], dtype=torch.float64).unbind(1))
+    return RankMetrics(*torch.tensor([astuple(rank) for rank in ranks], dtype=torch.float64).unbind(1))
 
 
 @pytest.fixture

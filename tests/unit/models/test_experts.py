@@ -77,7 +77,7 @@ def gated(layer: Experts, tensor: Callable[[str], Any]) -> dict[str, Tensor]:
 
 
 def with_gate(layer: Experts, tensor: Callable[[str], Any]) -> dict[str, Tensor]:
-    found = {name.replace("shared_experts", "shared_expert"): it for name, it in gated(layer, tensor).items()}
+    found = {name.replace("shared_experts", "shared_expert"): value for name, value in gated(layer, tensor).items()}
     return {**found, "shared_expert_gate.weight": tensor("shared_gate")}
 
 
@@ -165,11 +165,11 @@ def test_outputs_and_gradients_equal_those_of_transformers(name: str) -> None:
     layer, other = pair(name)
     assert apart(layer, other) < 1e-5
     inputs: list[Any] = []
-    for it in (layer, other):
+    for moe in (layer, other):
         inputs.append(X.clone().requires_grad_())
-        out = it(inputs[-1])
+        out = moe(inputs[-1])
         (out[0] if isinstance(out, tuple) else out).square().sum().backward()
-    gradients: dict[str, Any] = {it: parameter.grad for it, parameter in layer.named_parameters()}
+    gradients: dict[str, Any] = {name: parameter.grad for name, parameter in layer.named_parameters()}
     assert None not in gradients.values()
     found = CASES[name].names(layer, gradients.__getitem__) | {"": inputs[0].grad}
     assert len(found) == len([*other.parameters()]) + 1
@@ -266,12 +266,14 @@ def test_weighted_hidden_values_keep_their_inputs_only(activation: Activation) -
     gate, up = (torch.randn(20, 6, generator=draw, dtype=torch.float64).requires_grad_() for _ in range(2))
     weights = torch.rand(20, generator=draw, dtype=torch.float64).requires_grad_()
     kept: list[int] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it.numel()) or it, lambda it: it):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda tensor: kept.append(tensor.numel()) or tensor, lambda tensor: tensor
+    ):
         found = DEFAULT_KERNELS.weighted(activation, gate, up, weights)
     assert kept == [120, 120, 20]
     expected = activation(gate, up) * weights[:, None]
     assert found.equal(expected)
-    ours, theirs = (torch.autograd.grad(it.square().sum(), (gate, up, weights)) for it in (found, expected))
+    ours, theirs = (torch.autograd.grad(output.square().sum(), (gate, up, weights)) for output in (found, expected))
     assert all(map(torch.allclose, ours, theirs))
 
 
@@ -283,7 +285,7 @@ def test_clamped_swiglu_has_the_gradient_of_autograd() -> None:
     expected = (up.clamp(-7, 7) + 1) * limited * torch.sigmoid(1.702 * limited)
     assert torch.allclose(clamped_swiglu(gate, up), expected, rtol=1e-12)
     weights = torch.randn(200, generator=draw, dtype=torch.float64)
-    ours, theirs = (torch.autograd.grad(it, leaves, weights) for it in (clamped_swiglu(*leaves), expected))
+    ours, theirs = (torch.autograd.grad(output, leaves, weights) for output in (clamped_swiglu(*leaves), expected))
     for found, wanted in zip(ours, theirs, strict=True):
         assert torch.allclose(found, wanted, rtol=1e-12)
 
@@ -321,7 +323,7 @@ def test_biases_of_experts_are_vectors() -> None:
         for name in ("router", "w1", "w2", "w3", *(f"shared.w{number}.weight" for number in (1, 2, 3)))
     }
     found = find_scaling(model, Optimizer(parametrization="completep", base_width=16, base_depth=2))
-    assert {name: (it.role, it.is_matrix) for name, it in found.items() if name in biases} == {
+    assert {name: (scaling.role, scaling.is_matrix) for name, scaling in found.items() if name in biases} == {
         name: ("residual" if name.endswith("b2") else "vector", False) for name in biases
     }
 

@@ -86,9 +86,11 @@ def test_weights_of_transformers_return_bit_for_bit(family: str, dtype: torch.dt
     assert cli.run(["checkpoint", "import", f"{tmp_path}/theirs", "--out", f"{tmp_path}/ours"]) == 0
     ours, back = f"{tmp_path}/ours/step-00000000", f"{tmp_path}/back"
     assert cli.run(["checkpoint", "export", ours, "--out", back, "--check", "--no-tokenizer"]) == 0
-    found, expected = (load_file(tmp_path / it / "model.safetensors") for it in ("back", "theirs"))
-    assert {name: it.dtype for name, it in found.items()} == {name: it.dtype for name, it in expected.items()}
-    assert all(torch.equal(found[name], it) for name, it in expected.items())
+    found, expected = (load_file(tmp_path / folder / "model.safetensors") for folder in ("back", "theirs"))
+    assert {name: value.dtype for name, value in found.items()} == {
+        name: value.dtype for name, value in expected.items()
+    }
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
 def test_gemma_rounds_as_transformers() -> None:
@@ -104,7 +106,9 @@ def test_gemma_rounds_as_transformers() -> None:
 
 def attend_otherwise(model: Decoder, **changes: Any) -> None:
     """Change what the layers of a model see."""
-    model.attentions = [replace(it, **changes) if it.window else it for it in model.attentions]
+    model.attentions = [
+        replace(attention, **changes) if attention.window else attention for attention in model.attentions
+    ]
 
 
 def window_one_too_short(model: Decoder) -> None:
@@ -120,7 +124,7 @@ def scaled_positions_in_windows(model: Decoder) -> None:
 
 
 def local_positions_in_full_layers(model: Decoder) -> None:
-    model.attentions = [replace(it, rope=0) for it in model.attentions]
+    model.attentions = [replace(attention, rope=0) for attention in model.attentions]
 
 
 def plain_positions_in_full_layers(model: Decoder) -> None:
@@ -348,7 +352,7 @@ def test_flops_count_what_a_window_leaves() -> None:
 
 def test_flops_count_values_by_their_own_size() -> None:
     _, args = FAMILIES["deepseek_v3"]
-    longer, shorter = (built("deepseek_v3", v_dim=it).flops_per_token(40) for it in (11, 10))
+    longer, shorter = (built("deepseek_v3", v_dim=size).flops_per_token(40) for size in (11, 10))
     a_head = 20 + args.dim + 40  # latent dims, the output, and the tokens that one sees
     assert longer - shorter == 6 * args.n_layers * args.n_heads * a_head
 
@@ -411,8 +415,8 @@ def test_roles_of_experts() -> None:
     """The base has one dense block and one with experts, and of its last kind the others take their values."""
     model = built("glm4_moe")
     found = find_scaling(model, Optimizer(parametrization="completep", base_width=32, base_depth=2))
-    roles = {name.partition(".2.")[2]: it.role for name, it in found.items() if name.startswith("layers.2.")}
-    ends = {it for it, role in roles.items() if role == "residual"}
+    roles = {name.partition(".2.")[2]: scaling.role for name, scaling in found.items() if name.startswith("layers.2.")}
+    ends = {name for name, role in roles.items() if role == "residual"}
     assert ends == {"attention.wo.weight", "feed_forward.w2", "feed_forward.shared.w2.weight"}
     assert roles["feed_forward.router"] == "output"
     assert roles["feed_forward.w1"] == roles["feed_forward.shared.w3.weight"] == "hidden"
@@ -430,7 +434,7 @@ def test_roles_of_experts() -> None:
 def test_branches_shrink_with_the_depth_by_their_norms(family: str, names: set[str], values: float) -> None:
     model = built(family, n_layers=4, tied_head=False)
     found = find_scaling(model, Optimizer(parametrization="completep", base_width=64, base_depth=2))
-    residual = {name: it.initial for name, it in found.items() if it.role == "residual"}
+    residual = {name: scaling.initial for name, scaling in found.items() if scaling.role == "residual"}
     assert {name.split(".")[2] for name in residual} == names
     bits = torch.zeros(1, dtype=torch.int64)
     assert {float(initial.values(bits, bits)) for initial in residual.values()} == {values}

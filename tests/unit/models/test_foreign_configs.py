@@ -150,7 +150,7 @@ EVERY = [*FAMILIES, "llama3", "qwen3", "qwen3_moe"]
 @pytest.mark.parametrize("family", EVERY)
 def test_each_key_is_read_as_by_transformers(family: str) -> None:
     found = {name: outcome(family, config) for name, config in variants(family)}
-    assert {name: it for name, it in found.items() if it not in ("equal", "refused")} == {}
+    assert {name: outcome for name, outcome in found.items() if outcome not in ("equal", "refused")} == {}
     assert [*found.values()].count("equal") > len(found) / 2
 
 
@@ -158,7 +158,7 @@ def test_each_key_is_read_as_by_transformers(family: str) -> None:
 @pytest.mark.parametrize("family", EVERY)
 def test_rope_is_read_as_by_transformers(family: str, step: int) -> None:
     found = {name: outcome(family, config) for name, config in [*ropes(family)][::step]}
-    assert {name: it for name, it in found.items() if it not in ("equal", "refused")} == {}
+    assert {name: outcome for name, outcome in found.items() if outcome not in ("equal", "refused")} == {}
     assert "equal" in found.values()
 
 

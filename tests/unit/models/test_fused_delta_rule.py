@@ -38,12 +38,12 @@ def stand_in(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, cu_seqlens: Tensor | None = None
 ) -> tuple[Tensor, None]:
     """[B, T, heads, dims] -> [B, T, value heads, dims]. With boundaries, B is 1."""
-    inputs = [it.transpose(1, 2) for it in (q, k, v, g, beta)]
-    inputs[:2] = (repeat_heads(it, v.shape[2]) for it in inputs[:2])
+    inputs = [tensor.transpose(1, 2) for tensor in (q, k, v, g, beta)]
+    inputs[:2] = (repeat_heads(tensor, v.shape[2]) for tensor in inputs[:2])
     ends = [0, q.shape[1]] if cu_seqlens is None else cu_seqlens.tolist()
     assert cu_seqlens is None or len(q) == 1
-    parts = [[it[:, :, start:end].float() for it in inputs] for start, end in pairwise(ends)]
-    return torch.cat([gated_delta_rule(*it)[0] for it in parts], dim=2).transpose(1, 2).to(q.dtype), None
+    parts = [[tensor[:, :, start:end].float() for tensor in inputs] for start, end in pairwise(ends)]
+    return torch.cat([gated_delta_rule(*part)[0] for part in parts], dim=2).transpose(1, 2).to(q.dtype), None
 
 
 class Number(int):
@@ -89,16 +89,16 @@ def test_outputs_and_gradients_are_those_of_the_rule(device: torch.device, withi
     v, upstream = (torch.randn(2, 4, 80, 24, generator=draw) for _ in range(2))
     decay, beta = (torch.rand(2, 4, 80, generator=draw) for _ in range(2))
     each = q, torch.nn.functional.normalize(k, dim=-1), v, -decay, beta
-    inputs = [it.to(device).requires_grad_() for it in each]
+    inputs = [tensor.to(device).requires_grad_() for tensor in each]
     where = documents(ROWS) if within_documents else None
     dtypes = (torch.bfloat16, torch.float16) if device.type == "cuda" else (torch.float32, torch.float16)
     for dtype in dtypes:
         found = fused_gated_delta_rule(*inputs, dtype=dtype, boundaries=where and where.boundaries.to(device))
-        wide = [repeat_heads(it, 4) if it.shape[1] == 2 else it for it in inputs]
+        wide = [repeat_heads(tensor, 4) if tensor.shape[1] == 2 else tensor for tensor in inputs]
         expected, _ = gated_delta_rule(*wide, positions_BL=where and where.positions_BL.to(device))
         limit = {torch.float32: 1e-5, torch.float16: 3e-3, torch.bfloat16: 2e-2}[dtype]
         assert apart(found, expected) < limit
-        ours, theirs = (torch.autograd.grad(it, inputs, upstream.to(it)) for it in (found, expected))
+        ours, theirs = (torch.autograd.grad(output, inputs, upstream.to(output)) for output in (found, expected))
         assert max(map(apart, ours, theirs)) < limit
 
 
@@ -107,7 +107,7 @@ def logits_and_gradients(model: Model, kernels: Kernels, where: Documents | None
     model.zero_grad()
     logits = model(TOKENS.to(next(model.parameters()).device), documents=where)
     logits.square().mean().backward()
-    return [logits, *(it.grad for it in model.parameters() if it.grad is not None)]
+    return [logits, *(parameter.grad for parameter in model.parameters() if parameter.grad is not None)]
 
 
 @pytest.mark.long
@@ -118,7 +118,9 @@ def test_a_model_computes_the_same(device: torch.device, monkeypatch: pytest.Mon
     model = built("qwen3_next", max_seq_len=80)
     where = documents(ROWS)
     for documents_or_none in (None, where):
-        ours, theirs = (logits_and_gradients(model, it, documents_or_none) for it in (FusedKernels(), CpuKernels()))
+        ours, theirs = (
+            logits_and_gradients(model, kernels, documents_or_none) for kernels in (FusedKernels(), CpuKernels())
+        )
         assert max(map(apart, ours, theirs)) < 1e-3
     one = where._replace(boundaries=torch.tensor([0, 80, 160], dtype=torch.int32))
     logits = logits_and_gradients(model, FusedKernels(), one)[0]
@@ -128,7 +130,7 @@ def test_a_model_computes_the_same(device: torch.device, monkeypatch: pytest.Mon
 def test_the_kernels_are_chosen_where_they_can_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CUDA, in half precision, if they are installed, and neither compiled nor in deterministic runs."""
     gpu, half = torch.device("cuda"), torch.bfloat16
-    layer = next(it for it in built("qwen3_next").modules() if isinstance(it, GatedDeltaNet))
+    layer = next(module for module in built("qwen3_next").modules() if isinstance(module, GatedDeltaNet))
     for installed in (False, True):
         monkeypatch.setattr("titanlite.ops.delta_rule.find_spec", lambda name, found=installed: found or None)
         assert has_fused_kernels(gpu, half, 128) is installed
@@ -150,4 +152,7 @@ def test_the_first_lines_of_a_run_name_what_computes_it(tiny: TinyRun, caplog: p
     sizes = "n_layers=2,full_every=2,n_experts=2,hidden_dim=16,shared_hidden_dim=16,vocab_size=260"
     words = ["--model.name=qwen3_next", "--model.flavor=debug", f"--model.args={{{sizes}}}", "--training.steps=1"]
     train_on_this_rank(tiny.config(*words, "--checkpoint.enable=false"), 0, 1)
-    assert any(it.startswith("kernels") and it.endswith("; gated delta rule by PyTorch") for it in caplog.messages)
+    assert any(
+        message.startswith("kernels") and message.endswith("; gated delta rule by PyTorch")
+        for message in caplog.messages
+    )

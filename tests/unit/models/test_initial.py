@@ -59,7 +59,7 @@ def test_truncated_normal() -> None:
         assert sample.min() >= values.low
         assert sample.max() <= values.high
         first, last = whole.cdf(values.low), whole.cdf(values.high)
-        assert distance_to(lambda x, it=whole, a=first, b=last: (it.cdf(x) - a) / (b - a), sample) < 1.63
+        assert distance_to(lambda x, normal=whole, a=first, b=last: (normal.cdf(x) - a) / (b - a), sample) < 1.63
     everything = torch.tensor([0, 2**47, 2**47 - 1, 2**48 - 1])
     ends = TruncatedNormal(std=1.0, low=-50.0, high=50.0).values(everything, everything)
     assert ends.isfinite().all()

@@ -49,10 +49,10 @@ def test_rotation_keeps_the_type_and_nothing_of_its_input() -> None:
     cos, sin = rope_cos_sin(H, L, Rope(theta=100.0))
     kept: list[torch.Tensor] = []
     x = torch.randn(B, N, L, H, dtype=torch.bfloat16, requires_grad=True)
-    with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         out = rotate(x, cos, sin)
     assert out.dtype == torch.bfloat16
-    assert [tuple(it.shape) for it in kept] == [(L, H), (L, H)]
+    assert [tuple(tensor.shape) for tensor in kept] == [(L, H), (L, H)]
     assert gradients(out, x)[0].dtype == torch.bfloat16
 
 
@@ -92,7 +92,7 @@ def test_bfloat16_matmul_on_a_cpu_without_hardware_bfloat16() -> None:
     wide_x, wide_weight = x.detach().float().requires_grad_(), linear.weight.detach().float().requires_grad_()
     wide = F.linear(wide_x, wide_weight)
     torch.testing.assert_close(ours, wide.to(torch.bfloat16), rtol=0, atol=0)
-    narrow = [it.to(torch.bfloat16) for it in gradients(wide, wide_x, wide_weight)]
+    narrow = [gradient.to(torch.bfloat16) for gradient in gradients(wide, wide_x, wide_weight)]
     torch.testing.assert_close(list(gradients(ours, x, linear.weight)), narrow, rtol=0, atol=0)
 
 
@@ -124,9 +124,9 @@ def test_layers_compile_to_one_graph() -> None:
 def test_swiglu_is_the_formula_and_keeps_two_tensors(dtype: torch.dtype) -> None:
     gate, up = (torch.randn(B, L, D, dtype=dtype, requires_grad=True) for _ in range(2))
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         ours = swiglu(gate, up)
-    assert [it.data_ptr() for it in kept] == [gate.data_ptr(), up.data_ptr()]
+    assert [tensor.data_ptr() for tensor in kept] == [gate.data_ptr(), up.data_ptr()]
     plain = F.silu(gate) * up
     torch.testing.assert_close(ours, plain, rtol=0, atol=0)
     torch.testing.assert_close(gradients(ours, gate, up), gradients(plain, gate, up), rtol=0, atol=0)
@@ -176,15 +176,15 @@ def test_a_cpu_makes_the_inputs_of_matmuls_again(dtype: torch.dtype, hardware: b
     set_kernels(layers, CpuKernels(hardware_bfloat16=hardware))
     layers[1].requires_grad_(trained)
     x = torch.randn(B, L, D, dtype=dtype, requires_grad=True)
-    inputs = [x, *(it for it in layers.parameters() if it.requires_grad)]
+    inputs = [x, *(parameter for parameter in layers.parameters() if parameter.requires_grad)]
     out = layers(x)
-    with torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         plain = layers(x)
     assert torch.equal(out, plain)
-    weights = {it.data_ptr() for it in layers.parameters()}
+    weights = {parameter.data_ptr() for parameter in layers.parameters()}
 
     def kept(out: torch.Tensor) -> list[int]:
-        sizes = {it.data_ptr(): it.numel() for it in kept_tensors(out) if it.numel() >= B * L * 16}
+        sizes = {tensor.data_ptr(): tensor.numel() for tensor in kept_tensors(out) if tensor.numel() >= B * L * 16}
         return sorted(size for address, size in sizes.items() if address not in weights)
 
     assert kept(out) == [B * L * 16, B * L * 16, B * L * D]

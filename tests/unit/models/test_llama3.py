@@ -59,7 +59,7 @@ def nothing_masked(name: str, flavor: str) -> dict[str, Any]:
     """
     args = MODELS[name].flavors[flavor]
     found = {"window": 1000, "v_dim": getattr(args, "head_size", 0), "n_dense_layers": 0, "full_every": 1}
-    return {it.name: found[it.name] for it in fields(args) if it.name in found}
+    return {field.name: found[field.name] for field in fields(args) if field.name in found}
 
 
 def counted(name: str, flavor: str, n_layers: int, batch: int, seq_len: int) -> tuple[Model, int, int]:
@@ -75,7 +75,9 @@ def counted(name: str, flavor: str, n_layers: int, batch: int, seq_len: int) -> 
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(("name", "flavor"), [*FIRST, *(pytest.param(*it, marks=pytest.mark.nightly) for it in OTHERS)])
+@pytest.mark.parametrize(
+    ("name", "flavor"), [*FIRST, *(pytest.param(*case, marks=pytest.mark.nightly) for case in OTHERS)]
+)
 def test_flops_agree_with_torchs_counter(name: str, flavor: str) -> None:
     """Blocks are alike: counts of one and of two blocks give that of any number."""
     batch, seq_len = 2, 1000

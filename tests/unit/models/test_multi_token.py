@@ -45,7 +45,7 @@ def predicting(family: str = "deepseek_v3") -> Decoder:
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
         known = {name for name, _ in built(family).named_parameters()}
-        for name, parameter in [it for it in model.named_parameters() if it[0] not in known]:
+        for name, parameter in [pair for pair in model.named_parameters() if pair[0] not in known]:
             center = isinstance(model.init_weight(name, parameter.shape), Constant)
             parameter.copy_(center + 0.2 * torch.randn(parameter.shape, generator=generator))
     set_kernels(model, CpuKernels())
@@ -63,10 +63,10 @@ def theirs_of(model: Decoder, other: Any) -> MtpLayer:
     theirs = MtpLayer(other.config, DeepseekV3DecoderLayer, DeepseekV3RMSNorm, 3)
     own = model.layers[-1].state_dict()
     names = {"next_norm": "enorm", "hidden_norm": "hnorm", "join": "eh_proj"}
-    found = {f"{it}.weight": own[f"{ours}.weight"] for ours, it in names.items()}
+    found = {f"{their_name}.weight": own[f"{ours}.weight"] for ours, their_name in names.items()}
     found["post_norm.weight"] = model.head.further_norm.weight
-    block = {name.replace("block.", "layers.3."): it for name, it in own.items() if name.startswith("block.")}
-    found |= {it.replace("model.layers.3.", "mtp_block."): tensor for it, tensor in renamed(model, block).items()}
+    block = {name.replace("block.", "layers.3."): tensor for name, tensor in own.items() if name.startswith("block.")}
+    found |= {name.replace("model.layers.3.", "mtp_block."): tensor for name, tensor in renamed(model, block).items()}
     theirs.load_state_dict(found)
     return theirs
 
@@ -114,7 +114,7 @@ def test_loss_and_gradients_are_those_of_plain_formulas() -> None:
     model = predicting()
     found = measured(model, labels)
     found.total.backward()
-    gradients = {name: it.grad for name, it in model.named_parameters()}
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     model.zero_grad()
     own, further = plain_loss(model, labels)
     (own + WEIGHT * further).backward()
@@ -135,9 +135,13 @@ def test_documents_are_predicted_as_if_alone(family: str) -> None:
     tokens, labels = TOKENS[:, :-1], TOKENS[:, 1:].clone()
     labels[0, 18] = labels[:, -1] = IGNORE
     packed = measured(model, labels, documents=models.documents(rows))
-    parts = [part for row, it in zip(rows, torch.stack([tokens, labels], 2), strict=True) for part in it.split(row)]
+    parts = [
+        part
+        for row, sequence in zip(rows, torch.stack([tokens, labels], 2), strict=True)
+        for part in sequence.split(row)
+    ]
     alone = [measured(model, part[None, :, 1], part[None, :, 0]) for part in parts]
-    total = sum(float(it.metrics["multi_token_loss"]) for it in alone)
+    total = sum(float(loss.metrics["multi_token_loss"]) for loss in alone)
     assert float(packed.metrics["multi_token_loss"]) == pytest.approx(total, rel=1e-5)
 
 
@@ -175,9 +179,9 @@ def test_chunks_of_sequences_know_the_tokens_behind_them() -> None:
     batch = look_ahead({"tokens": torch.arange(10, 18)[None], "labels": labels})
     assert batch["next_labels"].tolist() == [[12, 13, IGNORE, IGNORE, IGNORE, 17, IGNORE, IGNORE]]
     parts = [split_batch(batch, SequencePart(rank, 2)) for rank in range(2)]
-    assert [it["tokens"].tolist() for it in parts] == [[[10, 11, 16, 17]], [[12, 13, 14, 15]]]
-    assert [it["next_tokens"].tolist() for it in parts] == [[[11, 12, 17, 10]], [[13, 14, 15, 16]]]
-    assert [it["next_labels"].tolist() for it in parts] == [
+    assert [part["tokens"].tolist() for part in parts] == [[[10, 11, 16, 17]], [[12, 13, 14, 15]]]
+    assert [part["next_tokens"].tolist() for part in parts] == [[[11, 12, 17, 10]], [[13, 14, 15, 16]]]
+    assert [part["next_labels"].tolist() for part in parts] == [
         [[12, 13, IGNORE, IGNORE]], [[IGNORE, IGNORE, IGNORE, 17]]
     ]  # fmt: skip
 
@@ -187,7 +191,7 @@ def test_its_norms_begin_as_ones(family: str) -> None:
     model = built(family)
     model.predict_further(WEIGHT)
     draw_weights(model, device=torch.device("cpu"), seed=0)
-    norms = [it for it in (*model.layers[-1].modules(), model.head.further_norm) if isinstance(it, RMSNorm)]
+    norms = [module for module in (*model.layers[-1].modules(), model.head.further_norm) if isinstance(module, RMSNorm)]
     assert len(norms) >= 5
     assert all((norm.weight + norm.offset == 1).all() for norm in norms)
 
@@ -201,8 +205,8 @@ def test_the_next_token_is_predicted_as_before() -> None:
     names = {name for name, _ in model.named_parameters()} - {name for name, _ in plain.named_parameters()}
     assert {name.split(".")[1] for name in names} == {"4", "further_norm"}
     prompt, sampler = TOKENS[0, :9].tolist(), Sampler()
-    generators = (Generator(it, kernels=CpuKernels(), vocab_size=101, max_seq_len=64) for it in (plain, model))
-    expected, found = ([*it.stream(prompt, max_new_tokens=12, sampler=sampler)] for it in generators)
+    generators = (Generator(each, kernels=CpuKernels(), vocab_size=101, max_seq_len=64) for each in (plain, model))
+    expected, found = ([*generator.stream(prompt, max_new_tokens=12, sampler=sampler)] for generator in generators)
     assert found == expected
 
 

@@ -80,8 +80,8 @@ def family(request: pytest.FixtureRequest) -> str:
 
 def config_with_it(folder: Path, family: str) -> Path:
     """Write a config that asks for the module."""
-    args = {key: it for key, it in vars(open_source(str(folder)).spec.args).items() if key != "max_seq_len"}
-    lines = "\n".join(f"{key} = {json.dumps(it)}" for key, it in args.items())
+    args = {key: value for key, value in vars(open_source(str(folder)).spec.args).items() if key != "max_seq_len"}
+    lines = "\n".join(f"{key} = {json.dumps(value)}" for key, value in args.items())
     toml = folder.parent / "with_it.toml"
     toml.write_text(
         f'[model]\nname = "{family}"\n[model.args]\n{lines}\n[data]\ntokenizer = "bytes"\n'
@@ -98,7 +98,7 @@ def predicting(path: Path) -> Decoder:
     model.predict_further(0.3)
     allocate(model, CPU, CPU)
     kept = getattr(source.reader, "kept", set())
-    state = {name: it for name, it in model_state(model).items() if f"model.{name}" not in kept}
+    state = {name: value for name, value in model_state(model).items() if f"model.{name}" not in kept}
     load_tensors(source.reader, state)
     set_kernels(model, CpuKernels())
     return model
@@ -150,7 +150,7 @@ def test_the_module_computes_what_that_of_transformers_does(family: str, tmp_pat
     other = predicting(tmp_path / "hf").formats.hugging_face
     assert other
     further = other.tensors.further
-    names = [f"layers.{{layer}}.{it}_norm.weight" for it in ("next", "hidden")]
+    names = [f"layers.{{layer}}.{norm}_norm.weight" for norm in ("next", "hidden")]
     swapped = {names[0]: further[names[1]], names[1]: further[names[0]]}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(other.tensors, "further", {**further, **swapped})
@@ -185,8 +185,8 @@ def test_a_run_takes_the_module_or_leaves_it_out(family: str, tiny: TinyRun, cap
     imported = tiny.folder / "imported"
     words = ["--config", str(config_with_it(hf, family)), "--out", str(imported)]
     assert cli.run(["checkpoint", "import", str(hf), *words]) == 0
-    args = {key: it for key, it in vars(open_source(str(hf)).spec.args).items() if key != "max_seq_len"}
-    options = [f"--model.name={family}", *(f"--model.args.{key}={json.dumps(it)}" for key, it in args.items())]
+    args = {key: value for key, value in vars(open_source(str(hf)).spec.args).items() if key != "max_seq_len"}
+    options = [f"--model.name={family}", *(f"--model.args.{key}={json.dumps(value)}" for key, value in args.items())]
     options += ["--training.steps=1", "--lr_scheduler.warmup_steps=1", "--optimizer.lr=0.0"]
     expected = dict(predicting(hf).named_parameters())
     for source in (hf, imported):
@@ -196,13 +196,15 @@ def test_a_run_takes_the_module_or_leaves_it_out(family: str, tiny: TinyRun, cap
             tiny.config(*options, load, f"--job.name=with-{source.name}", "--training.multi_token_weight=0.3")
         )
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-        assert "left out" not in caplog.text
+        assert "training.multi_token_weight" not in caplog.text
         found = trained(tiny.config(*options, load, f"--job.name=without-{source.name}"))
-        kept = {name: it for name, it in expected.items() if f"layers.{LAYERS}" not in name and "further" not in name}
+        kept = {
+            name: value for name, value in expected.items() if f"layers.{LAYERS}" not in name and "further" not in name
+        }
         assert len(kept) < len(expected)
         assert all(torch.equal(found[name], tensor) for name, tensor in kept.items())
         assert not [name for name in found if f"layers.{LAYERS}" in name]
-        assert "training.multi_token_weight is 0" in caplog.text
+        assert "training.multi_token_weight" in caplog.text
 
 
 def test_its_weights_may_be_quantized(tmp_path: Path) -> None:
@@ -219,11 +221,11 @@ def test_its_weights_may_be_quantized(tmp_path: Path) -> None:
 
 def test_what_a_release_lacks_is_missing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     tensors = release("glm4_moe", tmp_path / "hf")
-    tensors = {name: it for name, it in tensors.items() if f"layers.{LAYERS}." not in name}
+    tensors = {name: value for name, value in tensors.items() if f"layers.{LAYERS}." not in name}
     config = config_with_it(tmp_path / "hf", "glm4_moe")
     save_file(tensors, tmp_path / "hf" / "model.safetensors", {"format": "pt"})
     words = ["checkpoint", "import", str(tmp_path / "hf"), "--out", str(tmp_path / "ours")]
     assert cli.run([*words, "--config", str(config)]) == 2
     assert mentions(capfd.readouterr().err, "missing", f"model.layers.{LAYERS}.join.weight [64, 128]")
     assert cli.run(words) == 0
-    assert "left out" not in capfd.readouterr().out
+    assert "training.multi_token_weight" not in capfd.readouterr().out

@@ -177,7 +177,8 @@ def test_packed_sinks_are_those_of_a_mask(window: int | None) -> None:
             torch.testing.assert_close(found, expected)
             upstream = torch.randn_like(found)
             gradients = [
-                torch.autograd.grad(it, [*heads, sinks], upstream, retain_graph=True) for it in (found, expected)
+                torch.autograd.grad(output, [*heads, sinks], upstream, retain_graph=True)
+                for output in (found, expected)
             ]
         torch.testing.assert_close(*gradients)
 
@@ -194,12 +195,15 @@ def test_sequences_without_a_mask_are_packed(monkeypatch: pytest.MonkeyPatch) ->
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_sinks_keep_the_memory_and_the_dtype_of_attention(dtype: torch.dtype) -> None:
-    q, k, v, sinks = (it.detach().to(dtype).requires_grad_() for it in drawn_heads(64))
+    q, k, v, sinks = (head.detach().to(dtype).requires_grad_() for head in drawn_heads(64))
     kept: list[torch.Tensor] = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda it: kept.append(it) or it, lambda it: it):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda tensor: tensor):
         out = CpuKernels().attend(q, k, v, None, scores=Scores(None, sinks))
     assert out.dtype == dtype
-    assert sum(it.nbytes for it in kept) == sum(it.nbytes for it in (q, k, v, sinks, out)) + 4 * q[..., 0].numel()
+    assert (
+        sum(tensor.nbytes for tensor in kept)
+        == sum(tensor.nbytes for tensor in (q, k, v, sinks, out)) + 4 * q[..., 0].numel()
+    )
     exact = attend_by_formula(q.float(), k.float(), v.float(), sinks.float(), None, None)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     torch.testing.assert_close(out.float(), exact, rtol=tolerance, atol=tolerance)
@@ -209,7 +213,9 @@ def test_far_sinks() -> None:
     """A sink far below the scores is none, and one far above them takes all."""
     q, k, v, _ = drawn_heads(16)
     plain = CpuKernels().attend(q, k, v, None)
-    low, high = (CpuKernels().attend(q, k, v, None, scores=Scores(None, torch.full((N,), it))) for it in (-80.0, 80.0))
+    low, high = (
+        CpuKernels().attend(q, k, v, None, scores=Scores(None, torch.full((N,), sink))) for sink in (-80.0, 80.0)
+    )
     torch.testing.assert_close(low, plain)
     assert not high.abs().max() > 1e-20
 

@@ -37,8 +37,8 @@ def mask_of_documents(batch: int, length: int, dtype: torch.dtype) -> Tensor:
 
 def results(attend: Any, tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """Output, and gradients of queries, keys and values."""
-    *qkv, gradient = (it.to(dtype) for it in tensors)
-    leaves = [it.detach().requires_grad_() for it in qkv]
+    *qkv, gradient = (tensor.to(dtype) for tensor in tensors)
+    leaves = [tensor.detach().requires_grad_() for tensor in qkv]
     out = attend(*leaves)
     return [out, *torch.autograd.grad(out, leaves, gradient)]
 
@@ -94,11 +94,11 @@ def test_other_shapes_take_pytorchs_kernel(length: int, dtype: torch.dtype) -> N
 @pytest.mark.parametrize("batch", [1, 2])
 def test_the_compiler_knows_its_operators(batch: int, is_transposed: bool, dtype: torch.dtype) -> None:
     q, k, v, _ = inputs(batch, 4, 2, 64, value_dim=24, dtype=dtype)
-    tensors = [it if is_transposed else it.contiguous() for it in (q, k, v)]
-    arguments = *(it.requires_grad_() for it in tensors), None, 0.25
+    tensors = [tensor if is_transposed else tensor.contiguous() for tensor in (q, k, v)]
+    arguments = *(tensor.requires_grad_() for tensor in tensors), None, 0.25
     torch.library.opcheck(torch.ops.titanlite.attend_in_tiles.default, arguments)
     gradient = torch.randn(batch, 64, 4, 24).to(dtype).transpose(1, 2)
-    arguments = gradient, *(it.detach() for it in tensors), None, 0.25
+    arguments = gradient, *(tensor.detach() for tensor in tensors), None, 0.25
     torch.library.opcheck(torch.ops.titanlite.attend_in_tiles_backward.default, arguments)
 
 
@@ -110,7 +110,7 @@ def test_its_name_is_that_of_whole_sequences(in_parts: bool, name: str) -> None:
 
 def test_it_copies_the_queries_of_a_tile_at_a_time() -> None:
     *qkv, gradient = inputs(16, 4, 2, 128, value_dim=128)
-    q, k, v = (torch.randn(*it.shape[:3], 128, requires_grad=True) for it in qkv)
+    q, k, v = (torch.randn(*tensor.shape[:3], 128, requires_grad=True) for tensor in qkv)
     scores = 32 * 64 * 128 * 4
     copies = 2 * k.nbytes + q.nbytes // 4
     assert peak_bytes(lambda: attend_in_tiles(q, k, v, None, None)) < q.nbytes + copies + 2 * scores + 2**16
@@ -123,8 +123,8 @@ def test_it_copies_the_queries_of_a_tile_at_a_time() -> None:
 def test_a_token_does_not_depend_on_later_ones() -> None:
     q, k, v, _ = inputs(2, 4, 2, 64)
     before = CpuKernels().attend(q, k, v, None)
-    for it in (q, k, v):
-        it[:, :, 40:] = 7.0
+    for leaf in (q, k, v):
+        leaf[:, :, 40:] = 7.0
     assert torch.equal(CpuKernels().attend(q, k, v, None)[:, :, :40], before[:, :, :40])
 
 

@@ -84,7 +84,7 @@ def test_a_kernel_gets_what_slices_are_computed_from() -> None:
     for one, two in zip(by_slices.parameters(), by_kernel.parameters(), strict=True):
         assert torch.equal(one, two)
         assert all(torch.equal(value, kernel.state[two][name]) for name, value in sliced.state[one].items())
-    assert [kernel.state[it]["step"].item() for it in by_kernel.parameters()] == [3, 2]
+    assert [kernel.state[parameter]["step"].item() for parameter in by_kernel.parameters()] == [3, 2]
 
 
 MATRIX_BY_MUON = '{match = ["weight"], name = "Muon"}'
@@ -107,7 +107,7 @@ def test_a_skipped_step_changes_nothing(case: str) -> None:
     text, classes = OPTIMIZERS[case]
     model = toy(torch.bfloat16 if case == "rounding" else torch.float32)
     optimizer = build_optimizer(model, section(f"lr = 0.1\n{text}"), seed=0)
-    assert [type(it) for it in optimizers_in(optimizer)] == classes
+    assert [type(part) for part in optimizers_in(optimizer)] == classes
 
     def everything() -> list[torch.Tensor]:
         states = [value for parameter in model.parameters() for value in optimizer.state[parameter].values()]
@@ -159,10 +159,10 @@ def test_muon_is_that_of_torch(options: dict[str, Any]) -> None:
         return [torch.randn(shape, generator=generator) for shape in ((7, 10), (10, 7), (9, 9), (3, 4, 5))]
 
     def matrices(wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        return [it.detach().clone() for whole in wholes for it in (whole if whole.ndim == 3 else [whole])]
+        return [matrix.detach().clone() for whole in wholes for matrix in (whole if whole.ndim == 3 else [whole])]
 
     ours = [nn.Parameter(whole) for whole in drawn()]
-    theirs = [nn.Parameter(it) for it in matrices(ours)]
+    theirs = [nn.Parameter(matrix) for matrix in matrices(ours)]
     optimizers = Muon(ours, lr=0.05, **options), torch.optim.Muon(theirs, lr=0.05, **options)
     for _ in range(3):
         gradients = drawn()
@@ -191,7 +191,7 @@ def test_adamw_has_its_state_before_the_first_step(dtype: str) -> None:
     model = toy()
     optimizer = build_optimizer(model, section(f'state_dtype = "{dtype}"'), seed=0)
     before = {name: [*optimizer.state[parameter].values()] for name, parameter in model.named_parameters()}
-    assert [(it.dtype, it.shape, it.any().item()) for it in before["weight"]] == [
+    assert [(moment.dtype, moment.shape, moment.any().item()) for moment in before["weight"]] == [
         (torch.float32, (), False),
         *[(getattr(torch, dtype), (30, 40), False)] * 2,
     ]

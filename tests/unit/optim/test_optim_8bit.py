@@ -205,8 +205,8 @@ def test_axes_that_shard_by_columns_are_refused_at_the_check(
     model: Model, degrees: dict[str, int], world_size: int, groups: list[str], parameter: str | None
 ) -> None:
     """groups: parameters with another optimizer."""
-    parallelism = Parallelism.model_validate({f"{axis}_parallel_degree": it for axis, it in degrees.items()})
-    rest = [name for name, _ in model.named_parameters() if not any(fnmatchcase(name, it) for it in groups)]
+    parallelism = Parallelism.model_validate({f"{axis}_parallel_degree": degree for axis, degree in degrees.items()})
+    rest = [name for name, _ in model.named_parameters() if not any(fnmatchcase(name, pattern) for pattern in groups)]
     given = [OptimizerGroup(match=groups, name="AdamW"), OptimizerGroup(match=rest)] if groups else []
     config = Config(optimizer=Optimizer(name=named("AdamW8bit"), groups=given), parallelism=parallelism)
     if parameter is None:

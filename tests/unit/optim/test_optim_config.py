@@ -37,7 +37,9 @@ class Shapes(nn.Module):
 
 def planned(text: str) -> list[tuple[str, str, float, float, list[str]]]:
     groups = parameter_groups(section(text), Shapes())
-    return [(it.label, it.name, it.lr, it.weight_decay, collapse_names(it.parameters)) for it in groups]
+    return [
+        (group.label, group.name, group.lr, group.weight_decay, collapse_names(group.parameters)) for group in groups
+    ]
 
 
 WEIGHTS, BIASES, EXPERTS = "layers.*.weight x3", "layers.*.bias x3", "layers.0.experts"
@@ -98,7 +100,7 @@ def test_rates_of_groups_follow_the_schedule_in_proportion(tiny: TinyRun, capfd:
     config = tiny.config(f"--optimizer.groups={groups}", "--lr_scheduler.decay_ratio=0.5", "--checkpoint.enable=false")
     run = built(0, 1, config)
     rates: list[list[float]] = []
-    run.optimizer.register_step_pre_hook(lambda *_: rates.append([it["lr"] for it in run.optimizer.param_groups]))
+    run.optimizer.register_step_pre_hook(lambda *_: rates.append([group["lr"] for group in run.optimizer.param_groups]))
     embedding = run.model.get_parameter("tok_embeddings.weight")
     first = whole(embedding)
     train(run)

@@ -183,10 +183,10 @@ def test_where_backward_waits_and_gradients_share_memory(
             comms: list[Any] = [_param_group(unit)._reduce_scatter_comm for unit in units]
         on_gpu = isinstance(kernels, GpuKernels)
         if on_gpu:
-            assert [it._waits for it in comms] == [waits, *[False] * len(model.layers)]
-            assert [it._shares for it in comms] == [shares] * len(units)
+            assert [comm._waits for comm in comms] == [waits, *[False] * len(model.layers)]
+            assert [comm._shares for comm in comms] == [shares] * len(units)
         else:
-            assert {type(it) for it in comms} == {AllToAllReduceScatter}
+            assert {type(comm) for comm in comms} == {AllToAllReduceScatter}
 
 
 @pytest.mark.parametrize("axis", ["", "context", "tensor", "expert"])
@@ -267,7 +267,9 @@ def test_a_step_works_after_a_backward_pass_that_raised() -> None:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
         kept: list[Tensor] = []
         optimizer.register_step_pre_hook(
-            lambda *_: kept.extend(local_tensor(it.grad).clone() for it in model.parameters() if it.grad is not None)
+            lambda *_: kept.extend(
+                local_tensor(parameter.grad).clone() for parameter in model.parameters() if parameter.grad is not None
+            )
         )
         try:
             plain_step(model, optimizer)([batch])
@@ -275,7 +277,7 @@ def test_a_step_works_after_a_backward_pass_that_raised() -> None:
             handle.remove()
             optimizer.zero_grad()
             fails.pop(0)
-        return torch.cat([it.flatten() for it in kept])
+        return torch.cat([tensor.flatten() for tensor in kept])
 
     before = gradients()
     with pytest.raises(RuntimeError, match="planted"):

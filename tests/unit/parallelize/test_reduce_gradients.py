@@ -14,10 +14,10 @@ FOUR = ("--training.global_batch_size=16", "--training.local_batch_size=1", ONE_
 @pytest.mark.long
 def test_the_plan_reduces_once_and_keeps_whole_gradients() -> None:
     each, last = (traced(*FOUR, *options, world_size=4, gpu=True) for options in ((), (LAST,)))
-    sent = [traffic_of(it, accumulation=4) for it in (each, last)]
+    sent = [traffic_of(trace, accumulation=4) for trace in (each, last)]
     assert sent[0]["reduce_scatter", "shard"] == 4 * sent[1]["reduce_scatter", "shard"] > 0
     assert sent[0]["all_gather", "shard"] == sent[1]["all_gather", "shard"] > 0
-    one, other = (workload_of(it, fuse=False, gpus_per_node=8).units for it in (each, last))
+    one, other = (workload_of(trace, fuse=False, gpus_per_node=8).units for trace in (each, last))
     for unit, once in zip(one, other, strict=True):
         assert (unit.all_reduce, once.reduce) == ((), ())
         assert once.all_reduce == unit.reduce

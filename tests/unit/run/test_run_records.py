@@ -161,7 +161,7 @@ def test_a_run_with_damaged_records_resumes_and_deletes_nothing_outside(
         lines = record.read_bytes().splitlines(keepends=True)
         assert lines[: len(right)] == right
         assert [json.loads(line)["step"] for line in lines[len(right) :]] == [3]
-        assert [it for it in warnings() if mentions(it, record, 6, f"{record.name}.damaged-1")]
+        assert [warning for warning in warnings() if mentions(warning, record, 6, f"{record.name}.damaged-1")]
     files = [path for path in folder.rglob("*") if path.is_file()]
     assert "s3://***@bucket/x?token=***" in (folder / "config.toml").read_text()
     assert [path for path in files if b"hunter2" in path.read_bytes()] == [], "no file of a run keeps a key of a URL"
@@ -290,7 +290,7 @@ def test_a_checkpoint_folder_that_cannot_be_written_is_found_by_the_check(
     for option in ("--job.name=tiny", "--checkpoint.folder=/sys/kernel"):
         line = refused("check", f"--config={tiny.toml}", option)
         assert line.startswith("error: checkpoint.folder: ")
-        assert "/sys/kernel cannot be written" in line or "checkpoints cannot be written" in line
+        assert mentions(line, "/sys/kernel") or mentions(line, "checkpoints")
 
 
 # Folders that cannot be made

@@ -80,7 +80,7 @@ def test_a_whole_start_reports_its_phases_and_sets_all_timeouts_but_that_of_chec
     assert phases.heard == ["data preparation", "model", "sharding", "optimizer", "checkpoint load", *steps, *ends]
     checkpoints = run.checkpoints._group
     assert checkpoints.group_desc == CHECKPOINT_GROUP
-    assert timeout_of(run.step.world) == timeout_of(checkpoints) == timedelta(seconds=1000)  # at the end
+    assert timeout_of(run.train_step.world) == timeout_of(checkpoints) == timedelta(seconds=1000)  # at the end
     phases.phase(Phase.MODEL)
-    assert timeout_of(run.step.world) == timedelta(seconds=100)
+    assert timeout_of(run.train_step.world) == timedelta(seconds=100)
     assert timeout_of(checkpoints) == timedelta(seconds=1000)

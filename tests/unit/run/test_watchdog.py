@@ -56,7 +56,7 @@ def beat(rank: int, started: int, *, kind: str = "collective") -> Beat:
 
 
 def beats(*each: Beat) -> dict[int, Beat]:
-    return {it.rank: it for it in each}
+    return {beat.rank: beat for beat in each}
 
 
 CODE, DATA, FILES = "code", "data", "files"
@@ -408,9 +408,9 @@ def test_the_wait_for_a_core_is_known() -> None:
     script = (
         "import os, sys, time; from titanlite.run.proc import Starvation; os.sched_setaffinity(0, {int(sys.argv[1])})\n"
         "if len(sys.argv) > 2:\n    while True: pass\n"
-        "os.nice(19); it = Starvation(); it.since_last(); began = time.monotonic()\n"
+        "os.nice(19); starvation = Starvation(); starvation.since_last(); began = time.monotonic()\n"
         "while time.monotonic() < began + 2: pass\n"
-        "print(it.since_last())"
+        "print(starvation.since_last())"
     )
     core = str(min(os.sched_getaffinity(0)))
     other = subprocess.Popen([sys.executable, "-c", script, core, "spin"])

@@ -182,10 +182,10 @@ def test_other_problems_of_files(tmp_path: Path) -> None:
         [problem] = problems_of(tmp_path, text)
         assert problem.startswith(f"{key}: ")
     (tmp_path / "mine.toml").write_bytes(b'name = "\xff"')
-    with pytest.raises(UserError, match="not valid TOML"):
+    with pytest.raises(UserError, match=r"mine\.toml"):
         load_hardware(tmp_path / "mine.toml")
     for path in (tmp_path, tmp_path / "none.toml"):
-        with pytest.raises(UserError, match=f"cannot read {path}: "):
+        with pytest.raises(UserError, match=str(path)):
             load_hardware(path)
 
 
@@ -223,8 +223,8 @@ def test_gpus_that_pytorch_does_not_use_are_reported() -> None:
     driver = why_no_gpu(has_gpus=True, cuda_version="13.0", visible="0,1")
     assert build is not None
     assert driver is not None
-    assert "CPU build" in build
-    assert "CUDA 13.0" in driver
+    assert mentions(build, "CPU")
+    assert mentions(driver, "13.0")
     assert why_no_gpu(has_gpus=False, cuda_version=None, visible=None) is None
     for visible in ("", "-1"):
         assert why_no_gpu(has_gpus=True, cuda_version="13.0", visible=visible) is None

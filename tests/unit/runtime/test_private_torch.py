@@ -344,7 +344,7 @@ def test_shardings_are_propagated_outside_of_modes() -> None:
         with FakeTensorMode(), LocalOperators() as mode:
             operator(DTensor.from_local(torch.zeros(8), mesh, [Shard(0)]))
         assert mode.calls
-        return {it.shape for _, arguments in mode.calls for it in arguments if type(it) is FakeTensor}
+        return {argument.shape for _, arguments in mode.calls for argument in arguments if type(argument) is FakeTensor}
 
     with fake_process_group(8):
         mesh = init_device_mesh("cpu", (8,))
@@ -356,7 +356,7 @@ def test_shardings_are_propagated_outside_of_modes() -> None:
 
 def test_hooks_of_saved_tensors_are_seen() -> None:
     assert not has_saved_tensor_hooks()
-    with torch.autograd.graph.saved_tensors_hooks(lambda it: it, lambda it: it):
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         assert has_saved_tensor_hooks()
     assert not has_saved_tensor_hooks()
 
@@ -375,7 +375,7 @@ class LocalOperators(Operators):
     """Records operators on plain fake tensors: for a DTensor, on its local part."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(it is not FakeTensor for it in types):
+        if any(cls is not FakeTensor for cls in types):
             return NotImplemented
         return super().__torch_dispatch__(func, types, args, kwargs)
 
@@ -391,7 +391,7 @@ def test_operators_of_a_dispatch_mode() -> None:
     assert is_mutating(in_place[0])
     assert not is_mutating(out_of_place[0])
     assert str(all_reduce.overloadpacket) == "c10d.allreduce_"
-    [group] = [group for it in arguments if (group := unboxed_group(it)) is not None]
+    [group] = [group for argument in arguments if (group := unboxed_group(argument)) is not None]
     assert dist.group.WORLD is not None
     assert group.group_name == dist.group.WORLD.group_name
 
@@ -455,9 +455,9 @@ def gradients_by_formula(q: Tensor, v: Tensor, upstream: Tensor) -> tuple[Tensor
 
 
 def test_cpu_attention_and_its_backward() -> None:
-    q, v, upstream = (torch.randn(1, 2, 8, 16, requires_grad=it) for it in (True, True, False))
+    q, v, upstream = (torch.randn(1, 2, 8, 16, requires_grad=requires_grad) for requires_grad in (True, True, False))
     out, lse, (d_q, d_v) = gradients_by_formula(q, v, upstream)
-    tensors = [it.detach() for it in (q, q, v)]
+    tensors = [tensor.detach() for tensor in (q, q, v)]
     for mask in (None, torch.full((1, 1, 8, 8), -torch.inf).triu(1)):
         found, found_lse = cpu_attention(*tensors, mask=mask, scale=0.5)
         torch.testing.assert_close((found, found_lse), (out, lse))
@@ -469,9 +469,9 @@ def test_cpu_attention_and_its_backward() -> None:
 
 
 def test_packed_attention_and_its_backward() -> None:
-    q, v, upstream = (torch.randn(2, 8, 16, requires_grad=it) for it in (True, True, False))
+    q, v, upstream = (torch.randn(2, 8, 16, requires_grad=requires_grad) for requires_grad in (True, True, False))
     out, lse, (d_q, d_v) = gradients_by_formula(q, v, upstream)
-    tensors = [it.detach().transpose(0, 1) for it in (upstream, q, q, v, out)]
+    tensors = [tensor.detach().transpose(0, 1) for tensor in (upstream, q, q, v, out)]
     offsets = torch.tensor([0, 8], dtype=torch.int32)
     options: Any = {"offsets": (offsets, offsets), "longest": (8, 8), "sides": (-1, 0), "scale": 0.5}
     with packed_kernel.on_cpu():
@@ -479,7 +479,7 @@ def test_packed_attention_and_its_backward() -> None:
         found = packed_attention(q_TNH, k_TNH, v_TNH, **options)
         of_q, of_k, of_v = packed_attention_backward(*tensors, lse_NT=lse.detach(), **options)
     torch.testing.assert_close(found, (tensors[4], lse.detach()))
-    torch.testing.assert_close([it.transpose(0, 1) for it in (of_q + of_k, of_v)], [d_q, d_v])
+    torch.testing.assert_close([gradient.transpose(0, 1) for gradient in (of_q + of_k, of_v)], [d_q, d_v])
 
 
 def test_hardware_bfloat16_is_what_the_kernel_reports() -> None:
@@ -557,7 +557,7 @@ def test_parameters_on_further_axes_are_gathered_as_plain_tensors() -> None:
     model.register_forward_pre_hook(lambda *_: gathered.extend(model.parameters()))
     for _ in range(2):
         model(torch.ones(3, 4)).sum().backward()
-    assert [type(it) for it in gathered] == [nn.Parameter] * 4
+    assert [type(parameter) for parameter in gathered] == [nn.Parameter] * 4
     assert model.weight.device_mesh.mesh_dim_names == ("shard", "tensor")
     assert torch.equal(model.weight.full_tensor(), values)
     assert model.weight.grad.placements == model.weight.placements
@@ -619,7 +619,7 @@ def test_an_observer_hears_of_every_unit_once_and_keeps_no_gradients_in_memory()
     for model, units in ((small_model(), "10"), (tied, "0")):
         observe_fsdp(model, observer := Heard())
         model(torch.ones(2, 4)).sum().backward()
-        expected = [it for name in units for it in (f"backward {name}", f"reduce {name}", *REDUCED)]
+        expected = [event for name in units for event in (f"backward {name}", f"reduce {name}", *REDUCED)]
         assert observer.heard == expected
         assert len(observer.unreduced) == len(observer.alive) == len(units)
         assert not any(observer.alive)
@@ -674,7 +674,7 @@ def test_timeouts_are_set_in_all_groups_but_one() -> None:
     with warnings.catch_warnings(action="error"):  # a private name that PyTorch has made public warns
         set_timeouts(7.5, but_for="kept")
     groups = [dist.group.WORLD, other, kept]
-    seconds = [it._get_backend(torch.device("cpu")).options._timeout.total_seconds() for it in groups if it]
+    seconds = [group._get_backend(torch.device("cpu")).options._timeout.total_seconds() for group in groups if group]
     assert seconds == [7.5, 7.5, 5]
 
 

@@ -1,5 +1,6 @@
 """Requests to stop a run: what a signal means when, and planned ends. Signals to real jobs: tests/distributed."""
 
+import json
 import os
 import re
 import signal
@@ -205,4 +206,5 @@ def test_a_signal_during_validation_is_not_lost(
     assert cli.run(["train", f"--config={tiny.toml}", *options]) == 75
     last = len(tiny.losses())
     assert last in (2, 3), "that step, or the next one"
-    assert f"stopped after step {last} by SIGTERM; step {last} is saved in" in capfd.readouterr().out
+    start = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["starts"][-1]
+    assert start["end"] == {"code": 75, "reason": f"stopped after step {last} by SIGTERM", "step": last}

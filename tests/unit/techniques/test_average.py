@@ -107,8 +107,8 @@ def test_training_has_the_same_bits_and_validation_measures_the_average(runs: tu
     for kind in KINDS:
         assert tiny.losses(kind) == tiny.losses("plain")
         records = validations(tiny, kind)
-        assert [it["loss"] for it in records] == [it["loss"] for it in plain]
-        assert [it["step"] for it in records if "average" in it] == [3, 6]
+        assert [record["loss"] for record in records] == [record["loss"] for record in plain]
+        assert [record["step"] for record in records if "average" in record] == [3, 6]
         assert records[-1]["average"] == measured[kind]
 
 
@@ -124,7 +124,7 @@ def test_an_average_that_resumes_on_disk_has_the_bits_of_one_in_memory(kind: str
     assert {tensor.device.type for tensor in run.trained.average.tensors.values()} == {"cpu"}
     assert (tiny.folder / "outputs" / name / "offload").is_dir()
     assert validations(tiny, name) == validations(tiny, kind)
-    for whole, parts in zip(*(stored(checkpoint(tiny, it, 6)) for it in (kind, name)), strict=True):
+    for whole, parts in zip(*(stored(checkpoint(tiny, run, 6)) for run in (kind, name)), strict=True):
         assert torch.equal(whole[1], parts[1]), whole[0]
 
 
@@ -152,8 +152,8 @@ def test_checkpoints_with_and_without_an_average_load(
     trained(tiny, "later", "--training.steps=3")
     trained(tiny, "later", *KINDS["ema"], "--training.steps=4")
     assert any(mentions(line, "average", "step 3") for line in caplog.messages)
-    after, average = (weights_at(checkpoint(tiny, "later", 4), average=it) for it in (False, True))
-    assert all(torch.equal(it, after[name]) for name, it in average.items())
+    after, average = (weights_at(checkpoint(tiny, "later", 4), average=is_average) for is_average in (False, True))
+    assert all(torch.equal(weight, after[name]) for name, weight in average.items())
     trained(tiny, "later")
     assert tiny.losses("later") == tiny.losses("plain")
 

@@ -54,10 +54,10 @@ def test_the_mesh() -> None:
             assert shards.shape == (2, 4)
             assert shard_degree_of(mesh) == 4
             assert loss_group(mesh).size() == 8
-    assert [it[0] for it in found] == [(rank, 4) for rank in (0, 0, 1, 1, 2, 2, 3, 3)]
-    assert [it[1] for it in found] == [(rank, 2) for rank in (0, 1) * 4]
+    assert [case[0] for case in found] == [(rank, 4) for rank in (0, 0, 1, 1, 2, 2, 3, 3)]
+    assert [case[1] for case in found] == [(rank, 2) for rank in (0, 1) * 4]
     assert found[6][2] == {"replicate": [2, 6], "shard": [4, 5, 6, 7], "context": [6, 7]}
-    assert [it[3] for it in found] == [0, 1, 2, 3] * 2
+    assert [case[3] for case in found] == [0, 1, 2, 3] * 2
 
 
 def documents_of(lengths: list[list[int]]) -> Documents:
@@ -145,9 +145,9 @@ def test_the_plan_counts_what_a_step_sends(tiny: TinyRun) -> None:
     config = tiny.config(*degrees(1, 2, 2), "--activation_checkpoint.mode=full", world_size=4)
     spec = model_of(config)
     traced = trace_step(config, spec.model_cls, spec.args, world_size=4, gpu=False)
-    inside = [it for it in traced.sent if it.is_inside]
-    assert {it.axis for it in inside} == {"context"}
-    assert [it.collective for it in inside].count("all_gather") == 2, "again where forward is recomputed"
-    assert [it.collective for it in inside].count("reduce_scatter") == 1
-    sizes = {it.bytes for it in inside}
+    inside = [sent for sent in traced.sent if sent.is_inside]
+    assert {sent.axis for sent in inside} == {"context"}
+    assert [sent.collective for sent in inside].count("all_gather") == 2, "again where forward is recomputed"
+    assert [sent.collective for sent in inside].count("reduce_scatter") == 1
+    sizes = {sent.bytes for sent in inside}
     assert sizes == {4 * 2 * 32 * 14 * 4}, "keys and values of 4 sequences in float32"

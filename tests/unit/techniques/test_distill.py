@@ -222,6 +222,6 @@ def test_a_config_can_describe_the_teacher(taught: tuple[TinyRun, Path]) -> None
     (bare / "manifest.json").write_text(json.dumps(manifest))
     assert mentions(refusal(tiny, *teacher_options(bare)), "teacher.path", bare, "teacher.config")
     described = [*teacher_options(bare), f"--teacher.config={tiny.toml}"]
-    resolved = preflight(tiny.config(*described), ALONE, CPU, open_model=open_model)
-    assert resolved.targets
-    assert resolved.targets.frozen.spec == open_source(str(folder)).spec
+    inputs = preflight(tiny.config(*described), ALONE, CPU, open_model=open_model)
+    assert inputs.targets
+    assert inputs.targets.frozen.spec == open_source(str(folder)).spec

@@ -82,11 +82,11 @@ def test_recomputation_does_not_wait_for_counts_again(policy: Any) -> None:
     kernels = CountedReads()
     set_kernels(model, kernels)
     batches = torch.arange(128).view(2, 2, 32)
-    expected = [torch.autograd.grad(model(it).square().mean(), [*model.parameters()]) for it in batches]
+    expected = [torch.autograd.grad(model(batch).square().mean(), [*model.parameters()]) for batch in batches]
     for layer in expert_layers(model):
         layer.exchange = AllToAllExchange(world(), kernels)
     apply_activation_checkpoint(model, [policy] * 2)
-    losses = [model(it).square().mean() for it in batches]
+    losses = [model(batch).square().mean() for batch in batches]
     first = torch.autograd.grad(losses[0], [*model.parameters()], retain_graph=True)
     found = torch.autograd.grad(losses[1], [*model.parameters()]), first
     again = torch.autograd.grad(losses[0], [*model.parameters()]) if policy == "full" else first
@@ -120,7 +120,7 @@ def matmuls_beside(names: list[str]) -> list[int]:
     """Return the number of matmuls between the beginning and the end of each all-to-all."""
     begins = [place for place, name in enumerate(names) if "all_to_all_single" in name]
     ends = [place for place, name in enumerate(names) if "wait_tensor" in name]
-    return [sum("aten.mm" in it for it in names[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    return [sum("aten.mm" in name for name in names[begin:end]) for begin, end in zip(begins, ends, strict=True)]
 
 
 @pytest.mark.long
@@ -132,10 +132,10 @@ def test_a_plan_counts_what_is_computed_while_tokens_are_sent() -> None:
         world_size=4,
         gpu=True,
     )
-    block = next(it for it in workload_of(found, fuse=True, gpus_per_node=8).units if it.name == "layers.1")
+    block = next(unit for unit in workload_of(found, fuse=True, gpus_per_node=8).units if unit.name == "layers.1")
     shared = 3 * 2 * 64 * 64 * 24
     for waits, flops in ((block.forward_waits, shared), (block.backward_waits, 2 * shared)):
-        assert [sum(kernel.flops for kernel in it.beside) for it in waits] == [0, flops, 0]
+        assert [sum(kernel.flops for kernel in wait.beside) for wait in waits] == [0, flops, 0]
 
 
 @pytest.mark.long
@@ -154,14 +154,14 @@ def test_a_plan_counts_the_exchange_of_tokens() -> None:
     each = 64 * (2 - 12 / 28) / 2
     weights, sent, received = (rows * 2 for rows in (64 * 8, 2 * round(each) * 64, 2 * round(EXPERT_SKEW * each) * 64))
     sizes: dict[str, list[int]] = {}
-    for it in found.sent:
-        if it.collective == "all_to_all":
-            sizes.setdefault(found.phases[it.phase][1], []).append(it.bytes)
-            assert (it.axis, it.ranks) == ("expert", (0, 1))
+    for transfer in found.sent:
+        if transfer.collective == "all_to_all":
+            sizes.setdefault(found.phases[transfer.phase][1], []).append(transfer.bytes)
+            assert (transfer.axis, transfer.ranks) == ("expert", (0, 1))
     moved = [weights, sent, received]
     assert sizes == {"forward layers.0": moved, "backward layers.0": [sent, weights, sent, received, weights]}
     workload = workload_of(found, fuse=False, gpus_per_node=8)
     block = next(unit for unit in workload.units if unit.name == "layers.0")
-    assert [it.bytes for it in block.forward_waits] == moved
+    assert [sent.bytes for sent in block.forward_waits] == moved
     # The two ranks that share an expert gather a quarter of the experts each, in bfloat16.
-    assert 3 * 8 * 64 * 24 // 2 * 2 in [it.bytes for it in block.gather if it.group.size == 2]
+    assert 3 * 8 * 64 * 24 // 2 * 2 in [sent.bytes for sent in block.gather if sent.group.size == 2]

@@ -61,7 +61,7 @@ def test_the_limits_are_those_of_torchao(recipe: str) -> None:
             model = torch.nn.Module()
             model.layer = torch.nn.Linear(columns, rows, bias=False, device="meta")
             model.head = torch.nn.Identity()  # the last child is the head
-            both = [bool(choose_layers(model, Float8(recipe_name=it))[0]) for it in (recipe, "rowwise_with_gw_hp")]  # pyright: ignore
+            both = [bool(choose_layers(model, Float8(recipe_name=name))[0]) for name in (recipe, "rowwise_with_gw_hp")]  # pyright: ignore
             found[rows, columns] = both[0]
             assert both[0] == wanted(model.layer, "layer"), (rows, columns)
             assert recipe == "tensorwise" or both[0] == both[1]
@@ -108,7 +108,7 @@ def test_parts_of_split_layers_need_multiples_of_16_too(log: Callable[[], list[s
     args = Llama3Args(dim=64, n_layers=1, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=64, max_seq_len=16)
     model, axis = on_meta(Llama3, args), SimpleNamespace(size=lambda: 4, get_group=lambda: dist.group.WORLD)
     convert_to_float8(model, float8=Float8(enable=True, skip_small=False), shard_degree=1, tensor=axis)  # pyright: ignore
-    converted = {name for name, it in model.named_modules() if type(it).__name__ == "SplitFloat8Linear"}
+    converted = {name for name, module in model.named_modules() if type(module).__name__ == "SplitFloat8Linear"}
     assert converted == {"layers.0.attention.wq", "layers.0.attention.wo"}
     assert float8_parameters(model).keys() == {model.get_parameter(f"{name}.weight") for name in converted}
     assert any(mentions(line, 5, 16, "layers.0.attention.wk", "layers.0.attention.wv") for line in log())
@@ -165,7 +165,7 @@ def test_mxfp8_is_the_product_of_blocks_with_one_scale(dtype: torch.dtype, toler
     x, gradient, weight = x.to(dtype).requires_grad_(), gradient.to(dtype), layer.weight.detach()
     out = layer(x)
     out.backward(gradient)
-    padded, padded_gradient = (F.pad(it.detach().flatten(0, 1), (0, 0, 0, 16)) for it in (x, gradient))
+    padded, padded_gradient = (F.pad(tensor.detach().flatten(0, 1), (0, 0, 0, 16)) for tensor in (x, gradient))
     wanted = {
         "output": rounded_in_blocks(padded, 1) @ rounded_in_blocks(weight, 1).T + 1,
         "input": rounded_in_blocks(padded_gradient, 1) @ rounded_in_blocks(weight, 0),
@@ -189,9 +189,11 @@ def test_mxfp8_needs_whole_blocks_also_in_parts(log: Callable[[], list[str]]) ->
     for tensor, converted in ((None, {"wq", "wk", "wv", "wo"}), (axis, {"wq", "wo"})):
         model = on_meta(Llama3, args)
         convert_to_float8(model, float8=float8, shard_degree=2, tensor=tensor)  # pyright: ignore
-        new = {name.split(".")[-1] for name, it in model.named_modules() if type(it).__name__ == "Mxfp8Linear"}
+        new = {name.split(".")[-1] for name, module in model.named_modules() if type(module).__name__ == "Mxfp8Linear"}
         assert new == converted
-        assert {name.split(".")[-2] for name, it in model.named_parameters() if it in float8_parameters(model)} == new
+        assert {
+            name.split(".")[-2] for name, parameter in model.named_parameters() if parameter in float8_parameters(model)
+        } == new
     assert any(mentions(line, 3, 32, "layers.0.feed_forward.w1") for line in log())
 
 

@@ -104,12 +104,12 @@ def test_a_unit_with_a_parameter_without_gradient_is_updated_at_the_end() -> Non
     in_backward = plain_step(model, optimizer, StepInBackward)
     for uses_bias in (False, True, False):
         model.uses_bias = uses_bias
-        before = [local_tensor(it).detach().clone() for it in (model.weight, model.bias)]
+        before = [local_tensor(parameter).detach().clone() for parameter in (model.weight, model.bias)]
         in_backward.before_backward(torch.zeros(()))
         model(torch.ones(2, 8)).backward()
         assert len(in_backward.norms([], [])) == 1 + uses_bias
-        after = [local_tensor(it) for it in (model.weight, model.bias)]
-        assert [not torch.equal(*it) for it in zip(before, after, strict=True)] == [True, uses_bias]
+        after = [local_tensor(parameter) for parameter in (model.weight, model.bias)]
+        assert [not torch.equal(*pair) for pair in zip(before, after, strict=True)] == [True, uses_bias]
         assert model.weight.grad is None
 
 

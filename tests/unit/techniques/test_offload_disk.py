@@ -113,7 +113,7 @@ def test_slices_are_adamw_to_the_bit(
 
 def resident_of_files() -> int:
     """Bytes."""
-    [line] = [it for it in Path("/proc/self/status").read_text().splitlines() if it.startswith("RssFile:")]
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssFile:")]
     return int(line.split()[1]) * 1024
 
 

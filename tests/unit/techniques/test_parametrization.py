@@ -30,7 +30,7 @@ from titanlite.techniques import choose_trained, every_technique
 
 # Twice the base width, three times the base depth
 SIZE = ["dim=64", "n_layers=6", "n_heads=4", "n_kv_heads=2", "hidden_dim=96", "vocab_size=259", "max_seq_len=32"]
-SHAPE = [f"--model.args.{it}" for it in SIZE]
+SHAPE = [f"--model.args.{name}" for name in SIZE]
 RULES = {
     "mup": ["--optimizer.parametrization=mup", "--optimizer.base_width=32"],
     "completep": [
@@ -280,7 +280,7 @@ def test_a_model_of_ones_own_declares_its_branches(tiny: TinyRun) -> None:
 
 
 def test_inspect_shows_the_options_of_each_parameter(tiny: TinyRun) -> None:
-    [technique] = [it for it in every_technique() if it.option == "optimizer.parametrization"]
+    [technique] = [technique for technique in every_technique() if technique.option == "optimizer.parametrization"]
     config = tiny.config(*SHAPE, *OPTIONS, *RULES["completep"])
     model = meta_model(config)
     facts = technique.parameter_facts(model, config)

@@ -93,7 +93,7 @@ def test_a_run_that_stops_within_a_window_leaves_no_part_of_it(
             profiler.begin_step(step)
             profiler.phase(Phase.METRICS)
         profiler.close()
-    assert "no profile of step 3" in caplog.text
+    assert mentions(caplog.text, "step 3")
     assert not list(tmp_path.rglob("*.gz"))
     assert windows(config, tmp_path / "next", steps=4).keys() == {"step-00000004"}, "the next one is not disturbed"
 
@@ -139,7 +139,7 @@ def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun, caplog: pytest.Lo
     shown = [record.getMessage() for record in caplog.records if "  profile  " in record.getMessage()]
     assert shown == [f"  profile      {tiny.folder / 'outputs/on/profile'}"]
     trace = read(tiny.folder / "outputs/on/profile/step-00000003/rank-0.json.gz")
-    assert [it["name"] for it in trace["traceEvents"] if str(it.get("name")).startswith("ProfilerStep")] == [
+    assert [event["name"] for event in trace["traceEvents"] if str(event.get("name")).startswith("ProfilerStep")] == [
         "ProfilerStep#3"
     ]
     names = ranges(trace)

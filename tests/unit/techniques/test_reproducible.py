@@ -22,7 +22,7 @@ ON = ["--debug.reproducible_layouts", "--training.local_batch_size=1", "--traini
 def test_neighbours_in_the_tree_are_neighbours_in_the_batch() -> None:
     """Two replicas of two shards, with two micro-batches in a step."""
     sizes = BatchSizes((), 8)
-    ranks = [MicroBatches(40, sizes=sizes, micro_batch_size=1, rank=it, ranks=4, together=2) for it in range(4)]
+    ranks = [MicroBatches(40, sizes=sizes, micro_batch_size=1, rank=rank, ranks=4, together=2) for rank in range(4)]
     found = [[sample for [sample] in islice(batches, 4)] for batches in ranks]
     assert found == [[40, 42, 48, 50], [41, 43, 49, 51], [44, 46, 52, 54], [45, 47, 53, 55]]
     wanted = [[False, True], [False, False], [True, False], [False, False]]
@@ -65,7 +65,8 @@ def test_a_step_after_one_that_raised_adds_its_own_gradients_only() -> None:
 def updated(gradients: list[torch.Tensor]) -> torch.Tensor:
     """The second moments, in float32, of bfloat16 parameters with these gradients after three steps."""
     parameters = {
-        str(i): torch.nn.Parameter(torch.ones(len(it), dtype=torch.bfloat16)) for i, it in enumerate(gradients)
+        str(i): torch.nn.Parameter(torch.ones(len(gradient), dtype=torch.bfloat16))
+        for i, gradient in enumerate(gradients)
     }
     groups = [{"params": [*parameters.values()], "lr": 1e-3}]
     optimizer = SlicedAdamW(
@@ -75,7 +76,7 @@ def updated(gradients: list[torch.Tensor]) -> torch.Tensor:
         parameter.grad = gradient.bfloat16()
     for _ in range(3):
         optimizer.step()
-    return torch.cat([optimizer.state[it]["exp_avg_sq"] for it in parameters.values()])
+    return torch.cat([optimizer.state[parameter]["exp_avg_sq"] for parameter in parameters.values()])
 
 
 def test_rounded_updates_do_not_depend_on_how_a_tensor_is_cut() -> None:
@@ -95,5 +96,10 @@ def test_row_norms_and_fused_updates_on_a_gpu_do_not_depend_on_how_a_tensor_is_c
         for parameter, part in zip(parameters, gradient.split(cuts), strict=True):
             parameter.grad = part.clone()
         optimizer.step()
-        found.append([torch.cat([optimizer.state[it]["exp_avg_sq"] for it in parameters]), torch.cat([*parameters])])
+        found.append(
+            [
+                torch.cat([optimizer.state[parameter]["exp_avg_sq"] for parameter in parameters]),
+                torch.cat([*parameters]),
+            ]
+        )
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

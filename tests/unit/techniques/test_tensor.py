@@ -21,7 +21,7 @@ ARGS = Llama3Args(dim=48, n_layers=2, n_heads=6, n_kv_heads=3, hidden_dim=72, vo
 
 def split_parameters(model: Model) -> set[str]:
     modules = dict(model.named_modules())
-    return {f"{name}.{it}" for name, role in roles_of(model).items() for it in split_dims(modules[name], role)}
+    return {f"{name}.{dim}" for name, role in roles_of(model).items() for dim in split_dims(modules[name], role)}
 
 
 def refusal(model: Model, degree: int) -> str:

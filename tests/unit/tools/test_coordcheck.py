@@ -13,7 +13,7 @@ from titanlite.tools import cli
 from titanlite.tools.coordcheck import coordcheck, judge
 
 SHAPE = ["dim=32", "n_layers=1", "n_heads=2", "n_kv_heads=2", "hidden_dim=96"]
-OPTIONS = [*(f"--model.args.{it}" for it in SHAPE), "--optimizer.lr=0.02", "--training.global_batch_size=2"]
+OPTIONS = [*(f"--model.args.{name}" for name in SHAPE), "--optimizer.lr=0.02", "--training.global_batch_size=2"]
 MUP = ["--optimizer.parametrization=mup", "--optimizer.base_width=32"]
 
 
@@ -27,7 +27,7 @@ def test_slopes_are_those_of_power_laws() -> None:
         "broken": lambda width, depth: float("inf"),
     }
     found = {size: {name: [0.0, law(*size)] for name, law in laws.items()} for size in sizes}
-    verdicts = {it.quantity: it for it in judge(found)}
+    verdicts = {verdict.quantity: verdict for verdict in judge(found)}
     assert verdicts["both"].slopes == pytest.approx({"width": 0.5, "depth": -1.0})
     assert verdicts["flat"].slopes == pytest.approx({"width": 0.2, "depth": -0.2})
     words = {"both": "grows", "flat": "flat", "less": "vanishes", "logits": "flat", "broken": "grows"}
@@ -49,10 +49,10 @@ def test_the_standard_parametrization_grows_and_mup_is_flat(tiny: TinyRun, capsy
     assert [row[:2] for row in rows] == [["32", "1"], ["64", "1"], ["128", "1"]] * 2
     assert {len(row) for row in rows} == {5}, "there is no change at step 0"
     charts = chart_data((tiny.folder / "check.html").read_text())
-    drawn = next(it for it in charts if it["name"] == "last block, change width")
-    assert [it["x"] for it in drawn["traces"]] == [[32, 64, 128]] * 3
+    drawn = next(chart for chart in charts if chart["name"] == "last block, change width")
+    assert [trace["x"] for trace in drawn["traces"]] == [[32, 64, 128]] * 3
     last = [line.split()[-1] for line in output if line.startswith("last block, change  ")]
-    assert [f"{it:.3g}" for it in drawn["traces"][-1]["y"]] == last[3:]
+    assert [f"{value:.3g}" for value in drawn["traces"][-1]["y"]] == last[3:]
     found = [match.groups() for line in output if (match := re.fullmatch(r"(.+): width\^([+-].+): (\w+)", line))]
     half = len(found) // 2
     verdicts = {

@@ -94,7 +94,7 @@ def test_a_disk_that_is_too_small(tiny: TinyRun) -> None:
 def test_a_folder_has_nothing_of_the_test_afterwards(place: Callable[[Path], str], tmp_path: Path) -> None:
     result = check_folder(place(tmp_path), ALONE)
     assert result.status == "ok"
-    assert [it for it in tmp_path.rglob("*") if it.is_file() or it.name.startswith("check-")] == []
+    assert [path for path in tmp_path.rglob("*") if path.is_file() or path.name.startswith("check-")] == []
 
 
 @pytest.mark.usefixtures("single_process_group")
@@ -118,7 +118,7 @@ def test_the_command_of_one_process(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert [line[9:27].strip() for line in lines[:-1] if not line.startswith(" ")] == names
     assert "FAILED" not in out
     assert mentions(lines[-1], "no test failed", "processes: 1, hosts: 1")
-    assert not [it for it in (tiny.folder / "outputs").rglob("*") if it.is_file()]
+    assert not [path for path in (tiny.folder / "outputs").rglob("*") if path.is_file()]
 
     assert (
         cli.run([*words, "--checkpoint.interval=1", "--checkpoint.keep_latest_k=0", f"--training.steps={10**12}"]) == 2

@@ -94,7 +94,7 @@ def test_batch_sizes_are_a_function_of_the_sequences_before() -> None:
             assert found == 0 or sizes.after(before, found - 1) < limit
     assert known_steps(training) == 3
     assert known_steps(training.model_copy(update={"tokens": 16 * 27})) == 8
-    assert [count_steps(training, step=0, samples=0, limit=it) for it in (2, 33, 34)] == [1, 7, 8]
+    assert [count_steps(training, step=0, samples=0, limit=limit) for limit in (2, 33, 34)] == [1, 7, 8]
     with pytest.raises(UserError, match=r"training\.epochs"):
         count_steps(training, step=0, samples=0, limit=1)
 

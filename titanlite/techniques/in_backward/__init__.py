@@ -67,7 +67,7 @@ class UpdatesInBackward(Technique):
     def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.in_backward.updates import StepInBackward
 
-        return Parts(step=StepInBackward)
+        return Parts(step_cls=StepInBackward)
 
     def suggestions(self, config: Config, *, is_gpu: bool) -> Iterator[tuple[int, Options, str]]:
         if not config.optimizer.in_backward:

@@ -28,7 +28,7 @@ class Float16Compute(Technique):
     def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.loss_scale.scale import ScaledStep
 
-        return Parts(step=ScaledStep)
+        return Parts(step_cls=ScaledStep)
 
 
 TECHNIQUE = Float16Compute()

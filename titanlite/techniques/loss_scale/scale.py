@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from titanlite.guard import SkipReason
-from titanlite.optim.norm import joined
+from titanlite.optim.norm import flat_views
 from titanlite.runtime.private_torch.tensors import scale_in_place
 from titanlite.step import Step
 
@@ -45,7 +45,7 @@ class ScaledStep(Step):
         return super().loss_factor(valid_tokens, micro_batches=micro_batches) * (self.scale * micro_batches)
 
     def unscale(self, gradients: Sequence[Tensor], *, micro_batches: int) -> None:
-        scale_in_place(joined(gradients), (self.scale * micro_batches).reciprocal().to(gradients[0].device))
+        scale_in_place(flat_views(gradients), (self.scale * micro_batches).reciprocal().to(gradients[0].device))
 
     def metrics(self) -> dict[str, Tensor]:
         return {"loss_scale": self.scale}

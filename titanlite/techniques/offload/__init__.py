@@ -22,8 +22,8 @@ class CPUOffload(Technique):
 
     def claims(self, config: Config) -> dict[Claim, str]:
         if config.offload.parameters == "disk":
-            return dict.fromkeys((Claim.UPDATE, Claim.PARAMETERS), "offload.parameters")
-        return {Claim.UPDATE: "offload.optimizer"} if config.offload.optimizer == "disk" else {}
+            return dict.fromkeys((Claim.UPDATE_KERNEL, Claim.PARAMETERS), "offload.parameters")
+        return {Claim.UPDATE_KERNEL: "offload.optimizer"} if config.offload.optimizer == "disk" else {}
 
     @reads("offload", "average", "optimizer", "training.enable_cpu_offload")
     def conflicts(self, config: Config) -> Iterator[Conflict]:

@@ -85,7 +85,7 @@ class PipelineParallel(Technique):
     def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         from titanlite.techniques.pipeline.passes import PipelineStep
 
-        return Parts(step=PipelineStep)
+        return Parts(step_cls=PipelineStep)
 
 
 TECHNIQUE = PipelineParallel()

@@ -111,7 +111,7 @@ def _named_blocks(blocks: int, parts: Sequence[Sequence[str]]) -> list[range]:
     Raises:
         ValueError: they are not all blocks, in their order.
     """
-    numbers = [[int(it[1]) for name in part if (it := BLOCK.fullmatch(name))] for part in parts]
+    numbers = [[int(match[1]) for name in part if (match := BLOCK.fullmatch(name))] for part in parts]
     if [number for part in numbers for number in part] != [*range(blocks)] or not all(numbers):
         raise ValueError(
             f"module_fqns_per_model_part must name layers.0 to layers.{blocks - 1} in this order, and some in each part"

@@ -28,7 +28,7 @@ class ReproducibleLayouts(Technique):
         return config.debug.reproducible_layouts or config.debug.hash_freq > 0
 
     def claims(self, config: Config) -> dict[Claim, str]:
-        claims = (Claim.GRADIENTS, Claim.UPDATE) if config.debug.reproducible_layouts else ()
+        claims = (Claim.GRADIENTS, Claim.UPDATE_KERNEL) if config.debug.reproducible_layouts else ()
         return dict.fromkeys(claims, self.option)
 
     @reads(option, "training", "parallelism", "optimizer", "compile.enable", "teacher", PARTS)
@@ -133,7 +133,7 @@ class ReproducibleLayouts(Technique):
 
         freq = config.debug.hash_freq or config.checkpoint.interval
         return Parts(
-            step=ReproducibleStep if config.debug.reproducible_layouts else None,
+            step_cls=ReproducibleStep if config.debug.reproducible_layouts else None,
             observers=lambda observed: [StateHashes(observed, freq=freq)],
         )
 

@@ -36,13 +36,9 @@ class Adapters:
     reader: RankReader
     """Reader of the checkpoint, with adapters beside their weights."""
 
-    def read(self, name: str) -> Tensor:
-        """Return a whole tensor of the checkpoint as it is, by the model's name."""
-        return read_whole(self.reader, name)
-
     def merged(self, layer: str) -> Tensor:
         """Return the merged weight of a layer, in float32."""
-        weight, a, b = (self.read(f"{layer}.{part}").float() for part in ("weight", LORA_A, LORA_B))
+        weight, a, b = (read_whole(self.reader, f"{layer}.{part}").float() for part in ("weight", LORA_A, LORA_B))
         return weight.addmm_(b, a, alpha=self.alpha / self.rank)
 
 

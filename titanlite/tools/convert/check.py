@@ -15,7 +15,7 @@ from torch import Tensor
 
 from titanlite.runtime.errors import RunError
 from titanlite.runtime.files import read_small
-from titanlite.tools.convert.layout import Outgoing, values_of
+from titanlite.tools.convert.layout import ExportTensor, values_of
 from titanlite.tools.convert.source import OpenedWeights, load_model
 from titanlite.tools.report.compare import LOGITS, Values, difference, forward_values
 
@@ -29,7 +29,7 @@ class CheckFailed(RunError):
     """An exported folder is not the model that was exported."""
 
 
-def check_folder(source: OpenedWeights, folder: Path, tensors: Sequence[Outgoing]) -> str:
+def check_folder(source: OpenedWeights, folder: Path, tensors: Sequence[ExportTensor]) -> str:
     """Check an exported folder, and return a report.
 
     Every tensor is compared bit by bit with the checkpoint. Then transformers, where it is installed, loads the folder,
@@ -48,10 +48,10 @@ def check_folder(source: OpenedWeights, folder: Path, tensors: Sequence[Outgoing
     tokens = check_tokens(source)
     names: dict[str, str] = {}
     for tensor in tensors:
-        names.setdefault(tensor.ours, tensor.name)  # experts of a stack have one name: keep that of the first
-    theirs = _of_transformers(folder, tokens, names)
-    worst = compare(_of_model(source, tokens, tensors), theirs, names)
-    return f"{same}; transformers computes the same on {tokens.numel()} tokens, {worst}"
+        names.setdefault(tensor.ours, tensor.name)  # the first expert's name stands for the stack
+    theirs = _values_of_transformers(folder, tokens, names)
+    largest = compare(_our_values(source, tokens, tensors), theirs, names)
+    return f"{same}; transformers computes the same on {tokens.numel()} tokens, {largest}"
 
 
 def check_tokens(source: OpenedWeights) -> Tensor:
@@ -61,7 +61,7 @@ def check_tokens(source: OpenedWeights) -> Tensor:
     return torch.from_numpy(np.resize(ids, (2, length)).astype(np.int64)) % vocab_size
 
 
-def check_tensors(source: OpenedWeights, folder: Path, tensors: Sequence[Outgoing]) -> None:
+def check_tensors(source: OpenedWeights, folder: Path, tensors: Sequence[ExportTensor]) -> None:
     """Compare every tensor of a folder with the checkpoint.
 
     Raises:
@@ -75,16 +75,19 @@ def check_tensors(source: OpenedWeights, folder: Path, tensors: Sequence[Outgoin
             shape = file.get_slice(tensor.name).get_shape()
             if tuple(shape) != tensor.shape:
                 raise CheckFailed(f"{tensor.name} has shape {shape}, and not {[*tensor.shape]}")
-            there, wanted = file.get_tensor(tensor.name), values(tensor)
-            if not torch.equal(there, wanted):
-                most = difference(tensor.name, there, wanted, 0).most
+            found, expected = file.get_tensor(tensor.name), values(tensor)
+            if not torch.equal(found, expected):
+                most = difference(tensor.name, found, expected, 0).most
                 raise CheckFailed(
                     f"{tensor.name} is not {tensor.ours} of {source.where}: values differ by up to {most:.3g}"
                 )
 
 
-def _of_transformers(folder: Path, tokens: Tensor, names: Mapping[str, str]) -> Values:
-    """Load a folder with transformers, and return what it computes.
+def _values_of_transformers(folder: Path, tokens: Tensor, names: Mapping[str, str]) -> Values:
+    """Load a folder with transformers, and return the values that its modules compute.
+
+    Args:
+        names: transformers' name of each of our tensors.
 
     Raises:
         CheckFailed: tensors are missing, unexpected or of another shape.
@@ -131,8 +134,8 @@ def modules_in(names: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def _of_model(source: OpenedWeights, tokens: Tensor, tensors: Sequence[Outgoing]) -> Values:
-    """Return what one of our models computes, with its weights in the dtypes of the tensors."""
+def _our_values(source: OpenedWeights, tokens: Tensor, tensors: Sequence[ExportTensor]) -> Values:
+    """Return the values that the modules of our model compute, with its weights rounded to the exported dtypes."""
     model, dtypes = load_model(source), {tensor.ours: tensor.dtype for tensor in tensors}
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype)).float()
@@ -159,15 +162,15 @@ def compare(here: Values, there: Values, tensors: Mapping[str, str]) -> str:
             raise CheckFailed(
                 f"{what} differ from those of transformers by {found[key].relative:.2e} of their size "
                 f"(at most {found[key].most:.3g}; allowed {LIMIT:g}), and everything before agrees\n"
-                f"  {_reason(first, tensors)}"
+                f"  {_module_and_tensors(first, tensors)}"
             )
     worst = max(hidden, key=lambda key: found[key].relative)
     most = f"{found[worst].relative:.1e} (most after {hidden[worst].partition(' after ')[2]})"
     return f"hidden states within {most}, logits within {found[LOGITS].relative:.1e}"
 
 
-def _reason(key: str, tensors: Mapping[str, str]) -> str:
-    """Return the module that differs first, with its tensors."""
+def _module_and_tensors(key: str, tensors: Mapping[str, str]) -> str:
+    """Return the module of a value that differs as text, with the tensors that it computes with."""
     _, role, module = key.split(" ")
     module = {LOGITS: "head", EMBEDDED: "tok_embeddings"}.get(
         key, module if role == "output" else module.rpartition(".")[0]

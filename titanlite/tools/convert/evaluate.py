@@ -88,16 +88,16 @@ def evaluate(
     """
     weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     known = tokenizer_of(weights)
-    of_run, most = weights.config, weights.spec.args.max_seq_len
-    length = seq_len or (of_run.training.seq_len if of_run else min(SEQ_LEN, most))
-    if length > most:
-        raise UserError(f"--seq-len: {length:,} is more than the max_seq_len {most:,} of the model")
+    run_config, max_seq_len = weights.config, weights.spec.args.max_seq_len
+    length = seq_len or (run_config.training.seq_len if run_config else min(SEQ_LEN, max_seq_len))
+    if length > max_seq_len:
+        raise UserError(f"--seq-len: {length:,} is more than the max_seq_len {max_seq_len:,} of the model")
     if lm_eval and find_spec("lm_eval") is None:
         raise UserError("--lm-eval needs the package lm_eval: pip install lm_eval")
     if data or not (task or lm_eval):
         _check_refused(weights, data)
-    section = _section(data, [*task], of_run, sequences, text_field, is_needed=not lm_eval)
-    options, folder = (of_run.data, of_run.job.dump_folder) if of_run else (Data(), "outputs")
+    section = _section(data, [*task], run_config, sequences, text_field, is_needed=not lm_eval)
+    options, folder = (run_config.data, run_config.job.dump_folder) if run_config else (Data(), "outputs")
     cache = Path(cache_folder or options.cache_folder or Path(folder, "data_cache"))
     places = {"tokenizer": known, "seq_len": length, "cache_folder": cache, "prepare_text": prepare_text}
     sources = []
@@ -107,11 +107,11 @@ def evaluate(
             sources += open_sources(alone, _options_of(source, options, cache), **places)
         except UserError as error:
             raise UserError(f"--data: {source.title}: {str(error).removeprefix('data.path: ')}") from None
-    opening = opening_ids(known, of_run)
+    opening = opening_ids(known, run_config)
     tasks = read_tasks(section.tasks, tokenizer=known, opening=opening, seq_len=length) if section.tasks else []
     ranks = Ranks(0, 1, 0, 1)
     device = pick_device(ranks)
-    own_dtype = of_run.training.mixed_precision_param if of_run else default_dtype(device)
+    own_dtype = run_config.training.mixed_precision_param if run_config else default_dtype(device)
     model = load_model(weights, dtype=DTYPES[dtype or own_dtype], device=device)
     layout = {"tokenizer": known, "seq_len": length, "batch_size": batch_size}
     record: dict[str, Any] = {"sources": {}}
@@ -127,7 +127,7 @@ def evaluate(
     if json_:
         print(json_text({"checkpoint": weights.where, "seq_len": length, **record}))
     else:
-        _print(record)
+        _print_table(record)
 
 
 def _section(
@@ -142,11 +142,11 @@ def _section(
     """Return the sources and tasks that the command names, or else those of the run's own validation.
 
     Args:
-        fields: values of --text-field. The field of a source counts before that of all.
-        is_needed: whether there must be some.
+        fields: values of --text-field. A field for one source takes precedence over a field for all.
+        is_needed: whether there must be a source or a task.
 
     Raises:
-        UserError: there are none, two have the same name, or a field is of none.
+        UserError: there is none, two have the same name, or a field names a source that is not there.
     """
     base = config.validation if config else Validation()
     own = [_source(text) for text in data]
@@ -157,17 +157,20 @@ def _section(
     names = [source.title for source in own]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"--data: two sources are called {twice}: name one, as --data NAME=PATH")
-    of_name = {name: field for name, _, field in (text.rpartition("=") for text in fields)}  # "" is all sources
-    if other := next((name for name in of_name if name not in ("", *names)), None):
+    by_name = {name: field for name, _, field in (text.rpartition("=") for text in fields)}  # "" stands for all sources
+    if other := next((name for name in by_name if name not in ("", *names)), None):
         raise UserError(f"--text-field: no source is called {other}{did_you_mean(other, names)}")
-    found = [{"text_field": of_name.get(source.title) or of_name.get("") or source.text_field} for source in own]
-    own = [source.model_copy(update=field) for source, field in zip(own, found, strict=True)]
+    own = [
+        source.model_copy(update={"text_field": by_name.get(source.title) or by_name.get("") or source.text_field})
+        for source in own
+    ]
     count = base.sequences if sequences is None else sequences
     section = {"enable": True, "path": None, "sources": own, "sequences": count, "tasks": tasks}
     return base.model_copy(update=section)
 
 
 def _source(text: str) -> ValidationSource:
+    """Return the source of a value of --data, which is [NAME=]PATH."""
     match = re.fullmatch(r"([\w.-]+)=(.+)", text, re.DOTALL)
     if match and not os.path.exists(text):
         return ValidationSource(name=match[1], path=match[2])
@@ -177,9 +180,10 @@ def _source(text: str) -> ValidationSource:
 
 
 def _check_refused(weights: OpenedWeights, data: Sequence[str]) -> None:
-    """
+    """Check that what is measured does not depend on data or a template that only the checkpoint's own config names.
+
     Raises:
-        UserError: the values depend on data or a template that the checkpoint's own config names.
+        UserError: it does.
     """
     for key, value in weights.refused.items():
         if key == "validation" and data:
@@ -246,9 +250,10 @@ def _measure(
 
 
 def _check_finite(record: dict[str, Any]) -> None:
-    """
+    """Check that all losses and metrics are finite. Only a source without a token to predict has no loss.
+
     Raises:
-        RunError: a loss or a metric is NaN or infinite. Only a source without a token to predict has no loss.
+        RunError: one is not.
     """
     losses = [source["loss"] for source in record["sources"].values() if source["tokens"]]
     metrics = [value for task in record.get("tasks", {}).values() for value in task.values()]
@@ -256,7 +261,7 @@ def _check_finite(record: dict[str, Any]) -> None:
         raise RunError(NOT_FINITE)
 
 
-def _print(record: dict[str, Any]) -> None:
+def _print_table(record: dict[str, Any]) -> None:
     names = ("loss", "perplexity", "bits/byte", "tokens", "sequences")
     columns = [Column(name, justify="right", no_wrap=True) for name in names]
     table = Table(Column("source", no_wrap=True), *columns, box=None, pad_edge=False, padding=(0, 2, 0, 0))
@@ -268,7 +273,7 @@ def _print(record: dict[str, Any]) -> None:
         perplexity = f"{math.exp(row['loss']):,.2f}" if row["loss"] < 50 else "-"
         bits = "-" if row["bits_per_byte"] is None else f"{row['bits_per_byte']:.4f}"
         table.add_row(name, f"{row['loss']:.4f}", perplexity, bits, f"{row['tokens']:,}", f"{row['sequences']:,}")
-    wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
+    wide = None if sys.stdout.isatty() else 1000  # lines in a pipe are not wrapped
     console = Console(width=wide, markup=False, emoji=False, highlight=False)
     if rows:
         console.print(table)

@@ -20,10 +20,10 @@ from titanlite.storage.storage import sync
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.arguments import ModelFile, OfAverage, RunConfig, RunTokenizer, Weights
 from titanlite.tools.checkpoints.command import explaining_damage
-from titanlite.tools.convert.adapters import Adapters
 from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
-from titanlite.tools.convert.layout import Outgoing, outgoing, values_of
+from titanlite.tools.convert.layout import ExportTensor, export_tensors, values_of
+from titanlite.tools.convert.reader import read_whole
 from titanlite.tools.convert.source import OpenedWeights, open_source, tokenizer_of
 from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, json_bytes, tokenizer_files
 
@@ -32,13 +32,13 @@ ADAPTERS_CONFIG = "adapter_config.json"
 PEFT_NAMES = {LORA_A: "lora_A", LORA_B: "lora_B"}
 
 
-class Target:
-    """Folder of an export: written beside its place, and renamed at the end, so that there is a whole one or none.
+class OutputFolder:
+    """Folder that an export writes: under another name, and renamed at the end, so that it is complete or not there.
 
-    `begin` comes first, then files, then `commit`.
+    Call `begin` first, then `write` for each file, then `commit`.
 
     Raises:
-        UserError: the place is a URL.
+        UserError: the place is a URL, or something is there.
     """
 
     def __init__(self, place: str) -> None:
@@ -47,14 +47,7 @@ class Target:
         self.place = place
         self.path = Path(place).expanduser().absolute()
         self.staging = self.path.with_name(f".{self.path.name}.staging")
-
-    def check(self) -> None:
-        """Check that nothing would be overwritten.
-
-        Raises:
-            UserError: something is there.
-        """
-        check_out(self.place)
+        check_out(place)
 
     def begin(self) -> None:
         """Start with an empty folder.
@@ -90,10 +83,10 @@ class Target:
         sync(path.parent)
 
     def commit(self) -> None:
-        """Make the export count."""
+        """Rename the folder to its place, after which the export counts."""
         (self.staging / ".lock").unlink()
         sync(self.staging)
-        self.check()
+        check_out(self.place)
         os.rename(self.staging, self.path)
         sync(self.path.parent)
         self._lock.close()
@@ -149,23 +142,25 @@ def export(
     if source.adapters is not None and not merge:
         if check:
             raise UserError("--check is for whole models: add --merge")
-        size = export_adapters(source, Target(out), dtype=wanted, drop=drop)
+        size = export_adapters(source, OutputFolder(out), dtype=wanted, drop=drop)
         print(f"wrote {out}: {len(source.adapters.layers)} adapters in PEFT's format, {size / 2**20:,.1f} MiB")
         print(f"from  {source.where}")
         return
-    done = export_folder(
+    exported = export_folder(
         source,
-        Target(out),
+        OutputFolder(out),
         dtype=wanted,
         max_shard_bytes=max_shard_bytes,
         drop=drop,
         with_tokenizer=not no_tokenizer,
         check=check,
     )
-    print(f"wrote {out}: {done.architecture}, {done.bytes / 2**20:,.1f} MiB in {done.files} files of weights")
+    print(
+        f"wrote {out}: {exported.architecture}, {exported.bytes / 2**20:,.1f} MiB in {exported.files} files of weights"
+    )
     print(f"from  {source.where}")
-    if done.report:
-        print(f"check: {done.report}")
+    if exported.report:
+        print(f"check: {exported.report}")
 
 
 @dataclass(frozen=True)
@@ -183,7 +178,7 @@ class Exported:
 
 def export_folder(
     source: OpenedWeights,
-    target: Target,
+    target: OutputFolder,
     *,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int,
@@ -199,34 +194,31 @@ def export_folder(
         check: read the folder back, and compare it with the model, before it counts.
 
     Raises:
-        UserError: the folder exists, or the model cannot be written in this format.
+        UserError: the model cannot be written in this format.
         CheckFailed: the folder is not the model. It is deleted.
     """
-    target.check()
     form = format_of(source)
-    tensors = outgoing(source, form.tensors, dtype=dtype, drop=drop)
+    tensors = export_tensors(source, form.tensors, dtype=dtype, drop=drop)
     files = split(tensors, max_shard_bytes)
-    small = {"model.safetensors.index.json": index_json(files)} if len(files) > 1 else {}
-    small |= _small_files(source, form, tensors, with_tokenizer=with_tokenizer)
+    others = {"model.safetensors.index.json": index_json(files)} if len(files) > 1 else {}
+    others |= _other_files(source, form, tensors, with_tokenizer=with_tokenizer)
     target.begin()
     values = values_of(source)
     with progress_bar("writing", sum(tensor.bytes for tensor in tensors)) as advance:
         for name, part in files.items():
             target.write(name, {tensor.name: values(tensor) for tensor in part})
             advance(sum(tensor.bytes for tensor in part))
-    for name, data in small.items():
+    for name, data in others.items():
         target.write(name, data)
-    report = _checked(source, target, tensors) if check else ""
+    report = ""
+    if check:
+        try:
+            report = check_folder(source, target.staging, tensors)
+        except CheckFailed:
+            target.discard()
+            raise
     target.commit()
     return Exported(len(files), sum(tensor.bytes for tensor in tensors), form.architecture, report)
-
-
-def _checked(source: OpenedWeights, target: Target, tensors: Sequence[Outgoing]) -> str:
-    try:
-        return check_folder(source, target.staging, tensors)
-    except CheckFailed:
-        target.discard()
-        raise
 
 
 def format_of(source: OpenedWeights) -> HuggingFace:
@@ -244,8 +236,8 @@ def format_of(source: OpenedWeights) -> HuggingFace:
     return model_cls.formats.hugging_face
 
 
-def _small_files(
-    source: OpenedWeights, form: HuggingFace, tensors: Sequence[Outgoing], *, with_tokenizer: bool
+def _other_files(
+    source: OpenedWeights, form: HuggingFace, tensors: Sequence[ExportTensor], *, with_tokenizer: bool
 ) -> dict[str, bytes]:
     """Return the content of all files but the weights; config.json is the last."""
     tokenizer, args = source.tokenizer, source.spec.args
@@ -258,8 +250,8 @@ def _small_files(
     own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
     ends = {name: i for name, i in own.items() if i is not None} | known.ids
     dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
-    narrow = min(dtypes, key=lambda dtype: dtype.itemsize)
-    config: dict[str, Any] = {**form.to_config(args), **ends, "torch_dtype": str(narrow).removeprefix("torch.")}
+    narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
+    config: dict[str, Any] = {**form.to_config(args), **ends, "torch_dtype": str(narrowest).removeprefix("torch.")}
     if any(tensor.ours == "head.further_norm.weight" for tensor in tensors):
         config["num_nextn_predict_layers"] = 1
     generation = ends | known.config
@@ -268,9 +260,6 @@ def _small_files(
         add_bos = source.config.data.add_bos if source.config and source.generation is None else None
         files |= tokenizer_files(tokenizer, add_bos=add_bos, max_length=args.max_seq_len)
     return files | {"config.json": json_bytes(config)}
-
-
-# Files of weights
 
 
 def parse_size(text: str) -> int:
@@ -285,9 +274,9 @@ def parse_size(text: str) -> int:
         raise UserError(f"--max-shard-size: expected a size such as 5GB or 200MB, got {text!r}") from None
 
 
-def split(tensors: Sequence[Outgoing], max_bytes: int) -> dict[str, list[Outgoing]]:
+def split(tensors: Sequence[ExportTensor], max_bytes: int) -> dict[str, list[ExportTensor]]:
     """Return {file: tensors}, in order. A tensor that is larger than a file may be gets a file of its own."""
-    files: list[list[Outgoing]] = [[]]
+    files: list[list[ExportTensor]] = [[]]
     for tensor in tensors:
         if files[-1] and sum(tensor.bytes for tensor in files[-1]) + tensor.bytes > max_bytes:
             files.append([])
@@ -297,7 +286,7 @@ def split(tensors: Sequence[Outgoing], max_bytes: int) -> dict[str, list[Outgoin
     return {f"model-{i:05}-of-{len(files):05}.safetensors": part for i, part in enumerate(files, start=1)}
 
 
-def index_json(files: dict[str, list[Outgoing]]) -> bytes:
+def index_json(files: dict[str, list[ExportTensor]]) -> bytes:
     """Return the text of model.safetensors.index.json."""
     tensors = [tensor for part in files.values() for tensor in part]
     body = {
@@ -310,11 +299,8 @@ def index_json(files: dict[str, list[Outgoing]]) -> bytes:
     return json_bytes(body)
 
 
-# Adapters
-
-
 def export_adapters(
-    source: OpenedWeights, target: Target, *, dtype: torch.dtype | None = None, drop: Sequence[str] = ()
+    source: OpenedWeights, target: OutputFolder, *, dtype: torch.dtype | None = None, drop: Sequence[str] = ()
 ) -> int:
     """Write the adapters of a checkpoint, and return their size in bytes. They must fit in memory.
 
@@ -323,26 +309,25 @@ def export_adapters(
         drop: globs of the model's tensors that the format may leave out.
 
     Raises:
-        UserError: the folder exists, or the format has no place for a layer with an adapter, or for another tensor.
+        UserError: the format has no place for a layer with an adapter, or for another tensor.
     """
     assert source.adapters is not None
-    target.check()
     form, adapters = format_of(source), source.adapters
-    outgoing(source, form.tensors, dtype=None, drop=drop)  # raises if the base in this format would lack a tensor
-    modules = {layer: _module(form, layer) for layer in adapters.layers}
+    export_tensors(source, form.tensors, dtype=None, drop=drop)  # this raises if the format cannot hold the base
+    modules = {layer: _peft_name(form, layer) for layer in adapters.layers}
     tensors = {
-        f"base_model.model.{module}.{theirs}.weight": _read(adapters, f"{layer}.{ours}", dtype)
+        f"base_model.model.{module}.{theirs}.weight": read_whole(adapters.reader, f"{layer}.{ours}").to(dtype)
         for layer, module in modules.items()
         for ours, theirs in PEFT_NAMES.items()
     }
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": _base(source),
+        "base_model_name_or_path": _base_model(source),
         "r": adapters.rank,
         "lora_alpha": int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha,
         "lora_dropout": 0.0,
-        "target_modules": _targets(source, form, [*modules.values()]),
+        "target_modules": _target_modules(source, form, [*modules.values()]),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -354,16 +339,11 @@ def export_adapters(
     return sum(tensor.nbytes for tensor in tensors.values())
 
 
-def _read(adapters: Adapters, name: str, dtype: torch.dtype | None) -> Tensor:
-    tensor = adapters.read(name)
-    return tensor.to(dtype or tensor.dtype).contiguous()
-
-
-def _module(form: HuggingFace, layer: str) -> str:
-    """Return the name of a layer there.
+def _peft_name(form: HuggingFace, layer: str) -> str:
+    """Return Hugging Face's name of a layer.
 
     Raises:
-        UserError: there is none, or its weight has another layout, in which the adapter would be another.
+        UserError: there is none, or its weight has another layout there, so that the adapter does not fit it.
     """
     found = form.tensors.find(f"{layer}.weight")
     if found is None or found[0].transposed or found[0].interleaved:
@@ -372,16 +352,16 @@ def _module(form: HuggingFace, layer: str) -> str:
     return found[1].removesuffix(".weight")
 
 
-def _targets(source: OpenedWeights, form: HuggingFace, modules: list[str]) -> list[str]:
+def _target_modules(source: OpenedWeights, form: HuggingFace, modules: list[str]) -> list[str]:
     """Return PEFT's target_modules: last parts of names, as programs expect them, where those match no other layer."""
     linears = [name for name, module in source.spec.build().named_modules() if isinstance(module, nn.Linear)]
     known = {found[1].removesuffix(".weight") for name in linears if (found := form.tensors.find(f"{name}.weight"))}
     last = {module.rpartition(".")[2] for module in modules}
-    is_all = {name for name in known if name.rpartition(".")[2] in last} == {*modules}
-    return sorted(last) if is_all else modules
+    are_all = {name for name in known if name.rpartition(".")[2] in last} == {*modules}
+    return sorted(last) if are_all else modules
 
 
-def _base(source: OpenedWeights) -> str | None:
+def _base_model(source: OpenedWeights) -> str | None:
     """Return the Hugging Face folder that the run began with; None if it began with other weights."""
     path: Any = source.config.checkpoint.initial_load_path if source.config else None
     return path if path and "://" not in path and HuggingFaceFolder.matches(Path(path).expanduser()) else None

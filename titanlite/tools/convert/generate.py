@@ -64,7 +64,7 @@ def generate(
     if problem:
         raise UserError(f"titanlite generate: {problem}")
     texts = read_prompts(prompt, prompt_file)
-    if prompt_file != "-":  # from standard input, each line is answered before the next one is read
+    if prompt_file != "-":  # a line of standard input is answered before the next one is read
         texts = [*texts]
     source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     known = tokenizer_of(source)
@@ -81,12 +81,12 @@ def generate(
     )
     if isinstance(prompts, list):
         for ids in prompts:
-            generator.check(ids)  # check all prompts before the first answer, which may take minutes
+            generator.check(ids)  # the first answer may take minutes
     stops = stop_ids(known)
     for number, ids in enumerate(prompts):
         if number:
             print("---")
-        # Each draws with the same seed, so that no answer depends on others.
+        # Each prompt draws with the same seed, so that no answer depends on others.
         sampler = Sampler(temperature=temperature, top_p=top_p or 1.0, seed=seed or 0)
         tokens = generator.stream(ids, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stops)
         try:

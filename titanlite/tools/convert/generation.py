@@ -22,7 +22,7 @@ INCOMPLETE = "\ufffd"
 """Character that decoders put in place of bytes that are no whole character."""
 NOT_FINITE = "the model's logits are NaN or overflow: its weights are damaged, or too large for this dtype"
 BACKENDS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-"""Not cuDNN, which plans anew for each number of keys: that takes longer than all else for a token."""
+"""cuDNN is left out, because it makes a plan for each number of keys, which takes longer than all else for a token."""
 
 
 def token_probabilities(logits_V: Tensor, *, temperature: float, top_p: float) -> Tensor:
@@ -109,9 +109,10 @@ class Generator:
         self.is_full = len(ids) == self.max_seq_len and len(ids) - len(prompt) < max_new_tokens
 
     def check(self, prompt: Sequence[int]) -> None:
-        """
+        """Check that a prompt can be continued.
+
         Raises:
-            UserError: a prompt is empty, or leaves no room for a token.
+            UserError: it is empty, or leaves no room for a token.
         """
         if not prompt:
             raise UserError("the prompt is empty, and the tokenizer has no token that begins a document")
@@ -134,7 +135,7 @@ class Generator:
         return logits_V
 
     def _last_logits(self, hidden_BLD: Tensor, weight_VD: Tensor) -> Tensor:
-        """Compute no logits of other tokens than the last: of a long prompt they would take gigabytes."""
+        """Return the logits of the last token. Those of all tokens of a long prompt would take gigabytes."""
         return self.kernels.linear(hidden_BLD[0, -1:], weight_VD)[0, : self.vocab_size].float()
 
 
@@ -164,7 +165,7 @@ def stream_text(tokenizer: Tokenizer, tokens: Iterator[int], *, context: Sequenc
 
 
 class LayerCache:
-    """Keys and values of all tokens that one attention layer has attended to.
+    """Keys and values of all tokens so far, of one attention layer.
 
     Args:
         window: tokens that a token sees, itself included. None: all before it.

@@ -26,7 +26,8 @@ EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TIED = "tie_word_embeddings"
 ROWS = 4096
 """Rows of a matrix that are compared at once."""
-IGNORED = ".rotary_emb.inv_freq"  # older files hold the tables of RoPE
+IGNORED = ".rotary_emb.inv_freq"
+"""Tables of RoPE, which older files contain."""
 
 
 class HuggingFaceFolder(ForeignSource):
@@ -89,7 +90,7 @@ class HuggingFaceFolder(ForeignSource):
             raise UserError(f"{file} is a config of {family}: set model.name, or --model, to it")
         try:
             args = known.to_args(config)
-        except (ValueError, TypeError, AttributeError) as error:  # a value has another type
+        except (ValueError, TypeError, AttributeError) as error:  # a value may have another type
             raise UserError(f"{file}: {error}") from None
         tied = next((name for name, key in known.fields.items() if key == TIED), TIED)
         if args.get(tied) and self._has_own_head(known.tensors):  # transformers takes the head of the file as well
@@ -154,7 +155,7 @@ class HuggingFaceFolder(ForeignSource):
             path = file_inside(self.folder, file)
             if not path.is_file():
                 raise UserError(f"{index} names {file}, which is missing")
-            files[path] = [name for name, of in names.items() if of == file]
+            files[path] = [name for name, place in names.items() if place == file]
         return files
 
 

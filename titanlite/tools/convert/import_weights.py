@@ -1,6 +1,6 @@
 """`titanlite checkpoint import`: a checkpoint of ours, made of weights in another format, tensor by tensor.
 
-At no time is there more in memory than the largest tensor.
+Memory holds the largest tensor at most.
 """
 
 import json
@@ -33,7 +33,8 @@ from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import ORIGIN, open_foreign, read_tensor
 from titanlite.tools.convert.weights import find_source
 
-OWNER = "import"  # the next import to a place sweeps what a killed one left there
+OWNER = "import"
+"""Owner of what an import has not finished: the next import to the same place deletes it."""
 
 
 @explaining_damage()
@@ -49,9 +50,9 @@ def import_weights(
 ) -> None:
     """Write weights of another program as a checkpoint.
 
-    Reads a Hugging Face folder, or a step of torchtitan. The checkpoint is of step 0 and has
-    the model alone, for checkpoint.initial_load_path and for the commands that take a checkpoint. Training needs no
-    import: checkpoint.initial_load_path takes the same folders.
+    Reads a Hugging Face folder, or a step of torchtitan. The checkpoint is of step 0 and has the model alone, for
+    checkpoint.initial_load_path and for the commands that take a checkpoint. Training needs no import:
+    checkpoint.initial_load_path takes the same folders.
 
     Args:
         path (DIR_OR_FILE): weights of another program
@@ -74,20 +75,20 @@ def import_weights(
         raise UserError("--config names the model: leave out --model and --flavor")
     if (foreign := find_source(path)) is None:
         raise UserError(f"{path} holds no weights of another program. titanlite reads its own checkpoints as they are")
-    source, resolved = open_foreign(foreign, model=model, flavor=flavor, config=config)
+    source, loaded = open_foreign(foreign, model=model, flavor=flavor, config=config)
     reader, spec = source.reader, source.spec
     assert isinstance(reader, ForeignReader)
     if dtype is not None:
         reader.set_dtype(getattr(torch, dtype))
     built = spec.build()
-    if resolved.training.multi_token_weight:
-        multi_token.TECHNIQUE.choose_trained(built, resolved)
+    if loaded.training.multi_token_weight:
+        multi_token.TECHNIQUE.choose_trained(built, loaded)
     kept = _initial_buffers(built, {name.removeprefix("model.") for name in reader.kept})
     tensors = {name: tensor for name, tensor in model_state(built).items() if name not in kept}
     _check(tensors, reader, allow_unexpected)
     entries: dict[str, Any] = reader.metadata.state_dict_metadata
 
-    state = {  # views of one element: the writer asks for each tensor when it writes it
+    state = {  # each tensor is a view of one element, and the writer reads its values when it writes it
         name: torch.empty((), dtype=entries[f"model.{name}"].properties.dtype).expand(tensor.shape)
         for name, tensor in tensors.items()
     } | kept
@@ -97,10 +98,10 @@ def import_weights(
         folder,
         state,
         read=lambda name: kept[name] if name in kept else read_tensor(source, name),
-        settings=model_settings(resolved.model.title, spec.args),
-        config=dump(resolved),
+        settings=model_settings(loaded.model.title, spec.args),
+        config=dump(loaded),
         origin=source.origin,
-        tokenizer=resolved.data.tokenizer,
+        tokenizer=loaded.data.tokenizer,
     )
     print(f"wrote {storage.url_of(folder)}, the weights of {path}")
 
@@ -139,7 +140,7 @@ def open_place(out: str) -> tuple[Storage, str]:
     try:
         storage = open_storage(out, owner=OWNER)
         listing = storage.list()
-    except (ValueError, ImportError) as error:  # fsspec raises these
+    except (ValueError, ImportError) as error:  # fsspec does not know the scheme, or lacks its package
         raise UserError(f"--out: {error}") from None
     if taken := [name for name, files in listing.items() if manifests.step_of(name) is not None and MANIFEST in files]:
         raise UserError(f"--out: {storage.url_of(taken[0])} is there already: name another folder")

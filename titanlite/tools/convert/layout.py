@@ -15,8 +15,8 @@ from titanlite.tools.convert.weights import with_further
 
 
 @dataclass(frozen=True)
-class Outgoing:
-    """One tensor of the other format."""
+class ExportTensor:
+    """One tensor of the other format, and what it is made of."""
 
     name: str
     shape: tuple[int, ...]
@@ -34,7 +34,9 @@ class Outgoing:
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
-def outgoing(source: OpenedWeights, table: Table, *, dtype: torch.dtype | None, drop: Sequence[str]) -> list[Outgoing]:
+def export_tensors(
+    source: OpenedWeights, table: Table, *, dtype: torch.dtype | None, drop: Sequence[str]
+) -> list[ExportTensor]:
     """Return the tensors of the other format, in the order of the model.
 
     Args:
@@ -55,7 +57,7 @@ def outgoing(source: OpenedWeights, table: Table, *, dtype: torch.dtype | None, 
             f"--drop: config.json describes a model with {some}: only tensors that the format has no place for can be "
             "left out"
         )
-    found: dict[str, Outgoing] = {}
+    found: dict[str, ExportTensor] = {}
     for name, tensor in model.items():
         if (known := table.find(name)) is None:
             if not selected(name, drop):
@@ -66,17 +68,17 @@ def outgoing(source: OpenedWeights, table: Table, *, dtype: torch.dtype | None, 
         stored = source.metadata.state_dict_metadata[f"model.{name}"].properties.dtype  # pyright: ignore
         kept = dtype if dtype and stored.is_floating_point and not entry.keeps_dtype else stored
         own = entry.shape_there(shape)
-        if entry.column == 1:  # the tensor of the first columns is there already
+        if entry.column == 1:  # the tensor with the first columns has been found before
             found[theirs] = replace(found[theirs], other=name)
             continue
         if "{expert}" not in theirs:
-            found[theirs] = Outgoing(theirs, own, kept, name, entry)
+            found[theirs] = ExportTensor(theirs, own, kept, name, entry)
             copies = [entry for entry in table.entries if entry.is_copy and entry.ours == name]
-            found |= {copy.theirs: Outgoing(copy.theirs, own, kept, name, copy) for copy in copies}
+            found |= {copy.theirs: ExportTensor(copy.theirs, own, kept, name, copy) for copy in copies}
             continue
         for expert in range(shape[0]):
             key = theirs.replace("{expert}", str(expert))
-            found[key] = Outgoing(key, own[1:], kept, name, entry, expert)
+            found[key] = ExportTensor(key, own[1:], kept, name, entry, expert)
     return [*found.values()]
 
 
@@ -88,13 +90,13 @@ def _check_zero(source: OpenedWeights, name: str) -> None:
         )
 
 
-def values_of(source: OpenedWeights) -> Callable[[Outgoing], Tensor]:
+def values_of(source: OpenedWeights) -> Callable[[ExportTensor], Tensor]:
     """Return a function that reads a tensor in the other layout, contiguous. One tensor of the model is kept in memory,
     because a stack of experts is asked for expert by expert."""
     head_size = getattr(source.spec.args, "head_size", None)
     kept: dict[str, Tensor] = {}
 
-    def values(tensor: Outgoing) -> Tensor:
+    def values(tensor: ExportTensor) -> Tensor:
         if tensor.ours not in kept:
             kept.clear()
             kept[tensor.ours] = read_tensor(source, tensor.ours)

@@ -54,7 +54,7 @@ def merge(
                 f"{path} was written by another program: titanlite checkpoint import makes a checkpoint of it"
             )
     sources = [open_source(path, config=config, model_file=model_file) for path in paths]
-    first, resolved = sources[0], _config_of(sources[0])
+    first, first_config = sources[0], _config_of(sources[0])
     _check_same(sources)
     entries = _tensors(first)
 
@@ -69,10 +69,10 @@ def merge(
         folder,
         {name: torch.empty((), dtype=entry.properties.dtype).expand(entry.size) for name, entry in entries.items()},
         read=mean,
-        settings=model_settings(resolved.model.title, args) | {"training.seq_len": args.max_seq_len},
-        config=dump(resolved),
+        settings=model_settings(first_config.model.title, args) | {"training.seq_len": args.max_seq_len},
+        config=dump(first_config),
         origin=first.origin,
-        tokenizer=first.tokenizer.name if first.tokenizer else resolved.data.tokenizer,
+        tokenizer=first.tokenizer.name if first.tokenizer else first_config.data.tokenizer,
     )
     print(f"wrote {storage.url_of(folder)}, the mean of {len(sources)} checkpoints")
 

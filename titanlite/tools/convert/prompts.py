@@ -72,7 +72,7 @@ def opening_ids(tokenizer: Tokenizer, config: Config | None) -> list[int]:
     from titanlite.data.tokenizers.huggingface import HuggingFaceTokenizer
 
     assert isinstance(tokenizer, HuggingFaceTokenizer)
-    return tokenizer.added_ids()[0]  # as transformers 5, which ignores add_bos_token beside a tokenizer.json
+    return tokenizer.added_ids()[0]  # transformers 5 ignores add_bos_token next to a tokenizer.json, too
 
 
 def stop_ids(tokenizer: Tokenizer) -> set[int]:

@@ -103,7 +103,7 @@ def _float8(height: int, width: int) -> StorageForm:
             strip = slice(max(block * height - rows.start, 0), (block + 1) * height - rows.start)
             values = FLOAT8.index_select(0, numbers[strip].flatten().int()).view(-1, numbers.shape[1])
             torch.mul(values, of_columns, out=found[strip])
-        return found  # float32: the reader rounds once, to the dtype that it wants
+        return found  # it is float32, which the reader rounds once, to the dtype that it wants
 
     def shapes(shape: Shape) -> tuple[Shape, Shape] | None:
         return (shape, (-(-shape[0] // height), -(-shape[1] // width))) if len(shape) == 2 else None
@@ -121,7 +121,7 @@ def _read_mxfp4(codes: ForeignTensor, scales: ForeignTensor, region: Region) -> 
     factors = _factors(scales, stored).to(WIDE).unsqueeze(-1)
     numbers = codes.read((*stored, slice(0, GROUP // 2))).flatten().int()
     values = PAIRS.index_select(0, numbers).view(WIDE).view(*factors.shape[:-1], GROUP)
-    values *= factors  # powers of two: the product is exact
+    values *= factors  # they are powers of two, so that the product is exact
     return values.flatten(-2)[..., rows.start % GROUP :][..., : rows.stop - rows.start].transpose(-2, -1)
 
 

@@ -173,7 +173,7 @@ class ForeignReader(RankReader):
         if chunks[0].place.expert is None:
             size, stored, pieces = shape, chunks[0].tensor, pieces[:1]
             if len(shape) == 3 and all(part.sizes[1:] == stored.shape[1:] for part in stored.parts):
-                # a stack of experts: one part is in memory at a time
+                # Of a stack of experts, one part is in memory at a time.
                 pieces = [
                     (part.offsets[0], (part.sizes[0], *shape[1:]), chunks[0]) for part in stored.parts if part.sizes[0]
                 ]
@@ -192,7 +192,7 @@ class ForeignReader(RankReader):
         return TensorStorageMetadata(properties, torch.Size(size), metadata)
 
     def set_dtype(self, dtype: torch.dtype) -> None:
-        """Let tensors count as stored in a dtype, but for those that keep theirs."""
+        """Give all tensors a dtype, except those that keep theirs."""
         for index, chunk in self._stored.items():
             if not chunk.place.entry.keeps_dtype:
                 entry: Any = self.metadata.state_dict_metadata[index.fqn]

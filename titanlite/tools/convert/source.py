@@ -1,4 +1,4 @@
-"""Sources of weights: a checkpoint with the model that it is of, opened without a process group or a GPU."""
+"""Weights of a checkpoint, a run or another program, opened with their model; needs no process group and no GPU."""
 
 import json
 import re
@@ -124,18 +124,20 @@ def open_source(
     whole = AverageReader(stored, where) if average else stored
     adapters = find_adapters(whole, manifest.settings)
     reader = MergedReader(adapters) if adapters else whole
-    resolved, refused = _read_config(storage, folder, manifest, config, model_file)
-    imported = _read_origin(storage, folder, manifest) if tokenizer is None else None
+    run_config, refused = _read_config(storage, folder, manifest, config, model_file)
+    imported: dict[str, Any] | None = None
+    if tokenizer is None and ORIGIN in manifest.files:
+        imported = json.loads(manifests.read_checked(storage, folder, ORIGIN, manifest))
     found, reason = None, ""
     if tokenizer is not None:
         found, reason = _load_tokenizer(tokenizer, must_exist=True)
     elif imported is None or imported["has_tokenizer"]:
-        name = resolved.data.tokenizer
+        name = run_config.data.tokenizer
         found, reason = _own_tokenizer(storage, name) if config is None else _load_tokenizer(name, must_exist=False)
     identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
     return OpenedWeights(
-        spec=_as_trained(_model_of(resolved.model, manifest, found, where), manifest, reader.metadata),
-        config=resolved,
+        spec=_as_trained(_model_of(run_config.model, manifest, found, where), manifest, reader.metadata),
+        config=run_config,
         refused=refused,
         tokenizer=found,
         no_tokenizer=reason,
@@ -167,24 +169,24 @@ def open_foreign(
         UserError: the weights are of another model, or do not describe it.
     """
     if config is None:
-        spec, resolved = _describe(foreign, model, flavor)
+        spec, loaded = _describe(foreign, model, flavor)
     else:
-        resolved = load(config)
-        spec = select_model(resolved.model, load_tokenizer(resolved.data.tokenizer))
+        loaded = load(config)
+        spec = select_model(loaded.model, load_tokenizer(loaded.data.tokenizer))
     args = foreign.read_args(spec.model_cls)
     if args is not None and (flavor or config):
         check_args(foreign.where, args, spec, [])
-    name = tokenizer or (None if foreign.tokenizer() is None and config is None else resolved.data.tokenizer)
+    name = tokenizer or (None if foreign.tokenizer() is None and config is None else loaded.data.tokenizer)
     found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
     if config is None and found:
         begins = found.bos_id in (None, *opening_ids(found, None))
-        resolved = resolved.model_copy(update={"data": resolved.data.model_copy(update={"add_bos": begins})})
+        loaded = loaded.model_copy(update={"data": loaded.data.model_copy(update={"add_bos": begins})})
     generation = None
     if tokenizer is None:
         generation = read_generation(foreign.folder) if isinstance(foreign, HuggingFaceFolder) else Generation({}, {})
     source = OpenedWeights(
         spec=spec,
-        config=None if config is None else resolved,
+        config=None if config is None else loaded,
         tokenizer=found,
         no_tokenizer=reason,
         where=foreign.where,
@@ -192,7 +194,7 @@ def open_foreign(
         generation=generation,
         identity=" ".join(map(_sample, foreign.files())),
     )
-    return source, resolved
+    return source, loaded
 
 
 def _describe(source: ForeignSource, name: str | None, flavor: str | None) -> tuple[ModelSpec, Config]:
@@ -212,7 +214,7 @@ def _describe(source: ForeignSource, name: str | None, flavor: str | None) -> tu
         raise UserError(f"{source.where} does not describe its model: name it (--flavor, --config)")
     else:
         try:
-            resolve_model(name, None, described)  # this checks the type of each value
+            resolve_model(name, None, described)  # it checks the type of each value
             spec = ModelSpec(model_cls, type(next(iter(model_cls.flavors.values())))(**described))
         except (ValueError, TypeError) as error:  # the values fit no model
             raise UserError(f"{source.where}: {error}") from None
@@ -223,13 +225,6 @@ def _describe(source: ForeignSource, name: str | None, flavor: str | None) -> tu
     tokenizer = source.tokenizer()
     data = Data(tokenizer=str(tokenizer.absolute())) if tokenizer else Data()
     return spec, Config(model=ModelSelection(name=name, flavor=flavor, args=changed), data=data)
-
-
-def _read_origin(storage: Storage, folder: str, manifest: Manifest) -> dict[str, Any] | None:
-    """Return what the import kept; None if the checkpoint was not imported from another program."""
-    if ORIGIN not in manifest.files:
-        return None
-    return json.loads(manifests.read_checked(storage, folder, ORIGIN, manifest))
 
 
 def _sample(file: Path) -> str:
@@ -307,14 +302,14 @@ def _read_config(
     else:
         raise UserError(f"{where} was saved without its config: name that of the run, with --config")
     try:
-        found = read_foreign(text, model_file=model_file)
+        draft, refused = read_foreign(text, model_file=model_file)
     except UserError as error:
         raise UnsafeCheckpoint(f"{where}: {error}") from None
-    wrong = [problem for problem in found.draft.problems if not problem.key or problem.key.startswith("model")]
-    if wrong:  # only the options of the model matter here
+    wrong = [problem for problem in draft.problems if not problem.key or problem.key.startswith("model")]
+    if wrong:  # the other options do not matter here
         lines = "\n".join(map(str, wrong))
         raise UserError(f"the config of {where} cannot be read:\n{lines}\nName one of the same model, with --config")
-    return found.draft.config, found.refused
+    return draft.config, refused
 
 
 def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, str]:
@@ -367,9 +362,6 @@ def _model_of(selection: ModelSelection, manifest: Manifest, tokenizer: Tokenize
         raise UserError(
             f"the model of {where} is unknown here:\n{error}\nName a config with it, with --config"
         ) from None
-
-
-# For the commands that compute with weights
 
 
 def note(line: str) -> None:

@@ -30,6 +30,7 @@ class Generation:
 
 
 def read_generation(folder: Path) -> Generation:
+    """Return what the files of a Hugging Face folder state; nothing of files that are not there."""
     config = read_json(folder / "config.json")
     return Generation({key: config[key] for key in ENDS if key in config}, read_json(folder / "generation_config.json"))
 

@@ -17,7 +17,8 @@ from titanlite.storage.storage import MANIFEST
 from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Part, Region
 
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
-IGNORED = ("freqs_cis", "rope_cache")  # tables of RoPE, in checkpoints of older versions
+IGNORED = ("freqs_cis", "rope_cache")
+"""Tables of RoPE, which checkpoints of older versions contain."""
 
 
 class TorchtitanFolder(ForeignSource):

@@ -1,8 +1,8 @@
 """`titanlite config migrate`: a TOML file of torchtitan -> one of titanlite, and a report of every key.
 
-Each key of the old file goes through its rule in `rules.RULES`. Then the same rules are asked about torchtitan's
-defaults: those that are not ours are written too, so that training stays the same. What training depends on and has no
-counterpart stays as a comment.
+Each key of the old file is translated by its rule in `rules.RULES`. Then torchtitan's defaults for the other keys are,
+and those that are not our defaults are written too, so that training stays the same. Keys without a counterpart on
+which training depends stay as comments.
 """
 
 import sys
@@ -16,26 +16,37 @@ from titanlite.config.keys import dotted_keys, tables, toml_text
 from titanlite.runtime.errors import RunError, UserError, nearest_name
 from titanlite.runtime.files import read_small
 from titanlite.tools.arguments import Count
-from titanlite.tools.migrate.rules import FLOAT8, OF_0_1, OPTIMIZERS, RULES, TOKENIZER_OF_0_1, Old, convert
+from titanlite.tools.migrate.rules import (
+    FLOAT8,
+    OPTIMIZERS,
+    RENAMED_IN_0_2,
+    RULES,
+    TOKENIZER_OF_0_1,
+    OldConfig,
+    translate,
+)
 
 
 class TrainingChanges(RunError):
-    """The new config is there, but not all of what training depends on."""
+    """The new config is written, but it does not train as the old one did."""
 
 
 @dataclass
 class Migration:
-    """The new file as it grows, and the remarks about it."""
+    """The settings of the new file, and the report about the old one."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     comments: dict[str, str] = field(default_factory=dict)
     """Remarks on settings that the old file did not have, by key."""
     lost: list[str] = field(default_factory=list)
-    """Settings that training depends on, and that are not in the new file or only in part."""
+    """Settings, as text, on which training depends and that are in the new file only in part or not at all."""
     report: list[str] = field(default_factory=list)
+    """Lines: one for each key, with what has become of it."""
     losses: list[str] = field(default_factory=list)
+    """Keys because of which the new config does not train as the old one did."""
 
     def remark(self, kind: str, key: str, text: str = "") -> None:
+        """Add a line to the report. The kinds LOST and UNKNOWN mean that training changes."""
         self.report.append(f"{kind:<12}{key}{text}")
         if kind in ("LOST", "UNKNOWN"):
             self.losses.append(key)
@@ -98,25 +109,25 @@ def migrate_config(
 
 
 def migrate(text: str, name: str, *, world_size: int | None = None) -> Migration:
-    """Migrate every key.
+    """Translate every key of a config of torchtitan.
 
     Args:
-        text, name: a config of torchtitan, and the name of its file.
+        text, name: the content of its file, and the name.
         world_size: processes of the run, which torchtitan's batch sizes depend on; None if it is not known.
 
     Raises:
-        UserError: it is none.
+        UserError: the text is not a config of torchtitan.
     """
     try:
         given = _flat(tomli.loads(text))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{name} is not valid TOML: {error}") from None
     migration = Migration()
-    is_0_1 = any(key in OF_0_1 for key in given)
+    is_0_1 = any(key in RENAMED_IN_0_2 for key in given)
     if is_0_1:
         given = _renamed(given, migration)
     _check(given, name)
-    old = Old({key: value for key, value in given.items() if key in RULES}, world_size, is_0_1)
+    old = OldConfig({key: value for key, value in given.items() if key in RULES}, world_size, is_0_1)
     if world_size and world_size % old.model_parallel_degree:
         degree = old.model_parallel_degree
         raise UserError(f"--world-size: {world_size} processes are not a multiple of the {degree} that share a batch")
@@ -136,17 +147,20 @@ def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def _renamed(given: dict[str, Any], migration: Migration) -> dict[str, Any]:
     """Return the keys of torchtitan 0.1 by their names in 0.2."""
-    for key in OF_0_1.keys() & given.keys():
-        migration.remark("renamed", key, f" -> {OF_0_1[key]} in torchtitan 0.2")
+    for key in RENAMED_IN_0_2.keys() & given.keys():
+        migration.remark("renamed", key, f" -> {RENAMED_IN_0_2[key]} in torchtitan 0.2")
     if given.pop("job.use_for_integration_test", None) is not None:
         migration.remark("dropped", "job.use_for_integration_test", ": is of its tests")
-    given = {OF_0_1.get(key, key): value for key, value in given.items()}
+    given = {RENAMED_IN_0_2.get(key, key): value for key, value in given.items()}
     return {"model.tokenizer_path": TOKENIZER_OF_0_1, **given}
 
 
 def _check(given: dict[str, Any], name: str) -> None:
-    """Raises UserError: it is titanlite's, or neither's, or values have the wrong type. The last names all that is
-    wrong, unknown keys too."""
+    """Check that this is a config of torchtitan, and the types of its values.
+
+    Raises:
+        UserError: it is a config of titanlite or of another program, or lists all wrong types and unknown keys.
+    """
     ours = set(dotted_keys())
     known = [key for key in given if key in RULES]
     if any(key in ours for key in given if key not in RULES) and all(key in ours for key in known):
@@ -163,7 +177,7 @@ def _check(given: dict[str, Any], name: str) -> None:
         raise UserError("\n".join(f"{name}: {key}: {problem}" for key, problem in wrong.items()))
 
 
-def _migrate_key(key: str, value: Any, old: Old, migration: Migration) -> None:
+def _migrate_key(key: str, value: Any, old: OldConfig, migration: Migration) -> None:
     was = toml_text(value)
     if key not in RULES:
         if module := old["job.custom_config_module"] or old["experimental.custom_args_module"]:
@@ -172,7 +186,7 @@ def _migrate_key(key: str, value: Any, old: Old, migration: Migration) -> None:
             migration.remark("UNKNOWN", key, f": not a key of torchtitan{_hint(key)}")
         migration.lost.append(f"{key} = {was}")
         return
-    writes, note, lost = convert(key, value, old)
+    writes, note, lost = translate(key, value, old)
     for new, setting in writes.items():
         if migration.settings.setdefault(new, setting) != setting:
             note, lost = f"another key sets {new} = {toml_text(migration.settings[new])}", True
@@ -190,13 +204,14 @@ def _migrate_key(key: str, value: Any, old: Old, migration: Migration) -> None:
 
 
 def _hint(key: str) -> str:
+    """Return the end of an error message: the key of torchtitan that was probably meant, if there is one."""
     leaves = {name.rpartition(".")[2]: name for name in RULES}
     near = nearest_name(key, RULES, cutoff=0.8)
     near = near or leaves.get(nearest_name(key.rpartition(".")[2], leaves, cutoff=0.9) or "")
     return f", did you mean {near}?" if near else ""
 
 
-def _write_defaults(old: Old, migration: Migration) -> None:
+def _write_defaults(old: OldConfig, migration: Migration) -> None:
     """Set what the old file leaves to torchtitan's defaults, where ours differ."""
     ours = {option.key: option.node.get("default") for table in tables() for option in table.options}
     for key, rule in RULES.items():
@@ -204,7 +219,7 @@ def _write_defaults(old: Old, migration: Migration) -> None:
         unused = (section == FLOAT8 and not old.float8) or (section == "validation" and not old["validation.enable"])
         if key in old.given or unused:
             continue
-        outcome = convert(key, rule.default, old)
+        outcome = translate(key, rule.default, old)
         note = outcome.note
         for new, value in outcome.writes.items():
             default = ours.get(new)

@@ -1,5 +1,5 @@
-"""The keys of torchtitan 0.2, their defaults there, and their names here; those of 0.1 by their names in 0.2; and one
-function for those whose value changes, or depends on other keys.
+"""The keys of torchtitan 0.2, with their defaults there and their names here; the names in 0.2 of keys of 0.1; and
+`translate`, for keys whose value changes or depends on other keys.
 """
 
 import os
@@ -10,19 +10,22 @@ from typing import Any, NamedTuple
 
 
 class Rule(NamedTuple):
+    """What is known of a key of torchtitan."""
+
     default: Any
+    """torchtitan's."""
     to: str = ""
-    """The key of titanlite."""
+    """Name of the key here; "" if it has no counterpart."""
     value_type: type | None = None
-    """Type of its values; None for any."""
+    """Type of its values; None: any."""
     note: str = ""
-    """Reason that there is no key, and what to do instead."""
+    """Why there is no counterpart, and what to do instead."""
     loses: bool = False
-    """True if training changes without the key, unless it has its default, which does nothing."""
+    """Whether training depends on the key where it has another value than its default, which does nothing."""
 
 
 FLOAT8 = "quantize.linear.float8"
-"""Section of float8. The converter has this name, or float8 alone."""
+"""Section of float8, and a name of its converter. The other name is float8."""
 MX = "quantize.linear.mx"
 SAME: dict[str, dict[str, Any]] = {
     "job": {"dump_folder": "outputs"},
@@ -60,7 +63,7 @@ SAME: dict[str, dict[str, Any]] = {
     },
     "debug": {"seed": int, "deterministic": False},
 }  # fmt: skip
-"""Same name: torchtitan's defaults, by section; the type of those that are not set."""
+"""Keys with the same name here, by section: torchtitan's default, or the type of a key that has none."""
 
 OTHERS: dict[str, tuple[str, Any]] = {
     "metrics.enable_tensorboard": ("metrics.loggers", False),
@@ -84,7 +87,7 @@ OTHERS: dict[str, tuple[str, Any]] = {
     "validation.local_batch_size": ("validation.sequences", 8),
     "validation.steps": ("validation.sequences", -1),
 }  # fmt: skip
-"""Other name: that here, and torchtitan's default."""
+"""Keys with another name here: that name, and torchtitan's default, or the type of a key that has none."""
 
 LOSES: dict[str, tuple[Any, str]] = {
     "the schedule always spans training.steps": (None, "lr_scheduler: total_steps"),
@@ -104,7 +107,7 @@ LOSES: dict[str, tuple[Any, str]] = {
     "experts are balanced by the router's counts":
         (False, "debug: moe_force_load_balance; training: debug_moe_force_load_balance"),
 }  # fmt: skip
-"""No counterpart, and training changes unless the value is this one: by what to do instead."""
+"""Keys without a counterpart on which training depends unless they have this value, by what to do instead."""
 
 DROPS = """
     compile: components backend;
@@ -134,10 +137,11 @@ DROPS = """
     validation: seq_len;
     debug: deterministic_warn_only
 """
-"""No counterpart, and training does not change: keys by section."""
+"""Keys without a counterpart on which training does not depend, by section."""
 
 
 def _keys(text: str) -> Iterator[str]:
+    """Yield the dotted keys of "section: name name; section: name"."""
     for group in text.split(";"):
         section, _, names = group.partition(":")
         yield from (f"{section.strip()}.{name}" for name in names.split())
@@ -163,7 +167,7 @@ RULES: dict[str, Rule] = {
 RULES["compile.components"] = RULES["compile.components"]._replace(default=["model", "loss"], value_type=list)
 
 TRANSFORMERS = "transformers_modeling_backend"
-OF_0_1 = {
+RENAMED_IN_0_2 = {
     "job.print_args": "job.print_config",
     "lr_scheduler.lr_min": "lr_scheduler.min_lr_factor",
     "training.compile": "compile.enable",
@@ -178,7 +182,7 @@ TOKENIZER_OF_0_1 = "./torchtitan/datasets/tokenizer/tokenizer.model"
 
 C4_SPLITS = {"c4": "train", "c4_validation": "validation"}
 OPTIMIZERS: tuple[str, ...] = ("Adam", "AdamW")
-"""All that torchtitan has."""
+"""The optimizers that torchtitan has."""
 SOFTMAX_EXPERTS = {
     "softmax_scores": True, "n_shared_experts": 2, "n_groups": 1, "n_active_groups": 1, "routed_scaling_factor": 1.0,
     "balance_rate": 5e-3, "q_rank": 0, "norm_eps": 1e-5,
@@ -222,17 +226,17 @@ SHAPES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "n_active_experts": 8, "rope_theta": 1e6,
     }),
 }  # fmt: skip
-"""Family and flavor of each of torchtitan's models, and what else is needed for the same model."""
+"""Family and flavor here of each of torchtitan's models, and the arguments that make it the same model."""
 VOCABULARIES = {"llama3": 128256, "qwen3": 151936, "deepseek_v3": 129280, "gpt_oss": 201088}
 DEBUG_VOCABULARY = 2048
 FAMILIES = {shape.partition("/")[0] for shape in SHAPES}
 MASKS_DOCUMENTS = ("deepseek_v3/16B", "deepseek_v3/671B")
-"""Models whose attention is within documents without a kernel's name in the flavor."""
+"""Models that attend within documents although their flavor names no kernel."""
 
 
 @dataclass(frozen=True)
-class Old:
-    """Values of a config of torchtitan, with torchtitan's defaults for those that it lacks."""
+class OldConfig:
+    """A config of torchtitan; keys that it lacks have torchtitan's defaults."""
 
     given: dict[str, Any]
     world_size: int | None = None
@@ -247,19 +251,19 @@ class Old:
 
     @property
     def model_parallel_degree(self) -> int:
-        """Ranks that share the data of one."""
+        """Number of ranks that read the same data."""
         axes = ("tensor", "pipeline", "context")
         tensor, pipeline, context = (max(1, self[f"parallelism.{axis}_parallel_degree"]) for axis in axes)
         return tensor * pipeline * context
 
     @property
     def data_parallel_degree(self) -> int | None:
-        """Ranks that see different data, if the number of processes is known."""
+        """Number of ranks that read different data; None if the number of processes is not known."""
         return self.world_size and self.world_size // self.model_parallel_degree
 
     @property
     def base_flavor(self) -> str:
-        """The flavor without the name of a kernel, which stands for attention within documents."""
+        """The flavor without its ending that names a kernel. With that ending, attention is within documents."""
         return re.sub(r"_(flex|varlen)(_attn)?$", "", self["model.flavor"])
 
     @property
@@ -279,12 +283,12 @@ class Outcome(NamedTuple):
     lost: bool = False
 
 
-def convert(key: str, value: Any, old: Old) -> Outcome:
-    """Return what becomes of a key: it is renamed, unless it is one of the exceptions below."""
+def translate(key: str, value: Any, old: OldConfig) -> Outcome:
+    """Return the translation of a key and its value: another name, except for the keys below."""
     rule, note, lost = RULES[key], "", False
     to, nothing = rule.to, "does nothing at this value"
     if not to:
-        off = value == rule.default or (rule.default == 1 and value < 1)  # of degrees
+        off = value == rule.default or (rule.default == 1 and value < 1)  # a degree below 1 is 1
         off = off or (key == "lr_scheduler.total_steps" and value == old["training.steps"])
         return Outcome({}, nothing if off and rule.loses else rule.note, lost=rule.loses and not off)
     match key:
@@ -315,7 +319,7 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
             if old["profiling.profile_freq"] > old["training.steps"]:
                 return Outcome({}, "no window ends within training.steps")
         case "lr_scheduler.warmup_steps":
-            value = min(value, old["training.steps"])  # torchtitan cuts it, we do not
+            value = min(value, old["training.steps"])  # torchtitan cuts it to that
         case "model.name":
             if value not in FAMILIES:
                 note = (
@@ -385,7 +389,7 @@ def convert(key: str, value: Any, old: Old) -> Outcome:
     return Outcome({} if value is None else {to: value}, note, lost)
 
 
-def _flavor(value: str, old: Old) -> Outcome:
+def _flavor(value: str, old: OldConfig) -> Outcome:
     base, name = old.base_flavor, old["model.name"]
     shape = SHAPES.get(f"{name}/{base}")
     if shape is None and name in FAMILIES:

@@ -175,7 +175,9 @@ class Recorder(TorchDispatchMode):
         """Return the bytes received from single ranks whose memory lasts until the newest phase. PyTorch 2.15 frees
         the buffers of a stage when it has used them."""
         end, _ = self.phases[-1]
-        return sum([size for time, size in self.storages[it].sizes if time <= end][-1] for it in self._received)
+        return sum(
+            [size for time, size in self.storages[storage].sizes if time <= end][-1] for storage in self._received
+        )
 
     def label(self, tensors: Iterable[Tensor], category: str) -> None:
         """Change the category of the tensors' memory."""

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from titanlite.checks.preflight import ResolvedConfig
+from titanlite.checks.preflight import RunInputs
 from titanlite.data.custom import PREFIX
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Samples, Source
@@ -35,26 +35,26 @@ NEEDS_REAL_TENSORS = ("fake", "subclass", "data pointer", "inputs of bf16 type")
 grouped matmuls in float32."""
 
 
-def check_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> Iterator[str]:
+def check_step(config: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> Iterator[str]:
     """Yield what was found right, as parts of a line.
 
     Raises:
         UserError: the data cannot be read, or one step fails.
     """
-    data = _try_data(config, resolved)
-    yield _try_step(config, resolved, ranks, device)
+    data = _try_data(config, inputs)
+    yield _try_step(config, inputs, ranks, device)
     yield data
-    if config.model.file and (unused := unused_parameters(resolved.model, token_loss)):
+    if config.model.file and (unused := unused_parameters(inputs.model, token_loss)):
         names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if unused[3:] else "")
         yield f"{names} without a gradient: forward does not use them"
-    if config.model.file and resolved.model.model_cls.formats.hugging_face is None:
+    if config.model.file and inputs.model.model_cls.formats.hugging_face is None:
         yield "export to Hugging Face would need `formats` in the model (docs/add_a_model.md)"
 
 
 # Data
 
 
-def _try_data(config: Config, resolved: ResolvedConfig) -> str:
+def _try_data(config: Config, inputs: RunInputs) -> str:
     """Open local tokens and sequences of the user's own, and read their first and last sequence.
 
     Of text only the names are checked, and tokens at a URL are not copied.
@@ -63,7 +63,7 @@ def _try_data(config: Config, resolved: ResolvedConfig) -> str:
     for section in (config.data, config.validation):
         local = [source for source in section.all_sources() if _is_at_hand(source.path)]
         others += len(section.all_sources()) - len(local)
-        sources = _open(section, local, config, resolved)
+        sources = _open(section, local, config, inputs)
         for source in sources:
             for index in sorted({0, len(source.sequences) - 1}):
                 source.sequences.read(index)
@@ -82,13 +82,13 @@ def _is_at_hand(path: str | list[str]) -> bool:
     return bool(places) and not any("://" in place for place in places)
 
 
-def _open(section: Data | Validation, local: list[Any], config: Config, resolved: ResolvedConfig) -> list[Source]:
+def _open(section: Data | Validation, local: list[Any], config: Config, inputs: RunInputs) -> list[Source]:
     if not local:
         return []
     return open_sources(
         section.model_copy(update={"sources": local}),
         config.data.model_copy(update={"packing": "stream"}),  # packing takes long, and writes its plan
-        tokenizer=resolved.tokenizer,
+        tokenizer=inputs.tokenizer,
         seq_len=config.training.seq_len,
         cache_folder=Path(config.job.dump_folder),
     )
@@ -102,18 +102,18 @@ def _tokens(source: Source, seq_len: int) -> int:
 # One step
 
 
-def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: torch.device) -> str:
+def _try_step(config: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> str:
     """Trace one step of one micro-batch of one sequence. Compiled blocks run as they are."""
     degree = config.parallelism.degrees(ranks.world_size).data_parallel
     stages = config.parallelism.pipeline_parallel_degree
     training = config.training.model_copy(update={"local_batch_size": 1, "global_batch_size": degree * stages})
     compiler = config.compile.model_copy(update={"enable": False})
     small = config.model_copy(update={"training": training, "compile": compiler})
-    spec = resolved.model
+    spec = inputs.model
     if not config.model.file and stages == 1:  # an own model's blocks and those of pipelines are all tried
         spec = _few_blocks(spec, config, period_of(config, spec.build()))
     trace = partial(trace_step, small, spec.model_cls, spec.args, world_size=ranks.world_size)
-    targets = copy(resolved.targets)
+    targets = copy(inputs.targets)
     if targets:
         targets.frozen = replace(targets.frozen, spec=_few_blocks(targets.frozen.spec, Config(), 1))
     what = f"one step of {ranks.world_size} processes" if ranks.world_size > 1 else "one step"
@@ -127,7 +127,7 @@ def _try_step(config: Config, resolved: ResolvedConfig, ranks: Ranks, device: to
     except (Exception, SystemExit) as error:  # code of the user's own may raise anything
         reason = _describe(error).replace("FakeTensor", "Tensor")
         needs_values = any(word in reason.lower() for word in NEEDS_REAL_TENSORS)
-        if needs_values or (config.model.path and _has_a_step(resolved.model)):
+        if needs_values or (config.model.path and _has_a_step(inputs.model)):
             return f"{what} could not be traced ({reason})"
         raise UserError(f"{_suspect(config)}: one step fails: {reason}") from error
     return f"{what} was traced"

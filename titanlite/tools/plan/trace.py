@@ -112,15 +112,17 @@ def trace_step(
                     recorder.label(average.tensors.values(), "average")
                 if config.optimizer.in_backward:
                     _label_gradients(model, recorder)
-                step = build_step(config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, targets=targets)
-                step.loss_function = recorder.during("logits", step.loss_function)
-                untraced = step.partial_sums(accumulation) - step.partial_sums(len(batches))
+                train_step = build_step(
+                    config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, targets=targets
+                )
+                train_step.loss_function = recorder.during("logits", train_step.loss_function)
+                untraced = train_step.partial_sums(accumulation) - train_step.partial_sums(len(batches))
                 with recorder.category("reduce-scatter"):
                     parts = [local_tensor(parameter) for parameter in _trained(optimizer)]
                     waiting = [torch.empty_like(part) for part in parts for _ in range(untraced)]
                 recorder.unit("step")
                 after_update()  # the call after the update of the step before
-                step(batches, on_phase=recorder.phase)
+                train_step(batches, on_phase=recorder.phase)
                 recorder.unit("end")
                 del waiting
     return recorder

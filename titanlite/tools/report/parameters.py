@@ -79,9 +79,9 @@ def inspect(
         world_size = parallelism.data_parallel_replicate_degree * max(1, parallelism.data_parallel_shard_degree)
     if rank >= world_size:
         raise UserError(f"--rank {rank}: there are ranks 0 to {world_size - 1}; set --world-size")
-    resolved = load(config, overrides, world_size=world_size)
+    loaded = load(config, overrides, world_size=world_size)
     torch.set_num_threads(1)
-    record = inspect_ranks(resolved, world_size=world_size, rank=rank)
+    record = inspect_ranks(loaded, world_size=world_size, rank=rank)
     show(record if json_ else _lines(record))
 
 

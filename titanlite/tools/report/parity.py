@@ -491,8 +491,8 @@ def write_dump(path: str, overrides: Sequence[str], *, folder: Path, step: int) 
     ranks = read_ranks(os.environ)
     start_logging(ranks.rank)
     device = pick_device(ranks)
-    resolved = preflight(config, ranks, device, find_text=find_files, open_model=open_model)
+    inputs = preflight(config, ranks, device, find_text=find_files, open_model=open_model)
     if ranks.rank == 0:
         shutil.rmtree(folder / "run", ignore_errors=True)
     with process_group(ranks, device, deterministic=config.debug.deterministic):
-        record(assemble(config, resolved, ranks=ranks, device=device), folder=folder, step=step)
+        record(assemble(config, inputs, ranks=ranks, device=device), folder=folder, step=step)

@@ -23,7 +23,7 @@ from titanlite.tools.convert.prompts import stop_ids
 
 
 class CheckpointLM(TemplateLM):
-    """Computes what the harness asks for with titanlite's own model and tokenizer.
+    """Model of the harness that computes with titanlite's model and tokenizer.
 
     Args:
         model: with its weights, on its device.
@@ -42,7 +42,7 @@ class CheckpointLM(TemplateLM):
         batch_size: int,
     ) -> None:
         super().__init__()
-        self._device = next(model.parameters()).device  # the harness's own name
+        self._device = next(model.parameters()).device  # the harness reads it by this name
         self.model = model.eval()
         self.text_tokenizer, self.opening = tokenizer, [*opening]
         self.kernels, self.seq_len, self.sequences = kernels, seq_len, batch_size
@@ -121,7 +121,7 @@ def evaluate_tasks(model: CheckpointLM, names: Sequence[str]) -> dict[str, dict[
         results = simple_evaluate(model=model, tasks=[*names], bootstrap_iters=100)
     except RunError:
         raise
-    except Exception as error:  # of the harness, of data sets, of the network
+    except Exception as error:  # the harness, a data set or the network may fail
         raise UserError(f"--lm-eval: {type(error).__name__}: {' '.join(str(error).split())}") from error
     assert results is not None
     counts = {name: sizes["effective"] for name, sizes in results["n-samples"].items()}

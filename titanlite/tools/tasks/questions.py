@@ -19,14 +19,15 @@ LONGEST = 2**25
 
 
 class Refused(ValueError):
-    """A question cannot be read, with the reason."""
+    """Is raised with the reason why a question cannot be read."""
 
 
 class Worker:
-    """Parses the YAML of the first request, takes the form that was made of it, and reads a question of each other."""
+    """Parses the YAML of a task in the first request, gets it back validated in the second one, and makes a question of
+    the line in each further one."""
 
     def __init__(self) -> None:
-        self._form: dict[str, Any] = {}
+        self._task: dict[str, Any] = {}
         jinja = ImmutableSandboxedEnvironment(undefined=StrictUndefined, keep_trailing_newline=True)
         jinja.filters["regex_replace"] = _regex_replace
         self._template = cache(jinja.from_string)  # compiled once, not for each question
@@ -36,8 +37,8 @@ class Worker:
             match request:
                 case {"yaml": text}:
                     return {"text": json.dumps(yaml.safe_load(text), default=str)}
-                case {"form": form}:
-                    self._form = form
+                case {"task": task}:
+                    self._task = task
                     return {}
                 case _:
                     context, texts, right = self._question(_document(request["line"]))
@@ -54,8 +55,8 @@ class Worker:
             return {"error": " ".join(reason.split())}
 
     def _value(self, key: str, document: Mapping[str, Any]) -> Any:
-        """Return what a key gives for a document: a column, or a rendered template. Digits are a number then."""
-        value = self._form[key]
+        """Return what a key gives for a document: a column, or a rendered template, whose digits are a number."""
+        value = self._task[key]
         if not isinstance(value, str):
             return value
         if value in document:
@@ -63,24 +64,24 @@ class Worker:
         text = self._template(value).render(**document)
         if key == "doc_to_choice":
             return ast.literal_eval(text)
-        return int(text) if text.isdigit() and self._form["doc_to_choice"] is not None else text
+        return int(text) if text.isdigit() and self._task["doc_to_choice"] is not None else text
 
     def _question(self, document: Mapping[str, Any]) -> tuple[str, list[str], int]:
-        """Return context, answers, and which of them is right.
+        """Return the context, the answers, and the number of the right one.
 
         Raises:
-            Refused: there is no such answer.
+            Refused: there is none.
         """
         context, target = self._value("doc_to_text", document), self._value("doc_to_target", document)
         if not isinstance(context, str):
             raise Refused(f"doc_to_text gives {context!r}, not a text")
         context = str(self._value("description", document)) + context
-        if self._form["output_type"] != "multiple_choice":
+        if self._task["output_type"] != "multiple_choice":
             if not isinstance(target, str) or not target:
                 raise Refused(f"has no answer: doc_to_target gives {target!r}")
             return context, [target], 0
         choices = self._value("doc_to_choice", document)
-        texts = [*choices.values()] if isinstance(self._form["doc_to_choice"], dict) else choices
+        texts = [*choices.values()] if isinstance(self._task["doc_to_choice"], dict) else choices
         if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and text for text in texts):
             raise Refused(f"doc_to_choice gives {texts!r}, not a list of texts")
         right = texts.index(target) if isinstance(target, str) and target in texts else target

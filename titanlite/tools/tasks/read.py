@@ -30,9 +30,7 @@ METRICS = {
     "multiple_choice": ("acc", "acc_norm", "acc_bytes"),
     "loglikelihood": ("acc", "perplexity"),
 }
-"""Metrics by type of a task. Where the file names none, all but acc_bytes."""
-
-
+"""Metrics by `output_type`. A file that names none gets all but acc_bytes."""
 WITHOUT_EFFECT = {
     "task_alias", "tag", "group", "metadata", "training_split", "fewshot_split", "fewshot_config", "fewshot_delimiter",
     "should_decontaminate", "doc_to_decontamination_query",
@@ -51,7 +49,7 @@ class DataFiles(Section):
 
 
 class TaskFile(Section):
-    """What is read of a YAML file. Another key may change scores."""
+    """The keys of a YAML file that are read. Any other key might change scores, and is refused."""
 
     task: Name | None = None
     dataset_path: Literal["json"]
@@ -106,31 +104,32 @@ def _find(name: str) -> Path:
 
 
 class _Reader:
-    """Reader of one task.
+    """Reader of the files of one task.
 
     Raises:
-        UserError: the YAML is not of the form.
+        UserError: the YAML is not that of a task, or asks for more than is read.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._process = LimitedProcess(WORKER, "one question")
-        self.form = self._form()
-        self.name = self.form.task or path.stem
-        self.is_choice = self.form.output_type == "multiple_choice"
-        if self.is_choice and self.form.doc_to_choice is None:
+        self.task_file = self._read_task_file()
+        self.name = self.task_file.task or path.stem
+        self.is_choice = self.task_file.output_type == "multiple_choice"
+        if self.is_choice and self.task_file.doc_to_choice is None:
             self._refuse("doc_to_choice is missing")
         self.metrics = [*self._metrics()]
         self.files = self._files()
-        self._ask({"form": self.form.model_dump()}, self.path)
+        self._ask({"task": self.task_file.model_dump()}, self.path)
 
     def read(self, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Task:
-        """
+        """Return the task, with its questions as tokens.
+
         Raises:
-            UserError: a question has no answer, or is not of the form.
+            UserError: a question has no answer, or is not in the form of the task.
         """
         encoder = partial(encode, tokenizer=tokenizer, opening=opening, seq_len=seq_len)
-        delimiter = self.form.target_delimiter if self.is_choice else ""
+        delimiter = self.task_file.target_delimiter if self.is_choice else ""
         questions = []
         for where, line in self._lines():
             found = self._ask({"line": line}, where)
@@ -147,7 +146,7 @@ class _Reader:
         raise UserError(f"{self.path}: {what}")
 
     def _ask(self, request: dict[str, Any], where: object) -> dict[str, Any]:
-        """Return the answer of the process that reads files of others.
+        """Return the answer of the worker, which reads files that somebody else may have written.
 
         Raises:
             UserError: it refuses the file, or has reached one of its limits.
@@ -160,7 +159,7 @@ class _Reader:
             raise UserError(f"{where}: {answer['error']}")
         return answer
 
-    def _form(self) -> TaskFile:
+    def _read_task_file(self) -> TaskFile:
         try:
             content = json.loads(self._ask({"yaml": read_small(self.path)}, self.path)["text"])
             if isinstance(content, dict):
@@ -178,8 +177,8 @@ class _Reader:
             self._refuse("is nested too deeply")
 
     def _metrics(self) -> Iterator[str]:
-        known = METRICS[self.form.output_type]
-        for entry in self.form.metric_list or [Metric(metric=name) for name in known if name != "acc_bytes"]:
+        known = METRICS[self.task_file.output_type]
+        for entry in self.task_file.metric_list or [Metric(metric=name) for name in known if name != "acc_bytes"]:
             if entry.metric not in known:
                 self._refuse(f"metric {entry.metric} is not supported, only {', '.join(known)}")
             if entry.aggregation not in (None, own := "perplexity" if entry.metric == "perplexity" else "mean"):
@@ -188,8 +187,8 @@ class _Reader:
 
     def _files(self) -> list[Path]:
         """Return the files with the questions. One that is not there from the current folder is beside the YAML."""
-        split = self.form.test_split or self.form.validation_split
-        given = self.form.dataset_kwargs.data_files
+        split = self.task_file.test_split or self.task_file.validation_split
+        given = self.task_file.dataset_kwargs.data_files
         files = given if isinstance(given, dict) else {"train": given}
         if split is None:
             self._refuse("test_split is missing: the split with the questions")
@@ -209,9 +208,9 @@ class _Reader:
 
 
 def encode(context: str, answer: str, *, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Answer:
-    """Return the tokens of a context and an answer, as the harness makes them: those of the context, and then those
-    that both together have beyond as many. Spaces at the end of the context belong to the answer. An empty context is
-    the token that begins a document, or ends one.
+    """Return the tokens of a context and an answer, as the harness makes them: the context is tokenized alone, and the
+    answer has the tokens of both together that come after as many. Spaces at the end of the context belong to the
+    answer. In place of an empty context stands the token that begins a document, or else the one that ends it.
 
     Raises:
         UserError: the answer has no tokens of its own, or does not fit into a sequence.

@@ -103,7 +103,7 @@ def test_wrong_sources_are_one_line(saved: tuple[Path, Model], tmp_path: Path) -
     shard = checkpoint / "__0_0.distcp"
     flip(shard, shard.stat().st_size // 2)
     forge(checkpoint, {"config.toml": small_toml("qwen3_moe", tied_head=True).encode()})
-    with pytest.raises(UserError, match="wrong checksum"):
+    with pytest.raises(UserError, match=shard.name):
         load_model(open_source(str(checkpoint)))
     shard.write_bytes(shard.read_bytes()[:-1])
     with pytest.raises(UserError, match=str(checkpoint)):

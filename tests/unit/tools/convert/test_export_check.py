@@ -16,8 +16,8 @@ from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.tools import cli
 from titanlite.tools.convert import check as check_module
 from titanlite.tools.convert.check import CheckFailed, check_folder
-from titanlite.tools.convert.export import Target, export_folder
-from titanlite.tools.convert.layout import outgoing
+from titanlite.tools.convert.export import OutputFolder, export_folder
+from titanlite.tools.convert.layout import export_tensors
 from titanlite.tools.convert.source import OpenedWeights, open_source
 
 Change = Callable[[Entry], Entry]
@@ -39,7 +39,7 @@ def form_of(model_cls: type[Model]) -> HuggingFace:
 
 def failure(source: OpenedWeights, out: Path) -> str:
     with pytest.raises(CheckFailed) as caught:
-        export_folder(source, Target(str(out)), max_shard_bytes=10**9, check=True)
+        export_folder(source, OutputFolder(str(out)), max_shard_bytes=10**9, check=True)
     assert not out.exists()
     assert not out.with_name(f".{out.name}.staging").exists()
     return str(caught.value)
@@ -122,7 +122,7 @@ def test_mistakes_outside_of_the_blocks_are_named(sources: dict[str, OpenedWeigh
     table = with_table(sources["llama3"], last_norm)
     folder = tmp_path / "norm"
     with pytest.raises(CheckFailed, match=r"model\.norm\.weight|logits"):
-        export_folder(table, Target(str(folder)), max_shard_bytes=10**9, check=True, drop=["head.norm.weight"])
+        export_folder(table, OutputFolder(str(folder)), max_shard_bytes=10**9, check=True, drop=["head.norm.weight"])
 
 
 @pytest.mark.long
@@ -151,9 +151,9 @@ def test_changed_files_are_named(sources: dict[str, OpenedWeights], tmp_path: Pa
     """A tensor of the files that is not the checkpoint's is named before anything is computed."""
     source = sources["llama3"]
     out = tmp_path / "hf"
-    export_folder(source, Target(str(out)), max_shard_bytes=10**9)
-    tensors = outgoing(source, form_of(source.spec.model_cls).tensors, dtype=None, drop=[])
-    assert "bit by bit" in check_folder(source, out, tensors)
+    export_folder(source, OutputFolder(str(out)), max_shard_bytes=10**9)
+    tensors = export_tensors(source, form_of(source.spec.model_cls).tensors, dtype=None, drop=[])
+    assert mentions(check_folder(source, out, tensors), len(tensors))
     content = load_file(out / "model.safetensors")
     name = "model.layers.1.mlp.up_proj.weight"
     content[name][3, 5] += 0.25
@@ -184,7 +184,7 @@ def test_without_transformers_nothing_is_computed(
     sources: dict[str, OpenedWeights], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check_module, "find_spec", lambda name: None)
-    done = export_folder(sources["qwen3_moe"], Target(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
+    done = export_folder(sources["qwen3_moe"], OutputFolder(str(tmp_path / "hf")), max_shard_bytes=10**9, check=True)
     assert mentions(done.report, "45 tensors", "nothing was computed")
 
 

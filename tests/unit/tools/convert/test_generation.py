@@ -20,6 +20,7 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.tools.convert.generation import (
+    NOT_FINITE,
     Generator,
     Sampler,
     stream_text,
@@ -112,16 +113,16 @@ def test_sequences_end_at_a_stop_token_and_at_max_seq_len() -> None:
         greedy(found, [])
     with torch.no_grad():
         model.head.norm.weight.fill_(math.nan)
-    with pytest.raises(RunError, match="NaN"):
+    with pytest.raises(RunError, match=NOT_FINITE):
         greedy(generator(model))
 
 
 def by_hand(logits: list[float], temperature: float, top_p: float) -> list[float]:
     """Probabilities in exact order, in Python floats."""
-    weights = [math.exp(it / temperature) for it in logits]
+    weights = [math.exp(logit / temperature) for logit in logits]
     shares = [weight / sum(weights) for weight in weights]
     kept: dict[int, float] = {}
-    for index in sorted(range(len(shares)), key=lambda it: (-shares[it], it)):
+    for index in sorted(range(len(shares)), key=lambda token: (-shares[token], token)):
         if sum(kept.values()) >= top_p:
             break
         kept[index] = shares[index]

@@ -66,7 +66,7 @@ def loaded(path: Path, spec: ModelSpec, dtype: torch.dtype = torch.float32) -> M
 
 
 def tensors_of(model: Model) -> dict[str, Tensor]:
-    return {name: it.detach() for name, it in model_state(model).items() if not name.endswith("bias_E")}
+    return {name: value.detach() for name, value in model_state(model).items() if not name.endswith("bias_E")}
 
 
 # Hugging Face
@@ -164,7 +164,7 @@ def test_links_of_the_cache_of_hugging_face_are_followed(tmp_path: Path) -> None
         (more / file).symlink_to(leads)
     assert file_inside(more, "a") == more / "a"
     for name in "bc":
-        with pytest.raises(UserError, match="leads out"):
+        with pytest.raises(UserError, match=f"'{name}'"):
             file_inside(more, name)
     shutil.rmtree(more)
     for number, file in enumerate(sorted(snapshot.iterdir())):
@@ -212,7 +212,7 @@ def test_arguments_that_differ_are_listed_with_what_to_set(tmp_path: Path) -> No
     lines = str(refusal.value).splitlines()
     assert {"  dim = 24", "  tied_head = false", "  rope_theta = 10000.0"} < {*lines}
     assert mentions(
-        lines[-1], 'checkpoint.allow_changes = ["model.args.dim"', *(f'"model.args.{it}"' for it in changes)
+        lines[-1], 'checkpoint.allow_changes = ["model.args.dim"', *(f'"model.args.{name}"' for name in changes)
     )
     other = spec._replace(args=replace(spec.args, rope_theta=5e5))  # pyright: ignore[reportCallIssue]
     assert open_weights(str(tmp_path), other, ["model.args.rope_*"])
@@ -316,7 +316,7 @@ def test_pickles_with_other_names_are_not_run(tmp_path: Path, capfd: pytest.Capt
     with pytest.raises(UserError, match=r"\.metadata .*builtins\.print"):
         opened(tmp_path / "titan", spec)
     metadata.write_bytes(good.replace(b"__0_0.distcp", b"../../distcp"))
-    with pytest.raises(UserError, match=r"'\.\./\.\./distcp'.*refused"):
+    with pytest.raises(UserError, match=r"'\.\./\.\./distcp'"):
         opened(tmp_path / "titan", spec)
     metadata.write_bytes(good)
     data = tmp_path / "titan" / "__0_0.distcp"

@@ -56,7 +56,7 @@ def scored_by_harness(tiny: TinyRun, model: Any) -> tuple[dict[str, Any], dict[s
     found = simple_evaluate(model=model, tasks=harness_tasks(tiny), bootstrap_iters=0, log_samples=True)
     assert found is not None
     samples = {
-        name: [answer for sample in sorted(its, key=lambda it: it["doc_id"]) for [answer] in sample["resps"]]
+        name: [answer for sample in sorted(its, key=lambda sample: sample["doc_id"]) for [answer] in sample["resps"]]
         for name, its in found["samples"].items()
     }
     return found["results"], samples
@@ -90,7 +90,9 @@ def test_scores_are_those_of_the_harness(tiny: TinyRun) -> None:
         results, samples = scored_by_harness(tiny, model)
         assert samples.keys() == answers.keys() == {*SHIPPED, "mine"}
         for name, its in samples.items():
-            assert [likelihood for likelihood, _ in its] == pytest.approx([it for it, _ in answers[name]], rel=1e-4)
+            assert [likelihood for likelihood, _ in its] == pytest.approx(
+                [score for score, _ in answers[name]], rel=1e-4
+            )
             assert [greedy for _, greedy in its] == [greedy for _, greedy in answers[name]]
             for metric, value in metrics[name].items():
                 if metric != "questions":

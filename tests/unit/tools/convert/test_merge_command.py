@@ -62,7 +62,7 @@ def test_the_mean_is_that_of_float64(family: str, dtype: str, weights: tuple[flo
     found = stored(tmp_path / "mean" / "step-00000000")
     assert found.keys() == values[0].keys()
     for name, tensor in found.items():
-        a, b, c = (it * value[name].double() for it, value in zip(weights, values, strict=True))
+        a, b, c = (weight * value[name].double() for weight, value in zip(weights, values, strict=True))
         assert tensor.dtype == values[0][name].dtype
         assert_nearest(tensor, (a + b + c) / sum(weights))
     assert open_source(str(tmp_path / "mean")).spec == open_source(str(tmp_path / "run")).spec
@@ -107,7 +107,7 @@ def test_the_folder_of_a_run_means_its_own_checkpoints(tiny: TinyRun, capfd: pyt
     for out in (run, run / "checkpoints", run / "deeper" / "still", link, link / "new"):
         assert merged(run, run, "--out", out) == 2
         assert mentions(capfd.readouterr().err, run) or out == run / "checkpoints"
-    assert sorted(it.name for it in (run / "checkpoints").iterdir()) == ["step-00000006"]
+    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["step-00000006"]
     assert merged(run, run, "--out", mean) == 0
     shutil.copytree(mean / "step-00000000", run / "step-00000000")
     assert open_source(str(run)).where == f"{run}/checkpoints/step-00000006"

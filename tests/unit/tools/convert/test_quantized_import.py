@@ -109,7 +109,9 @@ PLANTED: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize(("make", "mistake"), [(mxfp4, it) for it in PLANTED] + [(float8, it) for it in [*PLANTED][1:]])
+@pytest.mark.parametrize(
+    ("make", "mistake"), [(mxfp4, fault) for fault in PLANTED] + [(float8, fault) for fault in [*PLANTED][1:]]
+)
 def test_planted_mistakes_show(
     make: Callable[[], tuple[ForeignTensor, Tensor]], mistake: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,7 +165,7 @@ def test_weights_and_logits_are_those_of_transformers(folder: Path, tmp_path: Pa
         words = ["--dtype", "float32"] if dtype == torch.float32 else []
         assert cli.run(["checkpoint", "import", str(folder), "--out", out, *words]) == 0
         source = open_source(out)
-        stored_dtypes = {it.properties.dtype for it in source.metadata.state_dict_metadata.values()}  # pyright: ignore
+        stored_dtypes = {entry.properties.dtype for entry in source.metadata.state_dict_metadata.values()}  # pyright: ignore
         ours = load_model(source, dtype=dtype)
         assert isinstance(ours, Decoder)
         found, expected = renamed(ours, model_state(ours)), theirs.state_dict()
@@ -197,8 +199,8 @@ ONE_STEP = ["--training.steps=1", "--lr_scheduler.warmup_steps=1", "--optimizer.
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_begins_with_them(folder: Path, tiny: TinyRun) -> None:
-    args = {key: it for key, it in vars(open_source(str(folder)).spec.args).items() if key != "max_seq_len"}
-    model = [f"--model.name={folder.name}", *(f"--model.args.{key}={json.dumps(it)}" for key, it in args.items())]
+    args = {key: value for key, value in vars(open_source(str(folder)).spec.args).items() if key != "max_seq_len"}
+    model = [f"--model.name={folder.name}", *(f"--model.args.{key}={json.dumps(value)}" for key, value in args.items())]
     found = trained(tiny.config(*model, *ONE_STEP, f"--checkpoint.initial_load_path={folder}"))
     expected = dict(load_model(open_source(str(folder))).named_parameters())
     assert {name: found[name] for name in expected}.keys() == expected.keys()
@@ -213,7 +215,10 @@ def test_a_model_of_transformers_begins_with_them(tmp_path: Path, tiny: TinyRun)
     sizes = text[text.index("[model.args]") : text.index("[training]")]
     tiny.toml.write_text(text.replace(sizes, f'[model]\nname = "transformers"\npath = "{folder}"\n'))
     found = trained(tiny.config(*ONE_STEP, f"--checkpoint.initial_load_path={folder}"))
-    expected = {name.removeprefix("model."): it for name, it in theirs_of(folder, torch.float32).named_parameters()}
+    expected = {
+        name.removeprefix("model."): parameter
+        for name, parameter in theirs_of(folder, torch.float32).named_parameters()
+    }
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
     out, run = tmp_path / "out", tiny.folder / "outputs" / "tiny"
     words = ["checkpoint", "export", str(run), "--config", str(tiny.toml), "--out", str(out), "--no-tokenizer"]
@@ -243,14 +248,20 @@ def edited_tensors(folder: Path, ending: str, change: Callable[[Tensor], Tensor 
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], None], str]] = {
-    "method": (lambda it: edited(it, quantization_config={"quant_method": "gptq", "bits": 4}), "'gptq'"),
-    "no method": (lambda it: edited(it, quantization_config={"bits": 4}), "None"),
-    "no blocks": (lambda it: edited(it, quantization_config={"quant_method": "fp8"}), "weight_block_size"),
-    "no description": (lambda it: edited(it, quantization_config=None), "float8_e4m3fn"),
-    "no scales": (lambda it: edited_tensors(it, "_scale_inv", lambda _: None), "weight_scale_inv"),
-    "fewer scales": (lambda it: edited_tensors(it, "_scale_inv", lambda scales: scales[1:]), "weight_scale_inv [15, "),
-    "no codes": (lambda it: edited_tensors(it, "q_a_proj.weight", lambda _: None), "q_a_proj.weight"),
-    "bytes": (lambda it: edited_tensors(it, "norm.weight", lambda _: torch.ones(64, dtype=torch.uint8)), "norm.weight"),
+    "method": (lambda folder: edited(folder, quantization_config={"quant_method": "gptq", "bits": 4}), "'gptq'"),
+    "no method": (lambda folder: edited(folder, quantization_config={"bits": 4}), "None"),
+    "no blocks": (lambda folder: edited(folder, quantization_config={"quant_method": "fp8"}), "weight_block_size"),
+    "no description": (lambda folder: edited(folder, quantization_config=None), "float8_e4m3fn"),
+    "no scales": (lambda folder: edited_tensors(folder, "_scale_inv", lambda _: None), "weight_scale_inv"),
+    "fewer scales": (
+        lambda folder: edited_tensors(folder, "_scale_inv", lambda scales: scales[1:]),
+        "weight_scale_inv [15, ",
+    ),
+    "no codes": (lambda folder: edited_tensors(folder, "q_a_proj.weight", lambda _: None), "q_a_proj.weight"),
+    "bytes": (
+        lambda folder: edited_tensors(folder, "norm.weight", lambda _: torch.ones(64, dtype=torch.uint8)),
+        "norm.weight",
+    ),
 }
 
 
@@ -308,7 +319,7 @@ def test_a_stack_of_experts_takes_no_more_memory_than_an_unquantized_one(
         codes = torch.full((*rows, 16), 34, dtype=torch.uint8), torch.full(rows, 126, dtype=torch.uint8)
         ends, config = ("_blocks", "_scales"), files.MXFP4
     wide = {name: torch.ones(shape, dtype=torch.bfloat16) for name in names}
-    narrow = {f"{name}{end}": it.clone() for name in names for end, it in zip(ends, codes, strict=True)}
+    narrow = {f"{name}{end}": code.clone() for name in names for end, code in zip(ends, codes, strict=True)}
     peaks = []
     for value, tensors, settings in ((1.0, wide, {}), (0.5, narrow, {"quantization_config": config})):
         folder = tmp_path / str(value)

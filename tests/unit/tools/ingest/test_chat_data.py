@@ -145,7 +145,7 @@ def of_lines(folder: Path, lines: list[dict[str, Any]], **options: Any) -> list[
             return_assistant_tokens_mask=True,
             **{"tools": line.get("tools")} | options,
         )
-        found.append((list(done["input_ids"]), [bool(it) for it in done["assistant_masks"]]))
+        found.append((list(done["input_ids"]), [bool(flag) for flag in done["assistant_masks"]]))
     return found
 
 
@@ -162,7 +162,7 @@ def test_twenty_chats_are_those_of_transformers(
 
 def test_another_template(tmp_path: Path, tokenizer: Path) -> None:
     """Blocks lose their line ends as in transformers."""
-    plain = [chat for chat in CHATS if all(isinstance(it["content"], str) for it in chat)]
+    plain = [chat for chat in CHATS if all(isinstance(message["content"], str) for message in chat)]
     file = tmp_path / "template.jinja"
     file.write_text(HEADERS)
     chats = write_chats(tmp_path / "chats.jsonl", plain)
@@ -367,7 +367,7 @@ def test_bad_chats_are_lines_of_their_own(tmp_path: Path, tokenizer: Path, capsy
     out = prepared(chats, tokenizer, "--on-error", "skip")
     printed = [line.strip() for line in capsys.readouterr().out.splitlines()]
     for line in expected:
-        assert [it for it in printed if re.match(line, it)], line
+        assert [text for text in printed if re.match(line, text)], line
     assert documents(out) == of_transformers(tokenizer, [[USER, ASSISTANT]])
     index = TokenStore(out).index
     assert (index["empty"], index["errors"]) == (1, len(BAD))
@@ -575,7 +575,7 @@ def test_chats_and_templates_are_found_beside_the_config(tmp_path: Path, monkeyp
 def test_mistakes_in_a_config_are_one_line(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], template: str, key: str, words: list[str]
 ) -> None:
-    marked = "{% for it in messages %}{% generation %}{{ it.content }}{% endgeneration %}{% endfor %}"
+    marked = "{% for message in messages %}{% generation %}{{ message.content }}{% endgeneration %}{% endfor %}"
     for name, text in (("unmarked", "no marks"), ("refuses", marked + "{{ raise_exception('no such role') }}")):
         (tmp_path / f"{name}.jinja").write_text(text)
     write_chats(tmp_path / "chats.jsonl", CHATS[:1])

@@ -51,7 +51,7 @@ def test_counts_of_a_small_store(tmp_path: Path, capsys: pytest.CaptureFixture[s
         "unigram entropy": [f"{store.index['unigram_entropy']:.4f}"], "fingerprint": [store.fingerprint],
     }.items():  # fmt: skip
         assert mentions(shown[name], *words), name
-    [line] = [it for it in out.splitlines() if it.startswith("  a/*.txt: ")]
+    [line] = [line for line in out.splitlines() if line.startswith("  a/*.txt: ")]
     assert re.findall(r"[\d,]*\d", line) == ["2", "3", "1,034", "17"]
     assert "\n  18.txt: " in out
     assert "\n  19.txt: " not in out
@@ -67,7 +67,7 @@ def test_lengths_over_shard_borders(tmp_path: Path, capsys: pytest.CaptureFixtur
         writer.add(np.array([1, 2]))
     assert TokenStore(tmp_path / "tokens").document_starts(0, 17).tolist() == [0, 7, 13, 15]
     inspect(tmp_path / "tokens", quick=True)
-    [line] = [it for it in capsys.readouterr().out.splitlines() if "median" in it]
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "median" in line]
     assert re.findall(r"[\d.]*\d", line.partition("mean")[2]) == ["4.2", "2", "90", "7", "7"]
 
 
@@ -76,7 +76,7 @@ def test_samples_show_documents_as_text(tmp_path: Path, capsys: pytest.CaptureFi
     folder = write(tmp_path / "tokens", texts, shard_tokens=10)
     inspect(folder, sample=9, quick=True)
     shown = capsys.readouterr().out.partition("in the loss\n")[2].splitlines()
-    assert [re.findall(r"\d+", it) if it.startswith("document ") else it for it in shown] == [
+    assert [re.findall(r"\d+", line) if line.startswith("document ") else line for line in shown] == [
         "",
         ["1", "4", "18", "0"],
         "  | <bos>first",

@@ -77,8 +77,8 @@ def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], blocks: in
     assert found.profile.peak_phase == exact.peak_phase
     assert found.profile.breakdown == exact.breakdown
     assert trace(config, layout_of(4, gpus_per_node=4), whole=True).profile.pools == exact.pools
-    made = sum(it.bytes for it in whole.sent if it.unit)
-    assert sum(found.traffic.values()) - made == sum(it.bytes for it in whole.sent if not it.unit)
+    made = sum(sent.bytes for sent in whole.sent if sent.unit)
+    assert sum(found.traffic.values()) - made == sum(sent.bytes for sent in whole.sent if not sent.unit)
     assert [unit.name for unit in found.workload.units] == [
         "tok_embeddings",
         *(f"layers.{i}" for i in range(blocks)),
@@ -98,16 +98,20 @@ def test_the_update_of_many_blocks_is_that_of_each(optimizer: str) -> None:
     whole = trace_step(config, *model_of(config), world_size=1, gpu=True)
     [update] = [number for number, (_, name) in enumerate(whole.phases) if name == "update"]
     expected, sums = Counter[Any](), Counter[Any]()
-    for it in whole.operators:
-        if it.phase == update:
-            expected[it.kind, it.dtype, "flops"] += int(it.flops)
-            expected[it.kind, it.dtype, "bytes"] += sum(size for _, size in (*it.reads, *it.writes))
-    for it in found.workload.update:
-        sums[it.kind, it.dtype, "flops"] += int(it.flops)
-        sums[it.kind, it.dtype, "bytes"] += it.bytes
-    assert {key: it for key, it in sums.items() if it} == {key: it for key, it in expected.items() if it}
+    for operator in whole.operators:
+        if operator.phase == update:
+            expected[operator.kind, operator.dtype, "flops"] += int(operator.flops)
+            expected[operator.kind, operator.dtype, "bytes"] += sum(
+                size for _, size in (*operator.reads, *operator.writes)
+            )
+    for operator in found.workload.update:
+        sums[operator.kind, operator.dtype, "flops"] += int(operator.flops)
+        sums[operator.kind, operator.dtype, "bytes"] += operator.bytes
+    assert {key: total for key, total in sums.items() if total} == {
+        key: total for key, total in expected.items() if total
+    }
     if optimizer == "AdamW":
-        parameters = sum(it.numel() for it in model_of(config)[0](model_of(config)[1]).parameters())
+        parameters = sum(parameter.numel() for parameter in model_of(config)[0](model_of(config)[1]).parameters())
         assert sums["memory", "float32", "bytes"] == pytest.approx(40 * parameters, rel=0.02)
     else:
         assert sums["matmul", "bfloat16", "flops"] > 0
@@ -134,7 +138,7 @@ def test_blocks_that_differ_are_all_made(tmp_path: Any) -> None:
     assert "forward layers.4" in found.profile.phases
 
 
-FLOAT8 = tuple(f"--quantize.linear.float8.{it}" for it in ("enable", "skip_small=false"))
+FLOAT8 = tuple(f"--quantize.linear.float8.{option}" for option in ("enable", "skip_small=false"))
 RECIPE = "--quantize.linear.float8.recipe_name"
 
 
@@ -152,7 +156,10 @@ def test_a_plan_does_not_depend_on_what_was_planned_before() -> None:
     _clear_sharding_prop_cache()
     fresh, used = phases(), phases()
     assert fresh == used
-    assert sum(fresh["step"].values()) < 1.01 * sum(fresh["step"][it] for it in ("parameters", "optimizer")) + 4e5
+    assert (
+        sum(fresh["step"].values())
+        < 1.01 * sum(fresh["step"][category] for category in ("parameters", "optimizer")) + 4e5
+    )
 
 
 @pytest.mark.long
@@ -163,9 +170,9 @@ def test_collectives_are_those_of_the_layout() -> None:
     """
     found = traced(*HSDP, world_size=4)
     assert found.micro_batches == 2
-    sent = [it for it in found.sent if it.unit]
+    sent = [one for one in found.sent if one.unit]
     counts = {
-        name: [(it.collective, it.axis) for it in sent if it.unit == name]
+        name: [(one.collective, one.axis) for one in sent if one.unit == name]
         for name in ("layers.0", "tok_embeddings", "head")
     }
     for name, gathers in (("layers.0", 4), ("tok_embeddings", 2), ("head", 2)):
@@ -173,11 +180,11 @@ def test_collectives_are_those_of_the_layout() -> None:
         assert counts[name].count(("reduce_scatter", "shard")) == 2
         assert counts[name].count(("all_reduce", "replicate")) == 1
     block = sum(p.numel() for p in model_of(read()).build().layers[0].parameters())
-    gathered = {it.bytes for it in sent if it.unit == "layers.0" and it.collective == "all_gather"}
-    reduced = {it.bytes for it in sent if it.unit == "layers.0" and it.collective == "reduce_scatter"}
+    gathered = {one.bytes for one in sent if one.unit == "layers.0" and one.collective == "all_gather"}
+    reduced = {one.bytes for one in sent if one.unit == "layers.0" and one.collective == "reduce_scatter"}
     assert gathered == {2 * block}  # bfloat16
     assert reduced == {4 * block}
-    assert {it.bytes for it in sent if it.collective == "all_reduce" and it.unit == "layers.0"} == {2 * block}
+    assert {one.bytes for one in sent if one.collective == "all_reduce" and one.unit == "layers.0"} == {2 * block}
 
 
 @pytest.mark.long
@@ -186,10 +193,10 @@ def test_flops_are_those_of_the_model() -> None:
     model = model_of(config).build()
     tokens = config.training.global_batch_size * config.training.seq_len // 4
     operators = traced(*HSDP, world_size=4).operators
-    matmuls = sum(it.flops for it in operators if it.kind == "matmul")
+    matmuls = sum(operator.flops for operator in operators if operator.kind == "matmul")
     weights = sum(p.numel() for name, p in model.named_parameters() if p.dim() == 2 and "tok_emb" not in name)
     assert matmuls == 6 * weights * tokens
-    attention = sum(it.flops for it in operators if it.kind == "attention")
+    attention = sum(operator.flops for operator in operators if operator.kind == "attention")
     whole = (model.flops_per_token(config.training.seq_len) - 6 * weights) * tokens
     # Half of it, as it is causal; but backward repeats one matmul of five to save memory.
     assert attention == pytest.approx(whole / 2 * 7 / 6)
@@ -203,14 +210,14 @@ def test_flops_are_those_of_the_model() -> None:
 )  # fmt: skip
 def test_attention_has_the_rate_of_its_kernel(option: str, kind: str) -> None:
     operators = traced(f"--{option}", world_size=2, gpu=True).operators
-    assert {it.kind for it in operators if it.flops} == {"matmul", kind}
+    assert {operator.kind for operator in operators if operator.flops} == {"matmul", kind}
 
 
 @pytest.mark.long
 def test_documents_have_no_mask_on_a_gpu() -> None:
     length = 512
     found = traced("--data.document_mask", f"--training.seq_len={length}", world_size=2, gpu=True)
-    activations = [size for it in found.storages if it.category == "activations" for _, size in it.sizes]
+    activations = [size for storage in found.storages if storage.category == "activations" for _, size in storage.sizes]
     sequences = 8
     assert max(activations) >= sequences * length * 160 * 2, "those of the feed-forward layer"
     assert max(activations) < sequences * length**2, "bytes of a mask of one byte"
@@ -221,10 +228,10 @@ def test_float8_gathers_half() -> None:
     pytest.importorskip("torchao")
     options = ("--compile.enable=true", *FLOAT8)
     eighth = traced(*options, world_size=2, gpu=True)
-    assert "float8" in {it.dtype for it in eighth.operators if it.kind == "matmul"}
+    assert "float8" in {operator.dtype for operator in eighth.operators if operator.kind == "matmul"}
 
     def gathered(made: Recorder) -> int:
-        return sum(it.bytes for it in made.sent if it.unit == "layers.0" and it.collective == "all_gather")
+        return sum(sent.bytes for sent in made.sent if sent.unit == "layers.0" and sent.collective == "all_gather")
 
     plain = traced("--compile.enable=true", world_size=2, gpu=True)
     assert gathered(eighth) == pytest.approx(gathered(plain) / 2, rel=0.02)
@@ -243,12 +250,12 @@ def test_mxfp8_matmuls_have_the_rate_of_float8() -> None:
     )
 
     def flops(made: Recorder, dtype: str) -> int:
-        matmuls = (it for it in made.operators if it.kind == "matmul" and it.dtype == dtype)
-        return sum(it.flops for it in matmuls if "layers." in made.phases[it.phase][1])
+        matmuls = (operator for operator in made.operators if operator.kind == "matmul" and operator.dtype == dtype)
+        return sum(matmul.flops for matmul in matmuls if "layers." in made.phases[matmul.phase][1])
 
     assert flops(eighth, "float8") == flops(plain, "bfloat16") > 0
     assert flops(eighth, "bfloat16") == 0
-    assert sum(it.bytes for it in eighth.sent) == sum(it.bytes for it in plain.sent)
+    assert sum(sent.bytes for sent in eighth.sent) == sum(sent.bytes for sent in plain.sent)
     assert profile(eighth).most("activations") == pytest.approx(profile(plain).most("activations"), rel=0.01)
 
 
@@ -285,7 +292,7 @@ def test_ranks_wait_for_the_slowest(ranks: int, monkeypatch: pytest.MonkeyPatch)
     stages = f"--parallelism.pipeline_parallel_degree={ranks}"
     words = stages, "--training.local_batch_size=1", "--model.args.n_layers=2"
     alike = planned(*words, world_size=4).time.compute
-    monkeypatch.setattr(Layout, "slowest", property(lambda it: replace(it.hardware, clock=1e-6)))
+    monkeypatch.setattr(Layout, "slowest", property(lambda layout: replace(layout.hardware, clock=1e-6)))
     assert planned(*words, world_size=4).time.compute > 2 * alike
 
 
@@ -297,13 +304,13 @@ def test_collectives_of_split_layers() -> None:
     """
     options = ["--parallelism.tensor_parallel_degree=2", "--model.args.n_layers=2"]
     found = traced(*options, world_size=2)
-    inside = [(found.phases[it.phase][1], it) for it in found.sent if it.axis == "tensor"]
-    assert all(it.is_inside for _, it in inside)
+    inside = [(found.phases[sent.phase][1], sent) for sent in found.sent if sent.axis == "tensor"]
+    assert all(sent.is_inside for _, sent in inside)
     config = read(*options, world_size=2)
     width = dict(model_of(config).build().named_parameters())["layers.1.attention_norm.weight"].numel()
     tokens = config.training.seq_len * config.training.global_batch_size // found.micro_batches
     states = 2 * width * tokens  # bfloat16
     gathered, summed, norm = ("all_gather", states), ("reduce_scatter", states), ("all_reduce", 2 * width)
     for phase, expected in (("forward", {gathered: 2, summed: 2}), ("backward", {gathered: 2, summed: 2, norm: 2})):
-        counts = Counter((it.collective, it.bytes) for name, it in inside if name == f"{phase} layers.1")
+        counts = Counter((sent.collective, sent.bytes) for name, sent in inside if name == f"{phase} layers.1")
         assert counts == {key: count * found.micro_batches for key, count in expected.items()}

@@ -58,7 +58,7 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
     assert (
         sum(memory["by_category"].values())
         == memory["peak"]
-        == max(sum(it.values()) for it in memory["by_phase"].values())
+        == max(sum(parts.values()) for parts in memory["by_phase"].values())
     )
     assert memory["by_phase"][memory["at"]] == memory["by_category"]
     assert memory["usable"] == record["hardware"]["memory"] - OUTSIDE
@@ -73,7 +73,7 @@ def test_table_and_json_agree(toml: Path, capsys: pytest.CaptureFixture[str]) ->
         record["model_flops_of_all_ranks"] / (record["time"]["total"] * 12 * record["hardware"]["bf16_flops"])
     )
     assert record["tokens"] == 100 * 12 * 256
-    traffic = {(it["collective"], it["axis"]): it["bytes"] for it in record["traffic"]}
+    traffic = {(sent["collective"], sent["axis"]): sent["bytes"] for sent in record["traffic"]}
     assert traffic["reduce_scatter", "shard"] == 6 * traffic["all_reduce", "replicate"] > 0
     assert record["gpu_hours"] == pytest.approx(12 * record["steps"] * record["time"]["total"] / 3600)
     assert mentions(table, "note", "4 of 8 GPUs")

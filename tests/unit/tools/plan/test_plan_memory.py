@@ -60,7 +60,7 @@ def recorded(sizes: dict[int, tuple[int, int, int]], operators: list[tuple[str, 
     for size, begin, end in sizes.values():
         recorder.storages.append(Storage("activations", 0, [(begin, size * MIB), (end, 0)]))
     for place, (kind, reads, writes) in enumerate(operators, start=1):
-        tensors = [tuple((it, sizes[it][0] * MIB) for it in numbers) for numbers in (reads, writes)]
+        tensors = [tuple((number, sizes[number][0] * MIB) for number in numbers) for numbers in (reads, writes)]
         recorder.operators.append(Operator(10 * place, 1, "", kind, 0, "", *tensors))  # pyright: ignore
     return recorder
 
@@ -125,5 +125,4 @@ def test_a_plan_with_too_much_host_memory_does_not_fit_and_is_not_offered() -> N
     assert not may_fit(offload.expected, layout)
     assert may_fit(replace(offload.expected, host=200 * GIB), layout)
     text = nothing_fits([without], [offload], layout)
-    assert "the least is 900.0 GiB" in text
-    assert mentions(text, "CPU offload", "6,048 GiB", "2,048")
+    assert mentions(text, "900.0 GiB", "CPU offload", "6,048 GiB", "2,048")

@@ -99,10 +99,10 @@ def test_a_search_expects_what_the_plan_finds(options: list[str]) -> None:
     searching = Layouts(config, layout, share=4)
     work = "full", "", 1
     candidates = [*searching.expect(work, trace(searching.traced_config(work), layout))]
-    for it in [it for it in candidates if it.expected.degrees.shard > 1]:
-        found = plan(with_options(config, it.options), layout)
-        assert it.expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title
-        assert it.expected.reserved == pytest.approx(found.reserved, rel=0.15), it.title
+    for candidate in [candidate for candidate in candidates if candidate.expected.degrees.shard > 1]:
+        found = plan(with_options(config, candidate.options), layout)
+        assert candidate.expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), candidate.title
+        assert candidate.expected.reserved == pytest.approx(found.reserved, rel=0.15), candidate.title
 
 
 @pytest.mark.long

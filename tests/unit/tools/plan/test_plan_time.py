@@ -157,7 +157,7 @@ def test_an_exchange_that_sends_less() -> None:
     """To 7 of 8 ranks in the node at 100 GB/s, and to 8 of 16 beyond it at 10 GB/s."""
     near, far = (Collective("all_to_all", 16 * 10**10, group) for group in (NODE, Group(16, 8)))
     less = replace(GPU, exchange_share=0.5)
-    whole, half = ([collective_time(it, gpu, 8) for it in (near, far)] for gpu in (GPU, less))
+    whole, half = ([collective_time(ranks, gpu, 8) for ranks in (near, far)] for gpu in (GPU, less))
     assert whole == pytest.approx([1.4, 8])
     assert half == pytest.approx([0.7, 4])
 
@@ -247,7 +247,7 @@ def test_what_kernels_wait_for_is_not_hidden() -> None:
 def test_kernels_beside_what_others_wait_for(beside: float, waits: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """A collective of 1 is hidden by as much as kernels run beside it, which are slower by a quarter."""
     monkeypatch.setattr(module, "CONTENTION", 0.25)
-    collectives = [it._replace(beside=takes(beside)) for it in sends(1, "all_reduce")]
+    collectives = [sent._replace(beside=takes(beside)) for sent in sends(1, "all_reduce")]
     assert waiting_time(collectives, GPU, 8) == pytest.approx(waits)
     assert waiting_time(collectives, CPU, 8) == pytest.approx(1)
     unit = Unit("a", takes(4), takes(8), backward_waits=tuple(collectives))

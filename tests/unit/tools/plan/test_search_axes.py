@@ -31,7 +31,7 @@ def axis_of(options: dict[str, Any]) -> str:
 def test_axes_that_are_tried() -> None:
     def tried(*options: str, world_size: int, gpus_per_node: int) -> list[str]:
         layout = Layout(world_size, find_hardware("H100"), gpus_per_node)
-        return [axis_of(it) for it in further_axes(read(*options, world_size=world_size), layout)]
+        return [axis_of(further) for further in further_axes(read(*options, world_size=world_size), layout)]
 
     long, short = "--training.seq_len=32", "--training.seq_len=6"
     assert tried(MOE, long, "--model.args.n_kv_heads=4", world_size=8, gpus_per_node=8) == [
@@ -45,7 +45,7 @@ def test_only_what_the_config_and_its_model_allow() -> None:
     dense, moe = read(HEADS), read(MOE)
     expert, tensor = ({f"parallelism.{axis}_parallel_degree": 2} for axis in ("expert", "tensor"))
     assert [can_have(config, expert, 4) for config in (dense, moe)] == [False, True]
-    assert [can_have(it, tensor, 4) for it in (dense, moe, read(MOE, "--model.args.n_kv_heads=1"))] == [
+    assert [can_have(config, tensor, 4) for config in (dense, moe, read(MOE, "--model.args.n_kv_heads=1"))] == [
         True,
         True,
         False,
@@ -93,9 +93,9 @@ def test_pipelines_that_are_tried() -> None:
     config = read(DEEP, "--training.global_batch_size=8")
     found = [*pipelines(config, Layout(8, find_hardware("H100"), 2), {})]
     tried = [
-        (it["parallelism.pipeline_parallel_degree"], it["parallelism.tensor_parallel_degree"], schedule)
-        for it in found
-        if (schedule := it["parallelism.pipeline_parallel_schedule"])
+        (options["parallelism.pipeline_parallel_degree"], options["parallelism.tensor_parallel_degree"], schedule)
+        for options in found
+        if (schedule := options["parallelism.pipeline_parallel_schedule"])
     ]
     one, two = SCHEDULES
     assert tried == [
@@ -116,9 +116,9 @@ def test_a_pipeline_is_proposed_where_collectives_take_long() -> None:
     assert candidate.options["parallelism.pipeline_parallel_degree"] > 1
     again = plan(with_options(config, candidate.options), layout)
     assert (planned.reserved, planned.time.total) == (again.reserved, pytest.approx(again.time.total))
-    assert all(it.tokens_per_second <= planned.tokens_per_second for _, it in others)
+    assert all(layout.tokens_per_second <= planned.tokens_per_second for _, layout in others)
     fast = search(config, Layout(8, replace(slow, link_bandwidth=1e15, network_bandwidth=1e15), 8))
-    assert not any("parallelism.pipeline_parallel_degree" in it.options for it, _ in fast.best)
+    assert not any("parallelism.pipeline_parallel_degree" in layout.options for layout, _ in fast.best)
 
 
 def test_blocks_that_embedding_and_head_are_worth() -> None:
@@ -141,8 +141,8 @@ def test_it_expects_what_the_plan_finds(options: tuple[str, ...], world_size: in
     searching = Layouts(config, layout, share=16 // readers)
     work = "full", "", 4
     candidates = [*searching.expect(work, trace(searching.traced_config(work), layout))]
-    assert len({it.expected.degrees for it in candidates}) == len(searching.degrees) > 1
-    for it in [it for it in candidates if it.expected.degrees.sharded > 1]:
-        found = plan(with_options(config, it.options), layout)
-        assert it.expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), it.title
-        assert it.expected.reserved == pytest.approx(found.reserved, rel=0.12), it.title
+    assert len({candidate.expected.degrees for candidate in candidates}) == len(searching.degrees) > 1
+    for candidate in [candidate for candidate in candidates if candidate.expected.degrees.sharded > 1]:
+        found = plan(with_options(config, candidate.options), layout)
+        assert candidate.expected.tokens_per_second == pytest.approx(found.tokens_per_second, rel=0.03), candidate.title
+        assert candidate.expected.reserved == pytest.approx(found.reserved, rel=0.12), candidate.title

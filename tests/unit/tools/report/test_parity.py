@@ -35,11 +35,11 @@ def test_further_axes_are_compared_where_the_config_allows_them(tiny: TinyRun) -
 
 
 def test_with_reproducible_layouts_every_layout_must_equal_one_process() -> None:
-    found = {it.name: it for it in with_equal_bits(variants(8, 4, on_gpu=False))}
+    found = {variant.name: variant for variant in with_equal_bits(variants(8, 4, on_gpu=False))}
     for name in ("DDP 4 x 1", "FSDP 1 x 4", "HSDP 2 x 2", "the same again"):
         assert (found[name].exact, found[name].reference) == (True, ONE)
     assert (found["FSDP, CPU offload"].exact, found["FSDP, CPU offload"].reference) == (True, "FSDP 1 x 4")
-    on_gpu = {it.name: it for it in with_equal_bits(variants(8, 4, on_gpu=True))}
+    on_gpu = {variant.name: variant for variant in with_equal_bits(variants(8, 4, on_gpu=True))}
     assert not on_gpu["FSDP, CPU offload"].exact, "the optimizer computes on the CPU there"
     assert not found["compile"].exact, "fused kernels round in other places"
     assert not [name for name in found if "micro-batches" in name], "the option needs micro-batches of one sequence"

@@ -12,7 +12,7 @@ from tests.support.helpers import mentions
 from tests.support.run_folders import write_run
 from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
-from titanlite.tools.convert.export import Target
+from titanlite.tools.convert.export import OutputFolder
 from titanlite.tools.plan.calibrate import calibrate
 from titanlite.tools.report.charts import report_of
 from titanlite.tools.report.page import page, to_json
@@ -82,7 +82,7 @@ def test_the_first_step_at_which_the_hashes_of_two_runs_differ_is_marked(tmp_pat
     steps = {2: ("a", {"w": "1", "v": "1"}), 4: ("b", {"w": "2", "v": "2"}), 6: ("c", {"w": "3", "v": "3"})}
     changed = {4: ("x", {"w": "2", "v": "9"}), 6: ("y", {"w": "8", "v": "9"})}
     for folder, records in ((one, steps), (other, steps | changed), (third, {4: steps[4]})):
-        lines = [json.dumps({"step": it, "hash": both, "tensors": by}) for it, (both, by) in records.items()]
+        lines = [json.dumps({"step": step, "hash": both, "tensors": by}) for step, (both, by) in records.items()]
         (folder / "hashes.jsonl").write_text("".join(f"{line}\n" for line in lines))
     report = report_of([read_run(folder) for folder in (one, other, third)])
     [row] = [row for row in report["tables"][0]["rows"] if row[0] == "hashes"]
@@ -178,4 +178,4 @@ def test_out_replaces_no_link_and_no_folder(tmp_path: Path, capfd: pytest.Captur
         with pytest.raises(UserError):
             calibrate(place)
         with pytest.raises(UserError):
-            Target(str(place)).check()
+            OutputFolder(str(place))

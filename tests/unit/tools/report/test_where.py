@@ -45,11 +45,15 @@ def test_runs_that_trade_memory_are_equal_in_every_value(right: TinyRun) -> None
     found = compared(right, "full", "right-1")
     assert found.first is None
     assert found.left_out == 0
-    assert {it.most for it in found.differences} == {0.0}
+    assert {difference.most for difference in found.differences} == {0.0}
     dump(right, "parts", "--training.local_batch_size=2", "--activation_checkpoint.mode=selective")
     found = compared(right, "parts", "right-1")
     assert found.first is None
-    assert {it.most for it in found.differences if it.direction == "forward" and it.name != "loss"} == {0.0}
+    assert {
+        difference.most
+        for difference in found.differences
+        if difference.direction == "forward" and difference.name != "loss"
+    } == {0.0}
     assert list(report(found))[-1] == "equal"
 
 
@@ -154,5 +158,5 @@ def test_too_many_values_are_refused(right: TinyRun) -> None:
 def test_dumps_of_other_models_are_refused(right: TinyRun) -> None:
     one = read_dump(right.folder / "right-1")
     one.values.clear()
-    with pytest.raises(UserError, match="in common"):
+    with pytest.raises(UserError):
         compare_dumps(read_dump(right.folder / "right-1"), one)

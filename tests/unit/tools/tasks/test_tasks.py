@@ -44,7 +44,7 @@ BYTES: dict[str, Any] = {"tokenizer": load_tokenizer("bytes"), "opening": [256],
 def write(folder: Path, task: dict[str, Any] | str, questions: list[Any] | str = QUESTIONS) -> str:
     """Write a task; YAML contains JSON."""
     (folder / "task.yaml").write_text(task if isinstance(task, str) else json.dumps(task))
-    lines = questions if isinstance(questions, str) else "".join(json.dumps(it) + "\n" for it in questions)
+    lines = questions if isinstance(questions, str) else "".join(json.dumps(question) + "\n" for question in questions)
     (folder / "questions.jsonl").write_text(lines)
     return str(folder / "task.yaml")
 
@@ -101,7 +101,7 @@ def test_scores_are_those_of_the_logits_of_each_answer_alone(tiny: TinyRun, mode
     assert scores[:, 1].tolist() == expected[:, 1].tolist()
     assert len({len(answer.tokens) for answer in answers}) > 5
     one_off = [Answer(answer.tokens, answer.scored - 1) for answer in answers if answer.scored > 1]
-    planted = [Task("", [], is_choice=False, questions=[Question([it], [""], 0) for it in one_off])]
+    planted = [Task("", [], is_choice=False, questions=[Question([answer], [""], 0) for answer in one_off])]
     kept = [score for score, answer in zip(scores[:, 0], answers, strict=True) if answer.scored > 1]
     assert scores_of(model, planted)[:, 0] != pytest.approx(kept, rel=1e-3)
 
@@ -135,7 +135,7 @@ def test_metrics_are_those_of_the_harness() -> None:
     question = Question([Answer(np.array([1, 2]), 1)] * 3, texts, right=1)
     task = Task("t", ["acc", "acc_norm", "acc_bytes"], is_choice=True, questions=[question] * 4)
     nats = [[2.0, 1, 3], [1, 1, 2], [1, 2.1, 4], [1, 2.0, 6]]
-    scores = np.array([[it, 0] for part in nats for it in part])
+    scores = np.array([[value, 0] for part in nats for value in part])
     # The best of each question, over 1: 1 0 0 0; over 2, 2, 6 characters: 1 2 0 0; over 2, 4, 6 bytes: 1 1 0 0
     assert task.measure(scores) == {"acc": 0.25, "acc_norm": 0.25, "acc_bytes": 0.5, "questions": 4}
     cloze = Task("c", ["acc", "perplexity"], is_choice=False, questions=[Question([question.answers[0]], ["a"], 0)] * 2)
@@ -314,7 +314,7 @@ def test_mistakes_are_found_before_a_run_starts(tmp_path: Path, capfd: pytest.Ca
         tiny.toml.write_text(f"{toml}[validation]\nenable = true\ntasks = {json.dumps(tasks)}\n")
         for command in ("check", "train"):
             assert cli.run([command, "--config", str(tiny.toml)]) == 2
-            [line] = [it for it in capfd.readouterr().err.splitlines() if "validation.tasks" in it]
+            [line] = [line for line in capfd.readouterr().err.splitlines() if "validation.tasks" in line]
             assert mentions(line, named)
     assert not (tmp_path / "outputs").exists()
 
