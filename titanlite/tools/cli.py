@@ -153,7 +153,7 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
         end_now(message, code)
 
     with leaving_mark(), requests.listening(stop_at_once, another_has_ended):
-        loaded, resolved, ranks, device = _checked(config, overrides, log=True)
+        loaded, inputs, ranks, device = _checked(config, overrides, log=True)
         requests.plan(loaded.training.max_seconds, os.environ, started=began, since_1970=since_1970)
         from titanlite.metrics.clock import phase_seconds
         from titanlite.run.timeouts import PhaseTimeouts
@@ -163,12 +163,12 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
         with end.recorded(
             run, rank=ranks.rank, step=lambda: phase.position.step, phase_seconds=partial(phase_seconds, phase)
         ):
-            _run_training(loaded, resolved, ranks, device, requests, phase)
+            _run_training(loaded, inputs, ranks, device, requests, phase)
 
 
 def _run_training(
     config: "Config",
-    resolved: "RunInputs",
+    inputs: "RunInputs",
     ranks: "Ranks",
     device: "torch.device",
     requests: StopRequests,
@@ -195,7 +195,7 @@ def _run_training(
             watch=partial(watching, phase, ranks, device=device, logs=logs, end=end_now),
         ):
             check_equal_start(config.model_dump(mode="json"), device)
-            run = assemble(config, resolved, ranks=ranks, device=device, phase=phase)
+            run = assemble(config, inputs, ranks=ranks, device=device, phase=phase)
             stopped = train(run, requests)
             finish(run, stopped)
         phase.phase(Phase.EXPORT)
@@ -235,7 +235,7 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
         my.toml --here
         my.toml --machines
     """
-    loaded, resolved, ranks, device = _checked(config, overrides, judge_memory=here or machines)
+    loaded, inputs, ranks, device = _checked(config, overrides, judge_memory=here or machines)
     from titanlite.config.warnings import find_warnings
     from titanlite.schedule import known_steps
 
@@ -245,11 +245,11 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
     if machines:
         from titanlite.tools.machines import main as test_machines
 
-        test_machines(loaded, resolved, ranks, device)
+        test_machines(loaded, inputs, ranks, device)
     elif not here:
         from titanlite.tools.plan.step_check import check_step
 
-        found = [part for part in check_step(loaded, resolved, ranks, device) if part]
+        found = [part for part in check_step(loaded, inputs, ranks, device) if part]
         print(f"{loaded.job.name} is right: {', '.join(found)}. Memory of this machine is judged with --here")
 
 

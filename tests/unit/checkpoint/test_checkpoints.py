@@ -778,7 +778,7 @@ def test_a_tensor_is_written_as_torch_save_writes_it(tensor: torch.Tensor) -> No
     found = torch.load(io.BytesIO(data), weights_only=True)
     assert found.dtype == tensor.dtype
     assert torch.equal(found, tensor)
-    with serialization.patch("save.compute_crc32", False):
+    with serialization.patch("save.compute_crc32", False):  # pyright: ignore[reportAttributeAccessIssue]
         stream = io.BytesIO()
         torch.save(tensor, stream)
     assert data == stream.getvalue()
