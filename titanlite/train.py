@@ -275,6 +275,7 @@ def build_checkpoints(
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=setup.written,
         timeout_seconds=config.comm.save_timeout_seconds,
+        earlier=folder.earlier,
         flush=memory.flush if memory else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
     )
@@ -480,8 +481,8 @@ def _after_step(
     run.guard.remember(step, result)
     is_agreed = stop.is_agreed(result.stop_flags)  # asked by every rank at every step; on a GPU of the step before
     config, stops = run.config, is_agreed and not last
-    saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
-    copies = not last and is_due(step, config.checkpoint.local_interval or run.steps, last=False)
+    saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last or checkpoints.owes_save)
+    copies = config.checkpoint.local_interval and not last and step % config.checkpoint.local_interval == 0
     if saves or copies or stops or metrics.records(step, last=last):
         skipped = run.guard.check(run.train_step.world)  # waits for the device, and raises StoppedByGuard
         metrics.record_skipped(skipped, run.micro_batches, run.samples)

@@ -347,11 +347,13 @@ def test_a_folder_of_someone_else_is_not_used(tiny: TinyRun, monkeypatch: pytest
 
 def test_nobody_else_can_read_copies(tiny: TinyRun) -> None:
     home = tiny.folder / "home"
-    (home / "copies").mkdir(parents=True, mode=0o777)
+    (home / "copies").mkdir(parents=True)
+    (home / "copies").chmod(0o777)
     with one_process(), pytest.MonkeyPatch.context() as patch:
         patch.setenv("HOME", str(home))
         train_until_failure(tiny.config(*LOCAL), 0, 1, home)
-        assert (home / "copies").stat().st_mode & 0o777 == 0o700
+        assert copies_of(home).stat().st_mode & 0o777 == 0o700
+        assert (home / "copies").stat().st_mode & 0o777 == 0o777, "a folder that was given stays as it is"
         code, out, _ = titanlite("checkpoint", "list", str(tiny.folder / "outputs" / "tiny"), HOME=str(home))
     assert code == 0
     assert [line.split()[0] for line in out if line.split()[0].isdecimal()] == [str(BEFORE), str(NEWEST)]

@@ -15,11 +15,11 @@ import stat
 import uuid
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,10 +34,10 @@ from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.manifest import DAMAGED, Manifest, committed_steps, folder_name
 from titanlite.checkpoint.save import Part, Saved, Saver, saved_of
 from titanlite.checkpoint.state import State
-from titanlite.run.timeouts import CHECKPOINT_GROUP
+from titanlite.run.timeouts import COPY_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.files import memory_folder
-from titanlite.runtime.ranks import gather, on_all, on_each
+from titanlite.runtime.ranks import gather, on_all, on_each, on_rank_0
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import LocalStorage
 
@@ -46,23 +46,30 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 KEPT = 2
 """Copies that stay: the newest one, and the one before, should a file of the newest be damaged."""
-BASE = "base.json"
-SMALL = (manifests.METADATA, manifests.CHECKSUMS, manifests.CONFIG, BASE)
+HISTORY = "history.json"
+SMALL = (manifests.METADATA, manifests.CHECKSUMS, manifests.CONFIG, HISTORY)
 """Files of a copy that every machine has, beside the manifest."""
 PIECE = 1 << 24
 """Bytes that are sent at once."""
+COPY_SECONDS = 600
+"""Longest wait of a rank for another one that makes a copy."""
+CLOSE_SECONDS = 60.0
+"""Longest wait at the end of a run for a copy in flight."""
 TOKEN = "machine"
 
 
 @dataclass(frozen=True)
-class Base:
-    """Shared checkpoints at the time of a copy (base.json). The copy counts only while they are the run's history."""
+class History:
+    """What a copy continues (history.json). It counts only while this is the history of its run."""
 
     step: int
-    """Of the newest one; 0 if there was none."""
+    """Of the newest shared checkpoint; 0 if there was none."""
     saved_at: float
+    """Its `Manifest.saved_at`."""
     saving: int | None
     """Step of the save that was under way."""
+    start: int
+    """Number of starts of the run before the one that made the copy."""
 
 
 @dataclass(frozen=True)
@@ -103,11 +110,17 @@ class Machines:
         """Whether this rank is the first of its machine, which makes and deletes folders."""
         return self.ranks(self.own)[0] == self.rank
 
-    def neighbour(self, rank: int) -> int:
-        """Return the rank on the next machine that keeps a second copy of a rank's file."""
-        order = [*dict.fromkeys(self.of_rank)]
-        there = self.ranks(order[(order.index(self.of_rank[rank]) + 1) % len(order)])
-        return there[self.ranks(self.of_rank[rank]).index(rank) % len(there)]
+    @cached_property
+    def neighbours(self) -> list[int]:
+        """For each rank, the rank on the next machine that keeps a second copy of its file."""
+        ranks = {machine: self.ranks(machine) for machine in dict.fromkeys(self.of_rank)}
+        following = dict(zip(ranks, [*ranks][1:] + [*ranks][:1], strict=True))
+        found = [0] * len(self.of_rank)
+        for machine, own in ranks.items():
+            there = ranks[following[machine]]
+            for number, rank in enumerate(own):
+                found[rank] = there[number % len(there)]
+        return found
 
 
 @dataclass(frozen=True)
@@ -124,8 +137,8 @@ class LocalCopies:
     """The local copies of a run. All ranks call each method together, but `wait_until_staged`.
 
     Args:
-        folder: of this machine's copies, in a folder of this user.
-        run_id: of the run. Copies of other runs are in other folders.
+        name: of the run: `copies_name`. Copies of other runs are in other folders.
+        run_id: its id.
         pin: stage to pinned memory.
         whole_config: see `Saver`.
 
@@ -137,6 +150,7 @@ class LocalCopies:
         self,
         config: Checkpoint,
         *,
+        name: Callable[[], str],
         run_id: str,
         device: torch.device,
         pin: bool,
@@ -144,19 +158,22 @@ class LocalCopies:
         timeout_seconds: float,
     ) -> None:
         # Copies are made beside shared saves: their collectives must not mix.
-        group = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_seconds), group_desc=CHECKPOINT_GROUP)
+        timeout = timedelta(seconds=min(timeout_seconds, COPY_SECONDS))
+        group = dist.new_group(backend="gloo", timeout=timeout, group_desc=COPY_GROUP)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
-        folder = memory_folder(config.local_folder) / run_id
+        folder = memory_folder(config.local_folder) / on_rank_0(group, name)
         self.storage = LocalStorage(str(folder), run_id)
-        self.machines = Machines(self._of_all(lambda: _open_folder(folder)), dist.get_rank(group))
+        is_default = config.local_folder is None
+        machines = self._of_all(lambda: _open_folder(folder, is_default=is_default))
+        self.machines = Machines(machines, dist.get_rank(group))
         on_each(group, lambda: self.storage.sweep() if self.machines.leads else None)
         self._saver = _LocalSaver(
             config, self.storage, group, device, pin=pin, flush=None, whole_config=whole_config, copies=self
         )
         self.is_doubled = config.local_copies > 1 and self.machines.count > 1
         self._in_flight: Future[Saved] | None = None
-        self._has_warned = False
+        self._has_warned = self._has_stopped = False
         self.fetched = 0
         """Files that machines got from others."""
 
@@ -164,19 +181,27 @@ class LocalCopies:
         """Return when the state may change."""
         self._saver.staging.wait()
 
-    def save(self, state: Callable[[], State], draft: Callable[[], Manifest], base: Base) -> None:
+    def save(self, state: Callable[[], State], draft: Callable[[], Manifest], history: History) -> None:
         """Begin to copy a state, unless the copy before is still being made. A failure is a warning.
 
         Args:
-            base: the shared checkpoints that there are, on rank 0.
+            history: is written by rank 0.
         """
+        if self._has_stopped:
+            return
         if self._in_flight is not None:
-            is_running = torch.tensor(not self._in_flight.done(), dtype=torch.int32)
-            dist.all_reduce(is_running, op=dist.ReduceOp.MAX)
+            is_done = self._in_flight.done()
+            has_failed = is_done and self._in_flight.exception() is not None
+            flags = torch.tensor([not is_done, has_failed], dtype=torch.int32)
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX)
+            is_running, has_failed = bool(flags[0]), bool(flags[1])
+            if is_running and has_failed:  # what failed was no file: the group cannot be used again
+                self._has_stopped = True
+                logger.warning("no more local copies are made in this start: one of them failed on some ranks only")
             if is_running:
                 return
             self._end_save()
-        self._saver.base = base
+        self._saver.history = history
         self._in_flight = self._saver.start(state(), draft(), background=True)
 
     def close(self, *, saved: int) -> None:
@@ -185,6 +210,8 @@ class LocalCopies:
         Args:
             saved: step of the newest shared checkpoint.
         """
+        if self._in_flight is not None and not wait([self._in_flight], CLOSE_SECONDS).done:
+            return  # another rank has failed
         self._end_save()
         self._saver.close()
         if self.machines.leads and max(committed_steps(self.storage.list()), default=0) <= saved:
@@ -200,22 +227,29 @@ class LocalCopies:
 
     # At a start.
 
-    def search(self, after: int) -> Iterator[tuple[Copy, Base]]:
+    def search(self, after: int) -> Iterator[Copy]:
         """Yield the copies of steps after `after`, the newest first. Each of their files is whole on some machine.
 
         The ranks of a machine share the reading of its files. A damaged one is set aside, with a warning.
         """
-        texts = {text for found in self._of_all(lambda: self._manifests(after)) for text in found}
-        found = sorted((Manifest.from_json(text).step, text) for text in texts)  # in the same order on every rank
-        for _, text in reversed(found):
+
+        def newest_first(found: list[list[bytes]]) -> list[bytes]:
+            texts = {text for of_rank in found for text in of_rank}
+            return sorted(texts, key=lambda text: (Manifest.from_json(text).step, text), reverse=True)
+
+        for text in on_all(self.group, lambda: self._manifests(after), newest_first):
             manifest = Manifest.from_json(text)
             copy = Copy(manifest, self._owners(manifest))
             if lost := [name for name, machines in copy.owners.items() if not machines]:
                 logger.info(f"the local copy of step {manifest.step} does not count: no machine has {', '.join(lost)}")
-                continue
-            self.fetch(copy, SMALL)
-            read = partial(manifests.read_checked, self.storage, copy.folder, BASE, manifest)
-            yield copy, Base(**json.loads(on_each(self.group, read)))
+            else:
+                yield copy
+
+    def history(self, copy: Copy) -> History:
+        """Return what a copy continues, and get the files that every machine needs of it. Raises as `fetch`."""
+        self.fetch(copy, SMALL)
+        read = partial(manifests.read_checked, self.storage, copy.folder, HISTORY, copy.manifest)
+        return History(**json.loads(on_each(self.group, read)))
 
     def open(self, copy: Copy) -> ShardReader:
         """Return a reader of a copy, which gets files from other machines when it reads."""
@@ -253,10 +287,13 @@ class LocalCopies:
 
     def forget_after(self, step: int) -> None:
         """Delete the copies of later steps than the one at which the run resumes."""
-        if self.machines.leads:
-            for folder in self.storage.list():
+
+        def delete() -> None:
+            for folder in self.storage.list() if self.machines.leads else ():
                 if (manifests.step_of(folder) or 0) > step:
                     self.storage.delete(folder)
+
+        on_each(self.group, delete)
 
     def exchange(self, folder: str, transfers: Sequence[Transfer]) -> Callable[[], dict[str, int]]:
         """Send and receive files of a folder. All ranks give the same transfers, and none waits for a failed one.
@@ -323,7 +360,9 @@ class LocalCopies:
 
     def _whole_files(self, manifest: Manifest) -> list[str]:
         """Read this rank's share of the files on its machine, and return the names of those that are whole."""
-        folder = folder_name(manifest.step)
+        folder, is_own = folder_name(manifest.step), False
+        with suppress(DamagedCheckpoint, UserError, OSError):
+            is_own = manifests.read_manifest(self.storage, folder) == manifest
         there = sorted(manifest.files.keys() & self.storage.list().get(folder, {}).keys())
         ranks = self.machines.ranks(self.machines.own)
         whole: list[str] = []
@@ -332,6 +371,8 @@ class LocalCopies:
                 manifests.verify_file(self.storage, folder, name, manifest)
                 whole.append(name)
             except (DamagedCheckpoint, OSError) as damage:
+                if not is_own:  # it may be of another copy of this step
+                    continue
                 logger.warning(f"damaged local copy: {damage}. It is set aside")
                 with suppress(OSError):
                     self.storage.rename(folder, name, f"{name}.{DAMAGED}")
@@ -354,8 +395,15 @@ class _LocalSaver(Saver):
     """Saves to the folder of each machine: its first rank makes the folder, commits it, and deletes old ones."""
 
     copies: LocalCopies
-    base: Base | None = None
-    """Set before each save."""
+    history: History | None = None
+    """Of the save in flight."""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._metadata = b""
+        """Of the copy before, on each machine's first rank: it changes with the plan only."""
+        self._sent = b""
+        """The same on rank 0, while all machines have it."""
 
     def begin(self, final: str) -> str:
         leads = self.copies.machines.leads
@@ -371,36 +419,44 @@ class _LocalSaver(Saver):
 
         written = on_all(self.group, lambda: part, sizes)
         transfers = [
-            Transfer(name, size, rank, self.copies.machines.neighbour(rank))
+            Transfer(name, size, rank, self.copies.machines.neighbours[rank])
             for rank, files in enumerate(written if self.copies.is_doubled else ())
             for name, size in files.items()
         ]
         arrived = self.copies.exchange(writer.folder, transfers)
 
         def complete(of_all: list[dict[str, int]]) -> tuple[Saved, bytes, dict[str, bytes]]:
-            assert self.base is not None
-            writer.write_file(BASE, json.dumps(asdict(self.base)).encode())
+            assert self.history is not None
+            writer.write_file(HISTORY, json.dumps(asdict(self.history)).encode())
             others = [part.files for part in parts]
             manifest = writer.complete(draft, self.whole_config, started=started, others=others)
             for name, crc32 in (item for sums in of_all for item in sums.items()):
                 if f"{crc32:08x}" != manifest.files[name].crc32:
                     raise RunError(f"{name} has arrived damaged at the next machine")
             small = {name: self.storage.read(f"{writer.folder}/{name}") for name in SMALL}
+            sent, self._sent = self._sent, b""  # after a failure, it is sent again
+            if small[manifests.METADATA] == sent:
+                del small[manifests.METADATA]
             return saved_of(manifest, parts, started), manifest.to_json(), small
 
         saved, manifest, small = on_all(self.group, arrived, complete)
 
         def publish() -> None:
-            for name, data in small.items():
-                writer.write_file(name, data)
+            self._metadata = small.get(manifests.METADATA, self._metadata)
+            for name, data in ({} if parts else {manifests.METADATA: self._metadata, **small}).items():
+                writer.write_file(name, data)  # on rank 0 they are there
             self.storage.publish(folder_name(draft.step), manifest)
 
         on_each(self.group, publish if self.copies.machines.leads else lambda: None)
+        self._sent = self._metadata
         return saved
 
     def discard(self, folder: str) -> None:
+        """Delete what a failed copy has left, also where it was committed."""
         if self.copies.machines.leads:
             self.storage.discard(folder)
+            with suppress(OSError):
+                self.storage.delete(folder)
 
     def retain(self) -> None:
         """Delete this machine's copies before the newest ones: those are whole on all machines."""
@@ -431,19 +487,22 @@ def open_copies(config: Checkpoint, **options: Any) -> LocalCopies | None:
     return copies
 
 
-def _open_folder(folder: Path) -> str:
+def _open_folder(folder: Path, *, is_default: bool) -> str:
     """Make the folder of a run's copies, which nobody else may read, and return the id of its machine.
 
+    Args:
+        is_default: it is in /dev/shm, where others can make folders and links of any name.
+
     Raises:
-        UserError: the folder above it belongs to someone else.
+        UserError: it, or the folder above it, belongs to someone else.
     """
-    root = folder.parent
-    root.mkdir(mode=0o700, parents=True, exist_ok=True)
-    about = os.lstat(root)  # in /dev/shm, others can make folders and links of any name
-    if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
-        raise UserError(f"{root} is no folder of this user: set checkpoint.local_folder")
-    root.chmod(0o700)
-    folder.mkdir(exist_ok=True)
+    folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    folder.mkdir(mode=0o700, exist_ok=True)
+    for place in (folder, *([folder.parent] if is_default else [])):
+        about = os.lstat(place)
+        if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
+            raise UserError(f"{place} is no folder of this user: set checkpoint.local_folder")
+    folder.chmod(0o700)
     new = folder / f".{uuid.uuid4().hex}"
     new.write_text(uuid.uuid4().hex)
     with suppress(FileExistsError):  # another rank was first

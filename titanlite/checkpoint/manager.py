@@ -20,8 +20,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.initial import Opener, load_initial
-from titanlite.checkpoint.local import Base, LocalCopies, open_copies
-from titanlite.checkpoint.manifest import Manifest, Progress, Settings
+from titanlite.checkpoint.local import History, LocalCopies, open_copies
+from titanlite.checkpoint.manifest import Manifest, Progress, Settings, copies_name
 from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
@@ -48,6 +48,7 @@ class CheckpointManager:
         may_change: globs of settings that need not match.
         whole_config: resolved config of the run as TOML, of which each checkpoint keeps a copy.
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
+        earlier: steps at which earlier starts of the run resumed.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
             then, and training waits.
         open_weights: opens initial_load_path where other programs wrote it.
@@ -67,6 +68,7 @@ class CheckpointManager:
         may_change: Sequence[str] = (),
         whole_config: str,
         timeout_seconds: float = 1800,
+        earlier: Sequence[int | None] = (),
         flush: Callable[[], None] | None = None,
         open_weights: Opener | None = None,
     ) -> None:
@@ -90,8 +92,9 @@ class CheckpointManager:
         self._saver = Saver(config, storage, group, device, pin=pin, flush=flush, whole_config=whole_config)
         self._local: LocalCopies | None = None
         if config.local_interval:
+            name = partial(copies_name, storage.owner, storage.url)
             self._local = open_copies(
-                config, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,
+                config, name=name, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,
                 timeout_seconds=timeout_seconds,
             )  # fmt: skip
         self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
@@ -103,7 +106,10 @@ class CheckpointManager:
         """Step of the save that has begun and not ended, and its result."""
         self._ended: list[tuple[Saved, SaveOverhead]] = []
         self.newest = 0
-        """Step that was loaded, or committed last."""
+        """Step of the newest checkpoint that was loaded or committed; local copies are none."""
+        self.owes_save = False
+        """A checkpoint was due before the local copy from which the run resumed, and was not committed."""
+        self._earlier = earlier
         optimizer.register_step_pre_hook(self.wait_until_staged)
 
     def state(self) -> State:
@@ -123,7 +129,7 @@ class CheckpointManager:
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
             resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
-            if progress := self._load_copy(resumption) or self._load_shared(resumption):
+            if progress := self._resume(resumption, has_saved=has_saved):
                 if self._local is not None:
                     self._local.forget_after(progress.step)
                 return progress
@@ -144,35 +150,52 @@ class CheckpointManager:
         put_back_numbers(self.model, self.optimizer, state)
         return manifest.progress if manifest is not None else Progress()
 
-    def _load_shared(self, resumption: Resumption) -> Progress | None:
-        """Load the newest complete checkpoint; return None if there is none."""
-        while (manifest := on_rank_0(self._group, resumption.choose)) is not None:
-            try:
-                self._read(resumption, manifest)
-            except DamagedCheckpoint as damage:  # known only as it is read: the one before is tried
-                on_rank_0(self._group, partial(resumption.quarantine, manifest.step, damage))
-                continue
-            self.newest, self._saver.newest = manifest.step, (manifest.step, manifest.saved_at)
-            return manifest.progress
-        return None
-
-    def _load_copy(self, resumption: Resumption) -> Progress | None:
-        """Load the newest local copy, if it is newer than every checkpoint and continues this run.
+    def _resume(self, resumption: Resumption, *, has_saved: bool) -> Progress | None:
+        """Load the newest local copy that continues the run, or the newest checkpoint if that is newer.
 
         Raises:
-            RunError: a file has changed within the load.
+            RunError: what was read in part cannot be undone.
         """
-        if self._local is None:
-            return None
-        newest = on_rank_0(self._group, resumption.newest)
-        for copy, base in self._local.search(after=newest):
-            if not on_rank_0(self._group, partial(resumption.allows, copy.manifest, base)):
-                continue
+        self._is_undefined = False
+        while True:
+            shared = on_rank_0(self._group, resumption.choose)
+            newest = shared.step if shared else 0
+            if shared is not None:
+                self._saver.newest = shared.step, shared.saved_at
+            if progress := self._load_copy(resumption, newest, has_saved=has_saved):
+                self.newest = newest
+                self.owes_save = newest < progress.step // self.config.interval * self.config.interval
+                return progress
+            if shared is None:
+                break
             try:
+                self._read(resumption, shared)
+            except DamagedCheckpoint as damage:  # known only as it is read: the one before is tried
+                on_rank_0(self._group, partial(resumption.quarantine, newest, damage))
+                continue
+            self.newest = newest
+            return shared.progress
+        on_rank_0(self._group, resumption.refuse_damaged)
+        if self._is_undefined:
+            raise RunError("a local copy was read in part, and there is no checkpoint: start again")
+        return None
+
+    def _load_copy(self, resumption: Resumption, newest: int, *, has_saved: bool) -> Progress | None:
+        """Load the newest local copy after step `newest` that continues this run; return None if there is none."""
+        for copy in self._local.search(after=newest) if self._local is not None else ():
+            assert self._local is not None
+            try:
+                allows = partial(
+                    resumption.allows, copy.manifest, self._local.history(copy), earlier=self._earlier,
+                    has_saved=has_saved,
+                )  # fmt: skip
+                if not on_rank_0(self._group, allows):
+                    continue
+                self._is_undefined = True
                 self._read(resumption, copy.manifest, partial(self._local.open, copy))
-            except DamagedCheckpoint as damage:  # since it was checked; the state is undefined now
-                raise RunError(f"{damage}. Start again: this local copy does not count then") from None
-            self.newest, self._saver.newest = newest, (base.step, base.saved_at)
+            except (DamagedCheckpoint, RunError) as error:
+                logger.warning(f"the local copy of step {copy.manifest.step} cannot be read: {error}")
+                continue
             step, fetched = copy.manifest.step, self._local.fetched
             logger.info(
                 f"local    copies of step {step} in {self._local.storage.root} are taken"
@@ -231,6 +254,7 @@ class CheckpointManager:
         """
         self._end_save()
         self._clock.begin_save()
+        self.owes_save = False
         background = self.is_background and not last
         self._in_flight = progress.step, self._saver.start(self.state(), self._draft(progress), background=background)
         if not background:
@@ -239,8 +263,9 @@ class CheckpointManager:
     def copy(self, progress: Progress) -> None:
         """Start to make local copies, and return."""
         if self._local is not None:
-            base = Base(*self._saver.newest, saving=self._in_flight[0] if self._in_flight else None)
-            self._local.save(self.state, partial(self._draft, progress), base)
+            saving = self._in_flight[0] if self._in_flight else None
+            history = History(*self._saver.newest, saving=saving, start=len(self._earlier))
+            self._local.save(self.state, partial(self._draft, progress), history)
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save the state at the end of an earlier step, and wait; do nothing if that step or a later one is saved.

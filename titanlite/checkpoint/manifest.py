@@ -6,6 +6,7 @@ checksum of itself.
 """
 
 import json
+import os
 import re
 import zlib
 from collections.abc import Callable
@@ -129,6 +130,16 @@ class Manifest:
 
 def folder_name(step: int) -> str:
     return f"step-{step:08d}"
+
+
+def copies_name(run_id: str, url: str) -> str:
+    """Return the name of the folder of a run's copies. A copied run folder has the same id, and another path.
+
+    Args:
+        url: of its checkpoints.
+    """
+    place = url if "://" in url else os.path.abspath(url)
+    return f"{run_id}-{zlib.crc32(place.encode()):08x}"
 
 
 def step_of(folder: str) -> int | None:

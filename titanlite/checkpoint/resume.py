@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
-from titanlite.checkpoint.local import Base
+from titanlite.checkpoint.local import History
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
 from titanlite.checkpoint.state import AVERAGE, Difference, State, difference, flat, names_of_ranks, selected
 from titanlite.models.base import ModelArgs
@@ -121,7 +121,7 @@ def _change(key: str, then: object, now: object) -> str:
 class Resumption:
     """Search for the checkpoint at which a run resumes, the newest first.
 
-    `find` and `quarantine` are called on rank 0 alone: a network file system may show other ranks an older list, and
+    `choose` and `quarantine` are called on rank 0 alone: a network file system may show other ranks an older list, and
     checks on every rank would flood it.
     """
 
@@ -136,12 +136,11 @@ class Resumption:
         """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.
 
         Raises:
-            UserError: only damaged checkpoints are left, the one that load_step names is damaged, or settings changed.
+            UserError: the one that load_step names is damaged, or settings changed.
             RunError: the store returns less than it lists. No checkpoint is taken for damaged then.
         """
         listing = self.storage.list()
         steps = manifests.committed_steps(listing)
-        damaged = [folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names]
         if self.config.load_step is not None:
             steps = self._of_branch(steps, self.config.load_step, listing)
         for step in reversed(steps):
@@ -150,7 +149,6 @@ class Resumption:
                 manifest = manifests.read_complete(self.storage, folder, listing[folder])
             except DamagedCheckpoint as damage:
                 self.quarantine(step, damage)
-                damaged.append(folder)
                 continue
             where = self.storage.url_of(folder)
             for lost in sorted(manifests.without_manifest(listing, since=step)):
@@ -159,45 +157,55 @@ class Resumption:
             if manifest.run_id != self.storage.owner:
                 logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
             return manifest
-        if damaged:
-            raise UserError(
-                f"no good checkpoint is left in {self.storage.url} (damaged: {', '.join(sorted(damaged))}). Restore "
-                "one, or begin anew under another job.name"
-            )
         return None
 
-    def newest(self) -> int:
-        """Return the step of the newest checkpoint, which may be damaged; 0 if there is none."""
-        listing = self.storage.list()
-        steps = manifests.committed_steps(listing)
-        if self.config.load_step is not None:
-            steps = self._of_branch(steps, self.config.load_step, listing)
-        return max(steps, default=0)
+    def refuse_damaged(self) -> None:
+        """Refuse to begin anew where there were checkpoints.
 
-    def allows(self, copy: Manifest, base: Base) -> bool:
-        """Return whether a local copy continues this run: with the same settings, branch and earlier checkpoints."""
+        Raises:
+            UserError: all are damaged.
+        """
+        listing = self.storage.list()
+        damaged = sorted(folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names)
+        if damaged:
+            raise UserError(
+                f"no good checkpoint is left in {self.storage.url} (damaged: {', '.join(damaged)}). Restore one, or "
+                "begin anew under another job.name"
+            )
+
+    def allows(self, copy: Manifest, history: History, *, earlier: Sequence[int | None], has_saved: bool) -> bool:
+        """Return whether a local copy continues this run: its settings, its branch, and what it went through.
+
+        Args:
+            earlier: steps at which earlier starts of the run resumed.
+            has_saved: the run has saved checkpoints before.
+        """
+        left_behind = [step for step in earlier[history.start + 1 :] if step is not None and step < copy.step]
         try:
             self.settings.check(copy, "")
         except UserError:
             continues = False
         else:
-            continues = self.config.load_step in (None, copy.load_step) and self._is_history(base)
+            continues = history.start < len(earlier) and not left_behind and self._is_own(history, has_saved)
+            continues &= self.config.load_step in (None, copy.load_step)
         if not continues:
             logger.info(f"the local copy of step {copy.step} does not continue this run, and does not count")
         return continues
 
-    def _is_history(self, base: Base) -> bool:
+    def _is_own(self, history: History, has_saved: bool) -> bool:
         """Return whether the shared checkpoints at the time of a local copy are those of this storage."""
         listing = self.storage.list()
         steps = manifests.committed_steps(listing)
-        folder = folder_name(base.step)
+        folder = folder_name(history.step)
         files = listing.get(folder, {})
-        if base.saving in steps or f"{MANIFEST}.{DAMAGED}" in files or (not steps and not base.step):
+        if not steps and not history.step:
+            return not has_saved
+        if history.saving in steps or f"{MANIFEST}.{DAMAGED}" in files:
             return True
         if MANIFEST not in files:
             return False
         try:
-            return manifests.read_manifest(self.storage, folder).saved_at == base.saved_at
+            return manifests.read_manifest(self.storage, folder).saved_at == history.saved_at
         except DamagedCheckpoint:  # it is there, and does not say otherwise
             return True
 
@@ -228,7 +236,7 @@ class Resumption:
             on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
 
     def quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
-        """Make a damaged checkpoint no longer count, so that `find` returns the one before.
+        """Make a damaged checkpoint no longer count, so that `choose` returns the one before.
 
         Raises:
             UserError: it is the one that load_step names.

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -52,6 +52,8 @@ class RunFolder:
     path: Path
     run_id: str
     data_cache: Path
+    earlier: Sequence[int | None] = ()
+    """Steps at which the starts before this one resumed; None: it is not known."""
     lock: IO[str] | None = None
     """Lock of the run, held by rank 0 until the process ends or the object is deleted."""
 
@@ -109,7 +111,8 @@ def open_run_folder(
     if isinstance(shared[0], Exception):
         raise shared[0]
     data_cache = Path(data.cache_folder or outputs / "data_cache")
-    folder = RunFolder(path, run_id=str(shared[0]), data_cache=data_cache, lock=lock)
+    run_id, earlier = shared[0]
+    folder = RunFolder(path, run_id=run_id, data_cache=data_cache, earlier=earlier, lock=lock)
     _make_folder(folder.logs)
     log = log_to_file(folder.logs, rank)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes, started by torchrun
@@ -117,8 +120,8 @@ def open_run_folder(
     return folder
 
 
-def _begin(path: Path, job: JobConfig, newest_saved: NewestSaved) -> str:
-    """Begin the record of this start in run.json, and return the run's id.
+def _begin(path: Path, job: JobConfig, newest_saved: NewestSaved) -> tuple[str, list[int | None]]:
+    """Begin the record of this start in run.json. Return the run's id, and where earlier starts resumed.
 
     Raises:
         CrashLoop: the restarts before this one made no progress.
@@ -133,9 +136,10 @@ def _begin(path: Path, job: JobConfig, newest_saved: NewestSaved) -> str:
         newest_step=lambda: newest_saved(path)[0],
         logs=path / "logs",
     )
+    earlier = [start.get("step") for start in starts]
     starts.append(begin_start(os.environ))
     _write_run(path, run)
-    return str(run["id"])
+    return str(run["id"]), earlier
 
 
 def _make_folder(path: Path) -> None:

@@ -13,6 +13,7 @@ STARTING_STEPS = 2
 """Steps of a start that may compile, and so have the timeout of the start."""
 
 CHECKPOINT_GROUP = "checkpoint"
+COPY_GROUP = f"{CHECKPOINT_GROUP} copies"
 """Description of the process group that a save in the background uses. Its timeout never changes."""
 
 

@@ -40,7 +40,7 @@ from titanlite.run.proc import (
     main_thread_waits_for,
     state_of,
 )
-from titanlite.run.timeouts import CHECKPOINT_GROUP, PhaseTimeouts
+from titanlite.run.timeouts import CHECKPOINT_GROUP, COPY_GROUP, PhaseTimeouts
 from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives, recent_collectives
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import ranks_text
@@ -256,7 +256,8 @@ class Watchdog:
         self._last_look = now
         position, counts = self._phase.position, self._count()
         is_saving = position.name.timeout == "save"
-        started = sum(count for name, count in counts.items() if is_saving or CHECKPOINT_GROUP not in name)
+        counted = [name for name in counts if is_saving or CHECKPOINT_GROUP not in name]
+        started = sum(counts[name] for name in counted if COPY_GROUP not in name)  # those differ from rank to rank
         if (position, started) != self._mark[:2]:
             self._notice_progress(now)
             self._mark = position, started, self._phase.is_starting

@@ -105,12 +105,12 @@ def set_timeouts(seconds: float, *, but_for: str) -> None:
     """Set the timeout of collectives that start from now on, in every process group of this process.
 
     Args:
-        but_for: description (`group_desc`) of groups that keep theirs.
+        but_for: beginning of the description (`group_desc`) of groups that keep theirs.
     """
     # public since torch 2.14, where the private name warns
     set_timeout = getattr(dist, "set_timeout", None) or distributed_c10d._set_pg_timeout
     for group in distributed_c10d._world.pg_map:
-        if group.group_desc != but_for:
+        if not group.group_desc.startswith(but_for):
             set_timeout(timedelta(seconds=seconds), group)
 
 

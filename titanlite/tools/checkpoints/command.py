@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from titanlite.checkpoint import manifest as manifests
-from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, folder_name
+from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, copies_name, folder_name
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.files import checked_name, memory_folder, read_small
@@ -244,10 +244,13 @@ def _local_copies(path: str) -> Iterator[tuple[Storage, list[Listed]]]:
         try:
             run_id = checked_name(json.loads(read_small(record))["id"])
             options = tomli.loads(read_small(record.with_name("config.toml")).decode())["checkpoint"]
-            storage = LocalStorage(str(memory_folder(options.get("local_folder")) / run_id), run_id)
-        except (OSError, ValueError, KeyError, TypeError):  # not that of a run
+            url = options.get("folder") or str(record.with_name("checkpoints"))
+            folder = memory_folder(options.get("local_folder")) / copies_name(run_id, url)
+            storage = LocalStorage(str(folder), run_id)
+        except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # not that of a run
             continue
-        founds = [_look(storage, folder, sizes, check=_read_part) for folder, sizes in storage.list().items()]
+        listing = {folder: sizes for folder, sizes in storage.list().items() if MANIFEST in sizes}
+        founds = [_look(storage, folder, sizes, check=_read_part) for folder, sizes in listing.items()]
         if copies := sorted(filter(None, founds), key=lambda found: found[:2]):
             yield storage, copies
 
