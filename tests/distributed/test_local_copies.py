@@ -1,5 +1,6 @@
 """Local copies: what a run resumes from after a failure, and what never counts. Each half of the ranks is a machine."""
 
+import json
 import os
 import re
 import shutil
@@ -35,8 +36,8 @@ from titanlite.storage.storage import LocalStorage
 from titanlite.train import Run
 
 INTERVAL, FAILS_AT, STEPS = 3, 8, 11
-NEWEST, BEFORE = 6, 3
-"""Steps of the copies that are left when a run fails after step 8."""
+NEWEST, BEFORE, REFUSED = 6, 3, -1
+"""Steps of the copies that are left when a run fails after step 8; for a start that is refused."""
 LOCAL = [f"--checkpoint.local_interval={INTERVAL}", "--checkpoint.local_folder=~/copies", f"--training.steps={STEPS}"]
 
 
@@ -108,7 +109,10 @@ def fail_and_resume(
     if spoil is not None and rank == 0:
         spoil(homes, run_folder)
     torch.distributed.barrier()
-    run = train_on_this_rank(config, rank, world_size)
+    try:
+        run = train_on_this_rank(config, rank, world_size)
+    except UserError:
+        return REFUSED, {}, [any(home.glob("copies/*/step-*")) for home in homes]
     torch.distributed.barrier()  # the copies are deleted
     return run.progress.step, weights_of(run), [any((home / "copies").iterdir()) for home in homes]
 
@@ -175,9 +179,31 @@ def of_another_run(homes: list[Path], run: Path) -> None:
     shutil.rmtree(run)
 
 
-def newer_checkpoint_is_gone(homes: list[Path], run: Path) -> None:
-    """Step 4 was saved, and is not there: copies count only where the checkpoints that they followed still are."""
+def checkpoints_are_gone(homes: list[Path], run: Path) -> None:
+    """Step 4 was saved, and its folder is not there: perhaps it is not mounted."""
     shutil.rmtree(run / "checkpoints" / folder_name(4))
+
+
+def older_than_a_later_start(homes: list[Path], run: Path) -> None:
+    """The run was started without these machines, from its beginning, and did steps that count."""
+    record = json.loads((run / "run.json").read_text())
+    record["starts"].append(record["starts"][-1] | {"step": 0})
+    (run / "run.json").write_text(json.dumps(record))
+
+
+def a_copied_run(homes: list[Path], run: Path) -> None:
+    """Copies are those of the run at their path. A copied folder has the same id."""
+    for home in homes:
+        copies = copies_of(home)
+        copies.rename(copies.with_name(f"{copies.name.partition('-')[0]}-00000000"))
+
+
+def two_copies_of_one_step(homes: list[Path], run: Path) -> None:
+    """A machine comes back with a copy of another time. It does not count, and harms the others in nothing."""
+    folder = copies_of(homes[1]) / folder_name(NEWEST)
+    manifest = Manifest.from_json((folder / "manifest.json").read_bytes())
+    files = {name: replace(record, crc32="00000000") for name, record in manifest.files.items()}
+    (folder / "manifest.json").write_bytes(replace(manifest, files=files, saved_at=manifest.saved_at + 1).to_json())
 
 
 def another_checkpoint_of_that_step(homes: list[Path], run: Path) -> None:
@@ -201,7 +227,10 @@ CASES: dict[Spoil, tuple[int, list[str]]] = {
     both_cut_and_the_one_before: (0, degrees(1, 2)),
     manifests_flipped: (BEFORE, degrees(1, 2)),
     of_another_run: (0, degrees(1, 2)),
-    newer_checkpoint_is_gone: (BEFORE, [*degrees(1, 2), SAVES]),
+    checkpoints_are_gone: (REFUSED, [*degrees(1, 2), SAVES]),
+    older_than_a_later_start: (0, degrees(1, 2)),
+    a_copied_run: (0, degrees(1, 2)),
+    two_copies_of_one_step: (NEWEST, degrees(1, 2)),
     another_checkpoint_of_that_step: (4, [*degrees(2, 1), SAVES]),
     damaged_base: (NEWEST, [*degrees(1, 2), SAVES]),
 }
@@ -224,9 +253,10 @@ def test_the_newest_whole_copy_counts_and_gives_the_same_bits(tiny: TinyRun) -> 
     for (spoil, (step, options)), ranks in zip(CASES.items(), found, strict=True):
         assert [resumed for resumed, _, _ in ranks] == [step] * 2, spoil.__name__
         expected = ends[[options[:2] == layout[:2] for layout in layouts].index(True)]
-        for (_, values, left), of_rank in zip(ranks, expected, strict=True):
-            assert_equal(values, of_rank)
-            assert left == [spoil is of_another_run] * 2, "a checkpoint has replaced the copies"
+        for (resumed, values, left), of_rank in zip(ranks, expected, strict=True):
+            assert_equal(values, of_rank if resumed != REFUSED else {})
+            kept = spoil in (of_another_run, a_copied_run, checkpoints_are_gone)
+            assert left == [kept] * 2, "a checkpoint has replaced the copies"
 
 
 TWO_HEADS = [f"--model.args.{size}" for size in ("vocab_size=260", "n_heads=2", "n_kv_heads=2", "dim=32")]

@@ -497,8 +497,8 @@ def _open_folder(folder: Path, *, is_default: bool) -> str:
         UserError: it, or the folder above it, belongs to someone else.
     """
     folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    for place in (folder, *([folder.parent] if is_default else [])):
+    for place in [folder.parent, folder] if is_default else [folder]:
+        place.mkdir(mode=0o700, exist_ok=True)
         about = os.lstat(place)
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
             raise UserError(f"{place} is no folder of this user: set checkpoint.local_folder")
