@@ -53,4 +53,4 @@ if ((${nnodes#*:} > 1)) && [[ -z ${RDZV_ENDPOINT:-} ]]; then
 fi
 
 # torchrun, and the exit code of the first process that fails. A signal to this process goes to all of them.
-exec "$PYTHON" -m titanlite.tools.launch "$nnodes" "$nproc_here" "${RDZV_ENDPOINT:-localhost:0}" "$restarts" "$@"
+exec "$PYTHON" -u -m titanlite.tools.launch "$nnodes" "$nproc_here" "${RDZV_ENDPOINT:-localhost:0}" "$restarts" "$@"

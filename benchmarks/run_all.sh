@@ -86,6 +86,8 @@ full bench_distill.py
 fast bench_distill.py --seeds 1 --steps 4 --teacher-steps 4
 full bench_startup.py
 fast bench_startup.py --runs 1
+full bench_ranks.py
+fast bench_ranks.py --runs 1 --ranks 2
 full plan_accuracy.py cpu
 fast plan_accuracy.py cpu --only "FSDP, 2, recompute op"
 full plan_accuracy.py published

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.helpers import TinyRun, mentions, run_train, titanlite
 from titanlite.runtime.console import shell_command
-from titanlite.tools import cli, launch
+from titanlite.tools import cli
 
 
 @pytest.mark.usefixtures("own_process_group")
@@ -62,13 +62,16 @@ def test_umlauts_in_paths_where_the_locale_is_ascii(tmp_path: Path, monkeypatch:
     assert cli.run(["generate", str(run), "--prompt", "ü", "--max-new-tokens", "1"]) == 0
 
 
-def test_a_mistake_is_reported_once_before_processes_start(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    """The launcher of run_train.sh runs in this process, which has imported torch."""
+def test_a_mistake_is_reported_once_before_processes_start(tiny: TinyRun) -> None:
     (tiny.folder / "broken.toml").write_text("[training")  # nothing else is checked: that would import torch
-    words = [f"--config={tiny.folder}/broken.toml"]
-    assert launch._launch("1", 2, "localhost:0", 0, words, tiny.folder) == 2
-    [line] = capfd.readouterr().err.splitlines()
+    here = {"NPROC": "2", "TMPDIR": str(tiny.folder)}
+    result = run_train(f"--config={tiny.folder}/broken.toml", cwd=tiny.folder, **here)
+    assert (result.returncode, result.stdout) == (2, "")
+    [line] = result.stderr.splitlines()
     assert line.startswith("error: broken.toml ")
+    helped = run_train("--config=debug", "--help", cwd=tiny.folder, **here)
+    assert (helped.returncode, helped.stderr, helped.stdout.count("usage: titanlite train")) == (0, "", 1)
+    assert not [*tiny.folder.glob("titanlite-*")]
     without_place = run_train("--config", str(tiny.toml), cwd=tiny.folder, NNODES="2")
     assert without_place.returncode == 2
     assert "RDZV_ENDPOINT" in without_place.stderr

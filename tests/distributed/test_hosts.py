@@ -12,7 +12,7 @@ import pytest
 
 from tests.support.helpers import TinyRun, mentions
 from tests.support.hosts import Network, network
-from tests.support.processes import SCRIPT, Job, kill_all, newest, started, unhurried
+from tests.support.processes import SCRIPT, Job, kill_all, newest, rank_of, started, unhurried
 from titanlite.tools import cli
 
 HSDP = "--parallelism.data_parallel_replicate_degree=2", "--parallelism.data_parallel_shard_degree=2"
@@ -29,12 +29,12 @@ def hosts() -> Iterator[Network]:
         yield made
 
 
-def ranks_of(network: Network, jobs: list[Job]) -> dict[str, list[int]]:
+def ranks_of(network: Network, jobs: list[Job]) -> dict[str, list[int | None]]:
     """Return {host: its ranks}, as the processes are."""
-    found = {}
+    found: dict[str, list[int | None]] = {}
     for host, job in zip(network.hosts, jobs, strict=True):
-        environs = [Path(f"/proc/{pid}/environ").read_bytes().split(b"\0") for pid in job.ranks() if host.has(pid)]
-        found[host.name] = [int(entry[5:]) for environ in environs for entry in environ if entry.startswith(b"RANK=")]
+        commands = job.pids()
+        found[host.name] = [rank_of(pid, commands[pid]) for pid in job.ranks() if host.has(pid)]
     return found
 
 

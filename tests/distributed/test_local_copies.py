@@ -1,5 +1,6 @@
 """Local copies: what a run resumes from after a failure, and what never counts. Each half of the ranks is a machine."""
 
+import errno
 import json
 import os
 import re
@@ -323,6 +324,39 @@ def test_another_layout_loads_and_other_settings_do_not(tiny: TinyRun) -> None:
     assert mentions(settings[0], "training.global_batch_size", 8, 4)
     assert allowed == [NEWEST] * 2
     assert branch == [4] * 2, "the copy of step 6 is of the branch that the user leaves"
+
+
+def without_room(rank: int, world_size: int, given: tuple[Config, list[Path]]) -> int:
+    """Fail, replace a machine by one without room for what it lacks, and resume. Returns the step."""
+    config, homes = given
+    os.environ["HOME"] = str(homes[rank])
+    train_until_failure(config, rank, world_size, homes[rank])
+    if rank == 0:
+        empty_machine(homes, Path())
+    torch.distributed.barrier()
+
+    def no_room(*args: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "posix_fallocate", no_room)
+        return train_on_this_rank(config, rank, world_size).progress.step
+
+
+def test_a_copy_that_cannot_be_fetched_leaves_the_run_its_checkpoint(tiny: TinyRun) -> None:
+    config = tiny.config(*LOCAL, *degrees(1, 2), "--checkpoint.interval=4", "--checkpoint.local_copies=2", world_size=2)
+    assert run_in_turn(without_room, 2, [(config, machines(tiny, "room"))]) == [[4, 4]]
+
+
+def test_a_checkpoint_that_was_due_before_a_copy_is_saved(tiny: TinyRun) -> None:
+    """A save that takes minutes may be killed, and the copy of its step is whole."""
+    home = tiny.folder / "home"
+    with one_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        train_until_failure(tiny.config(*LOCAL), 0, 1, home)
+        train_on_this_rank(tiny.config(*LOCAL, "--checkpoint.interval=5"), 0, 1)
+    saved = [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").iterdir()]
+    assert sorted(saved) == [folder_name(step) for step in (NEWEST + 1, 10, STEPS)]
 
 
 def full(rank: int, world_size: int, given: tuple[Config, Path]) -> int:

@@ -36,6 +36,16 @@ def listening(pids: list[int]) -> set[str]:
     return found
 
 
+def are_forks(job: Job) -> list[bool]:
+    """Return for each rank whether it is a fork, which shows its rank in its command line."""
+    commands = job.pids()
+    return ["(rank " in commands[pid] for pid in job.ranks()]
+
+
+def parent(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
 @pytest.mark.slow
 def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> None:
     """The restart resumes exactly. A stop by a signal is final, though torchrun has restarts left."""
@@ -43,11 +53,17 @@ def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> N
     with started(tiny.folder, f"--config={tiny.toml}", *options, NPROC="2", MAX_RESTARTS="3") as job:
         job.wait_for_step(7)
         addresses = listening([*job.pids()])
+        launcher, first = job.process.pid, job.ranks()
+        assert sum("fork_server" in command for command in job.pids().values()) == 1
         job.signal(job.ranks()[1], signal.SIGKILL)
         job.wait_until(lambda: "resumes from its newest checkpoint" in job.text())
         reached = max(job.steps())
         job.wait_until(lambda: len(job.steps()) > len({*job.steps()}))  # a step for the second time
         job.wait_for_step(reached + 2)
+        second = job.ranks()
+        assert {*first}.isdisjoint(second)
+        assert [parent(pid) for pid in second] == [launcher, launcher]
+        assert are_forks(job) == [True, True]
         job.signal(job.ranks()[1], signal.SIGTERM)
         assert job.end() == 75, job.text()
         assert job.left() == {}
@@ -99,6 +115,31 @@ def test_local_copies_carry_a_job_over_every_death(tiny: TinyRun) -> None:
 def resumptions(job: Job) -> list[int]:
     """Return the steps after which starts of a job resume."""
     return [int(step) for step in re.findall(r"^resuming after step (\d+)", job.text(), re.M)]
+
+
+@pytest.mark.slow
+def test_without_forks_the_job_is_the_same(tiny: TinyRun) -> None:
+    """A thread that the environment starts in each Python process could hold a lock in a fork."""
+    (tiny.folder / "site").mkdir()
+    planted = "import threading, time\nthreading.Thread(target=time.sleep, args=[1000], daemon=True).start()\n"
+    (tiny.folder / "site" / "sitecustomize.py").write_text(planted)
+    endless = "--training.steps=1000000", unhurried(tiny)
+    losses, lines = [], []
+    for name, environ in (("forks", {}), ("processes", {"PYTHONPATH": str(tiny.folder / "site")})):
+        words = f"--config={tiny.toml}", *endless, f"--job.name={name}"
+        with started(tiny.folder, *words, NPROC="2", **environ) as job:
+            job.wait_for_step(3)
+            assert [parent(pid) for pid in job.ranks()] == [job.process.pid] * 2
+            assert are_forks(job) == [name == "forks"] * 2
+            job.signal(job.process.pid, signal.SIGTERM)
+            assert job.end() == 75, job.text()
+            assert job.left() == {}
+        losses.append(tiny.losses(name)[:3])
+        lines.append([line for line in job.text().splitlines() if "no forks" in line])
+    assert losses[0] == losses[1]
+    assert lines[0] == []
+    [line] = lines[1]
+    assert "threads" in line
 
 
 @pytest.mark.nightly

@@ -290,9 +290,18 @@ cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, c
 // CUDA runtime: devices
 // ---------------------------------------------------------------------------------------------------------------------
 
+// As with the driver, a process that was forked after the first call has no device.
+static cudaError_t use_driver(void) {
+    static pid_t user;
+    if (!user) user = getpid();
+    return user == getpid() ? cudaSuccess : cudaErrorInitializationError;
+}
+
+CUresult cuInit(unsigned flags) { return (CUresult)use_driver(); }
+
 cudaError_t cudaGetDeviceCount(int *count) {
-    *count = device_count();
-    return cudaSuccess;
+    *count = use_driver() ? 0 : device_count();
+    return use_driver();
 }
 
 cudaError_t cudaGetDevice(int *device) {
@@ -301,6 +310,7 @@ cudaError_t cudaGetDevice(int *device) {
 }
 
 cudaError_t cudaSetDevice(int device) {
+    if (use_driver()) return last_error = use_driver();
     if (device < 0 || device >= device_count()) return last_error = cudaErrorInvalidDevice;
     current_device = device;
     return cudaSuccess;

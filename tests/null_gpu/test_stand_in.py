@@ -37,6 +37,19 @@ def test_the_device_is_an_h100(run_python: RunPython) -> None:
     assert many == [2, 2**34]
 
 
+@pytest.mark.parametrize("uses", [False, True])
+def test_a_fork_of_a_process_that_has_used_the_device_has_none(run_python: RunPython, uses: bool) -> None:
+    found = printed(
+        run_python,
+        "import ctypes, os",
+        f"library = ctypes.CDLL(os.environ['LD_PRELOAD']); {uses} and library.cuInit(0)",
+        "pid = os.fork()",
+        "pid or os._exit(library.cuInit(0))",
+        "os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])",
+    )
+    assert found == (3 if uses else 0)  # cudaErrorInitializationError
+
+
 def test_memory_is_counted_and_ends(run_python: RunPython) -> None:
     found = printed(
         run_python,

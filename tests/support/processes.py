@@ -31,19 +31,22 @@ def processes_with(mark: bytes) -> dict[int, str]:
     return found
 
 
+def rank_of(pid: int, command: str) -> int | None:
+    """Return the rank of a process: a fork shows it in its command line, a new process has it in its environment."""
+    if found := re.search(r"\(rank (\d+)\)", command):
+        return int(found[1])
+    environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next((int(entry[5:]) for entry in environ if entry.startswith(b"RANK=")), None)
+
+
 def trainers(pids: Mapping[int, str]) -> list[int]:
     """Return the processes that train, by rank.
 
     Args:
         pids: {process: command line}.
     """
-    ranks = {}
-    for pid, command in pids.items():
-        if "titanlite train" in command:
-            environ = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-            rank = next((int(entry[5:]) for entry in environ if entry.startswith(b"RANK=")), None)
-            if rank is not None:
-                ranks[rank] = pid
+    training = {pid: command for pid, command in pids.items() if "titanlite train" in command}
+    ranks = {rank: pid for pid, command in training.items() if (rank := rank_of(pid, command)) is not None}
     return [pid for _, pid in sorted(ranks.items())]
 
 

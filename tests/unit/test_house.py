@@ -205,6 +205,13 @@ REPLACED = {
     "techniques/reproducible/parts.py": {
         "layer.forward": "as block.forward: each layer is called once for each part of the sequences",
     },
+    "tools/fork_server.py": {
+        "sys.argv": "a fork has the words of the process whose place it takes",
+        "sys.orig_argv": "as sys.argv",
+    },
+    "runtime/private_torch/elastic.py": {
+        "SubprocessHandler._popen": "torchelastic has no other place for a worker that is no new process of a program",
+    },
     "runtime/private_torch/fsdp.py": {
         "parameter.__class__": "quantized parameters keep their types; gathered parts of layers have hooks",
         "unit.__class__": "the plan records the collectives and the memory of each FSDP unit; no run does",

@@ -3,7 +3,8 @@
 torchrun turns every exit code of its workers into 1 and prints tracebacks of its own. Here the first worker that ends
 leaves its exit code beside torchrun's error files, and torchrun's exceptions become one line. A signal goes to every
 worker, which decides what it means; this process waits for them. With MAX_RESTARTS, torchrun starts the workers again
-after a failure.
+after a failure. The check of the config and the workers are forks of a server (`fork_server`), so that this process
+alone imports PyTorch.
 """
 
 import fcntl
@@ -17,17 +18,25 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping, MutableMapping, Sequence
 from contextlib import suppress
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import NoReturn
+from typing import TYPE_CHECKING, NoReturn, Protocol
 
+from titanlite.config.shipped import find_config
 from titanlite.run.endings import FAILED, read_end, report_errors
-from titanlite.runtime.allocator import cores
+from titanlite.runtime.allocator import cores, importing, use_expandable_segments
+from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import check_open_files, leave_deleted_folder
 from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests
+from titanlite.tools import cli
+from titanlite.tools.fork_server import CannotFork, ForkedProcess, ForkServer, Handlers
+
+if TYPE_CHECKING:
+    from titanlite.schema import Config
 
 SHUTDOWN_SECONDS = 3600
 """Time that workers have to save a checkpoint after a signal, until torchrun kills them."""
@@ -37,10 +46,30 @@ GRACE_SECONDS = 10
 """Time that workers have to end after a second signal, until they are killed: a stopped one (SIGSTOP) never ends."""
 DOCUMENTATION = "192.0.2.1"
 """An address that no machine has (RFC 5737), and that the default route leads to."""
+PYTHON = [sys.executable, "-u", "-m", "titanlite"]
+IMPORTED = (
+    "torch._dynamo",
+    "titanlite.run.versions",
+    "titanlite.run.watchdog",
+    "titanlite.runtime.console",
+    "titanlite.runtime.private_torch.elastic",
+    "titanlite.tools.assemble",
+    "titanlite.tools.checkpoints.last_export",
+)
+"""Modules that every rank imports. PyTorch imports the first when it builds a module on the meta device."""
 LOG_VARIABLE = "TORCH_CPP_LOG_LEVEL"
 """Environment variable that PyTorch reads when it is imported."""
 SIOCGIFADDR = 0x8915
 """Request to Linux for the IPv4 address of a network interface."""
+
+
+Process = ForkedProcess | subprocess.Popen[bytes]
+
+
+class Start(Protocol):
+    """Starts a process of the command: the words of the command, and the whole environment."""
+
+    def __call__(self, command: Sequence[str], environ: Mapping[str, str], *, new_session: bool = True) -> Process: ...
 
 
 class _Requests(StopRequests):
@@ -61,41 +90,93 @@ def main() -> NoReturn:
     if code := report_errors(check_open_files):
         sys.exit(code)
     nodes, processes, endpoint, restarts, *words = sys.argv[1:]
-    folder = Path(tempfile.mkdtemp(prefix="titanlite-"))
-    with _Requests().listening(partial(_end_now, folder), lambda: False):
-        with queued_output():
-            try:
-                code = _launch(nodes, int(processes), endpoint, int(restarts), words, folder)
-            finally:
-                shutil.rmtree(folder, ignore_errors=True)
-        os._exit(code)
-
-
-def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: list[str], folder: Path) -> int:
     command = ["train"]
     if words[:1] == ["check"]:  # of the machines
-        command, words, restarts = ["check", "--machines"], words[1:], 0
-    smallest = int(nodes.partition(":")[0]) * processes
-    sizes = {"WORLD_SIZE": str(smallest), "LOCAL_WORLD_SIZE": str(processes)}
-    check = subprocess.Popen(
-        [sys.executable, "-m", "titanlite", "check", "--here", *words], env={**os.environ, **sizes}
-    )
-    log_level = os.environ.get(LOG_VARIABLE)
-    os.environ[LOG_VARIABLE] = log_level or "ERROR"  # of this process: PyTorch reports a lost machine with C++ frames
-    from torch.distributed.elastic.multiprocessing import SignalException  # while the check runs
+        command, words, restarts = ["check", "--machines"], words[1:], "0"
+    smallest = int(nodes.partition(":")[0]) * int(processes)
+    sizes = {"WORLD_SIZE": str(smallest), "LOCAL_WORLD_SIZE": processes}
+    check = ["check", "--here", *words]
+    requests, folder = _Requests(), Path(tempfile.mkdtemp(prefix="titanlite-"))
+    end_now = partial(_end_now, folder)
+    handlers = {number: signal.getsignal(number) or signal.SIG_DFL for number in (*STOP_SIGNALS, signal.SIGQUIT)}
+    for number in STOP_SIGNALS:  # without the thread of `listening`, which a fork would not have
+        if handlers[number] != signal.SIG_IGN:
+            signal.signal(number, lambda number, _: requests.receive(signal.Signals(number), end_now, lambda: False))
+    try:
+        config = _read([command[0], *words], smallest)
+        if config is None:  # the mistakes are reported at once, not after PyTorch is imported
+            shutil.rmtree(folder)
+            os.environ.update(sizes)
+            sys.argv[1:] = check
+            cli.main()
+        _set_environment(int(processes))
+        use_interface_of(os.environ, endpoint if int(nodes.rpartition(":")[2]) > 1 else None)
+        start = _import_and_fork(config, handlers)
+        with requests.listening(end_now, lambda: False), queued_output():
+            # all mistakes are reported once, not by every process
+            code = start([*PYTHON, *check], {**os.environ, **sizes}, new_session=False).wait()
+            code = code or _launch(nodes, processes, endpoint, restarts, [*command, *words], folder, start)
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    os._exit(code)
+
+
+def _read(words: Sequence[str], world_size: int) -> "Config | None":
+    """Return the config of a command; None if one of them has mistakes that are known without PyTorch."""
+    from titanlite.config.load import read  # not before signals are received: it takes a while
+
+    try:
+        options = cli.make_parser().parse(words)
+        return read(find_config(options.config), options.overrides, world_size=world_size).resolve()
+    except UserError:
+        return None
+
+
+def _import_and_fork(config: "Config", handlers: Handlers) -> Start:
+    """Import what ranks import, and return what starts them: a fork server, or new processes where that is unsafe."""
+    use_expandable_segments(os.environ)
+    with importing():
+        from titanlite.parallelize.compile import use_cache
+
+        use_cache(config.compile)
+        for name in IMPORTED:
+            import_module(name)
+    server = None
+    try:
+        server = ForkServer(cli.main, handlers)
+    except CannotFork as reason:
+        print(f"each process imports PyTorch itself: no forks, because {reason}", file=sys.stderr)
+
+    def start(command: Sequence[str], environ: Mapping[str, str], *, new_session: bool = True) -> Process:
+        nonlocal server
+        if server:
+            try:
+                return server.start(command, environ, new_session=new_session)
+            except (EOFError, OSError) as error:
+                print(f"each process imports PyTorch itself: the fork server failed, {error!r}", file=sys.stderr)
+                server = None
+        return subprocess.Popen(command, env=dict(environ), start_new_session=new_session)
+
+    return start
+
+
+def _launch(
+    nodes: str, processes: str, endpoint: str, restarts: str, words: Sequence[str], folder: Path, start: Start
+) -> int:
+    from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import rendezvous_handler_registry
     from torch.distributed.run import main as torchrun
 
+    from titanlite.runtime.private_torch.elastic import read_log_level, start_workers_by
     from titanlite.tools.rendezvous import BACKEND, FinalEnd, connect, newest_end
 
-    if log_level is None:
+    if LOG_VARIABLE not in os.environ:
+        os.environ[LOG_VARIABLE] = "ERROR"  # of this process: PyTorch reports a lost machine with C++ frames
+        read_log_level()
         del os.environ[LOG_VARIABLE]
-    if code := check.wait():  # mistakes are reported once and at once, not by every process
-        return code
-    _set_environment(processes)
-    use_interface_of(os.environ, endpoint if int(nodes.rpartition(":")[2]) > 1 else None)
-    rendezvous_handler_registry.register(BACKEND, partial(connect, folder=folder, max_restarts=restarts))
+    start_workers_by(start)
+    rendezvous_handler_registry.register(BACKEND, partial(connect, folder=folder, max_restarts=int(restarts)))
     logging.disable(logging.ERROR)  # torchrun reports what is reported here
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup asks for
     signals = [one.name for one in (*STOP_SIGNALS, signal.SIGQUIT) if not (ignored and one == signal.SIGHUP)]
@@ -105,7 +186,7 @@ def _launch(nodes: str, processes: int, endpoint: str, restarts: int, words: lis
             [
                 f"--nnodes={nodes}", f"--nproc_per_node={processes}", f"--max-restarts={restarts}",
                 f"--rdzv_backend={BACKEND}", f"--rdzv_endpoint={endpoint}", *address_options(endpoint, os.environ),
-                f"--signals-to-handle={','.join(signals)}", f"--log-dir={folder}", "-m", "titanlite", *command, *words,
+                f"--signals-to-handle={','.join(signals)}", f"--log-dir={folder}", "-m", "titanlite", *words,
             ]
         )  # fmt: skip
         return 0

@@ -1,9 +1,12 @@
 """PyTorch's private API does what titanlite/runtime/private_torch/ relies on."""
 
 import copyreg
+import ctypes
 import io
 import math
 import pickle
+import subprocess
+import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,6 +25,8 @@ from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import TensorProperties
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, Std, start_processes
+from torch.distributed.elastic.multiprocessing.subprocess_handler import SubprocessHandler
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
@@ -54,6 +59,7 @@ from titanlite.runtime.private_torch.compiler import (
     mark_dynamic,
     without_autograd_cache,
 )
+from titanlite.runtime.private_torch.elastic import has_lost_cuda, read_log_level, start_workers_by
 from titanlite.runtime.private_torch.fsdp import (
     _param_group,
     gather_asynchronously,
@@ -737,3 +743,42 @@ def test_a_fake_world_uses_no_groups_of_an_earlier_one() -> None:
             detached = part.detach()
             assert isinstance(detached, DTensor)
             assert detached.device_mesh is mesh
+
+
+def test_workers_of_torchelastic_are_started_by_a_function(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(SubprocessHandler, "_popen", SubprocessHandler._popen)  # as it is again after this test
+    started: list[tuple[tuple[str, ...], str, str]] = []
+
+    def start(args: tuple[str, ...], env: dict[str, str]) -> "subprocess.Popen[bytes]":
+        started.append((args, env["RANK"], env["TORCHELASTIC_ERROR_FILE"]))
+        return subprocess.Popen(["sh", "-c", f"exit {5 * int(env['RANK'])}"], start_new_session=True)
+
+    start_workers_by(start)
+    command, redirected = ("-c", "import sys; sys.exit(7)"), tmp_path / "redirected"
+    for folder, redirects, codes in ((tmp_path / "plain", Std.NONE, [5]), (redirected, Std.ALL, [7])):
+        folder.mkdir()
+        workers = start_processes(
+            name="worker", entrypoint=sys.executable, args={0: command, 1: command},
+            envs={rank: {"RANK": str(rank)} for rank in (0, 1)},
+            logs_specs=DefaultLogsSpecs(log_dir=str(folder), redirects=redirects),
+        )  # fmt: skip
+        while not (result := workers.wait(10, 0.02)):
+            pass
+        ended = {rank: failure.exitcode for rank, failure in result.failures.items()}  # the first ends the other
+        assert {*ended.values()} - {-15} == {*codes}
+    assert [(args, rank) for args, rank, _ in started] == [((sys.executable, *command), rank) for rank in ("0", "1")]
+    assert all(file.startswith(str(tmp_path)) for _, _, file in started)
+
+
+def test_the_log_level_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = ctypes.CDLL(str(Path(torch.__file__).with_name("lib") / "libc10.so"))
+    level = ctypes.c_int.in_dll(library, "FLAGS_caffe2_log_level")
+    before = level.value
+    try:
+        for name, number in (("ERROR", 2), ("INFO", 0), ("WARNING", 1)):
+            monkeypatch.setenv("TORCH_CPP_LOG_LEVEL", name)
+            read_log_level()
+            assert level.value == number
+    finally:
+        level.value = before
+    assert not has_lost_cuda()

@@ -1,0 +1,200 @@
+"""Fork server of run_train.sh: a process that has imported PyTorch once, and does nothing but fork others.
+
+The check of the config, the ranks and their restarts are forks of it. It has one thread, has touched no GPU and belongs
+to no process group, so that a fork of it is as good as a new process, and begins at once. Its pages are shared.
+Python's own fork server would be the parent of the ranks, and report their ends; here the launcher is their parent, as
+it is of new processes: it waits for them, and they notice its end.
+"""
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from importlib import import_module
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any, NoReturn
+
+PR_SET_CHILD_SUBREAPER = 36
+START_SECONDS = 60.0
+"""Longest wait for a fork."""
+POLL_SECONDS = 0.02
+
+Handlers = Mapping[signal.Signals, Any]
+"""{signal: its handler}, as a new process has them."""
+
+
+class ForkedProcess:
+    """Child process, with the methods of `subprocess.Popen` that torchelastic calls."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """Return the exit code, or -N after signal N; None while the process runs."""
+        if self.returncode is None:
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # SIGCHLD is ignored, so that the system has forgotten the code
+                self.returncode = 0
+            else:
+                self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Wait for the end, and return the exit code.
+
+        Raises:
+            subprocess.TimeoutExpired: the process still runs.
+        """
+        began = time.monotonic()
+        while (code := self.poll()) is None:
+            if timeout is not None and time.monotonic() - began > timeout:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(POLL_SECONDS)
+        return code
+
+
+class CannotFork(Exception):
+    """A fork of this process would differ from a new process, with the reason."""
+
+
+class ForkServer:
+    """Server, forked from this process, which has imported what its forks need.
+
+    Args:
+        run: what a fork does.
+        handlers: signal handlers of the forks; the server itself ignores these signals.
+
+    Raises:
+        CannotFork: a tracer or further threads run, or the GPU is in use.
+    """
+
+    def __init__(self, run: Callable[[], NoReturn], handlers: Handlers) -> None:
+        if sys.platform != "linux":
+            raise CannotFork("that needs Linux")
+        if sys.gettrace() is not None:
+            raise CannotFork("a debugger or a tracer runs")
+        self._connection, theirs = multiprocessing.Pipe()
+        try:
+            if os.fork() == 0:
+                self._connection.close()
+                _act(theirs, run, handlers)
+            theirs.close()
+            reason = "CUDA is in use already" if self._connection.recv() else ""
+            if len(os.listdir("/proc/self/task")) > 1:  # those of OpenBLAS, which numpy starts, end before a fork
+                reason = "there are threads already"
+        except (EOFError, OSError) as error:
+            reason = repr(error)
+        if reason:
+            self._connection.close()
+            raise CannotFork(reason)
+
+    def start(self, command: Sequence[str], environ: Mapping[str, str], *, new_session: bool = True) -> ForkedProcess:
+        """Fork a child of this process, in place of a new process.
+
+        Args:
+            command: words of the new process: PYTHON -u -m titanlite ...
+            environ: its whole environment.
+
+        Raises:
+            OSError, EOFError: the server cannot fork, or has ended.
+        """
+        prctl = ctypes.CDLL(None, use_errno=True).prctl
+        prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the fork's parent ends at once, and this process takes its place
+        try:
+            self._connection.send((list(command), dict(environ), new_session))
+            if not self._connection.poll(START_SECONDS):
+                raise TimeoutError(f"it has not answered for {START_SECONDS:g} s")
+            answer = self._connection.recv()
+        finally:
+            prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+        if isinstance(answer, OSError):
+            raise answer
+        return ForkedProcess(answer)
+
+
+def _act(connection: Connection, run: Callable[[], NoReturn], handlers: Handlers) -> NoReturn:
+    """Be the server; in its forks, what they are for."""
+    try:
+        for number in handlers:
+            signal.signal(number, signal.SIG_IGN)
+        _close_inherited_files()
+        _show([*sys.orig_argv[:1], "-m", __name__])
+        from titanlite.runtime.private_torch.elastic import has_lost_cuda
+
+        connection.send(has_lost_cuda())
+        _serve(connection, handlers)
+        run()
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)  # no fork returns into the launcher's code
+
+
+def _close_inherited_files() -> None:
+    """Close files that the shell has opened for this process: a new process would not get them."""
+    for name in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            if int(name) > 2 and os.get_inheritable(int(name)):
+                os.close(int(name))
+
+
+def _serve(connection: Connection, handlers: Handlers) -> None:
+    """Fork at each request. It returns in the forks, and never in the server."""
+    while True:
+        try:
+            command, environ, new_session = connection.recv()
+        except (EOFError, OSError):  # the launcher has ended
+            os._exit(0)
+        try:
+            if not (helper := os.fork()):
+                break
+            os.waitpid(helper, 0)
+        except OSError as error:
+            connection.send(error)
+    helper = os.getpid()
+    try:
+        if os.fork():
+            os._exit(0)
+    except OSError as error:
+        connection.send(error)
+        os._exit(1)
+    if new_session:
+        os.setsid()
+    _become(command, environ, handlers)
+    while os.getppid() == helper:  # until the launcher is the parent
+        time.sleep(0.001)
+    connection.send(os.getpid())
+    connection.close()
+
+
+def _become(command: Sequence[str], environ: Mapping[str, str], handlers: Handlers) -> None:
+    """Give this process what a new process would have."""
+    os.environ.clear()
+    os.environ.update(environ)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    sys.orig_argv = list(command)
+    sys.argv = [str(Path(__file__).parents[1] / "__main__.py"), *command[command.index("titanlite") + 1 :]]
+    sys.modules["__main__"] = import_module("titanlite.__main__")  # processes that this one spawns do not import it
+    threading.main_thread()._set_native_id()  # pyright: ignore  # noqa: SLF001 (a fork keeps that of its parent)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()  # Python's own generator is seeded by each fork
+    _show([*command, *([f"(rank {environ['RANK']})"] if "RANK" in environ else [])])
+
+
+def _show(command: Sequence[str]) -> None:
+    """Let ps show another command: overwrite the words with which this process began, as far as they reach."""
+    begin, end = (int(field) for field in Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    words = b"".join(os.fsencode(word) + b"\0" for word in command)
+    if 0 < begin < end:
+        ctypes.memmove(begin, words[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
