@@ -123,6 +123,7 @@ def build_loader(
         for batch in read_ahead:
             yield split(to_device(batch, device))
     except (UserError, OSError) as error:  # the text of a worker's error has its traceback
+        error.__traceback__ = None  # its frames hold the workers
         kind = UserError if isinstance(error, UserError) else OSError
         raise kind(re.sub(r"^[\w.]+Error: ", "", str(error).rstrip().splitlines()[-1])) from None
     finally:

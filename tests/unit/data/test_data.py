@@ -2,6 +2,7 @@
 
 import errno
 import json
+import multiprocessing
 import os
 import pickle
 import re
@@ -209,6 +210,7 @@ def test_ids_beyond_the_vocabulary_are_one_line(tmp_path: Path) -> None:
         next(loader)
     assert mentions(str(error.value), "data.path", tmp_path / "tokens", 300, 9, 258)
     assert len(str(error.value).splitlines()) == 1
+    assert not multiprocessing.active_children(), "a loader that fails ends its workers"
 
 
 class BrokenDisk(Dataset[Any]):
@@ -224,3 +226,4 @@ def test_an_error_of_a_disk_is_one_line(workers: int) -> None:
     with pytest.raises(OSError, match=r"Errno 5.*'/data/00000\.tokens'") as error:
         next(loader)
     assert len(str(error.value).splitlines()) == 1
+    assert not multiprocessing.active_children(), "a loader that fails ends its workers"

@@ -193,8 +193,12 @@ class Recorder(TorchDispatchMode):
             with self:  # record the memory of the inner tensors, but count one kernel
                 inner(*args)
             del self.operators[count:]
-        # PyTorch 2.11 decomposes this operator wrongly for fake tensors. It allocates nothing.
-        result = kwargs["out"] if func is aten.addmm.dtype_out else func(*args, **(kwargs or {}))
+        if func is aten.addmm.dtype_out:  # PyTorch 2.11 decomposes it wrongly for fake tensors
+            result = kwargs["out"]
+        elif str(func.overloadpacket) == WAIT:  # it returns its argument, but of a fake tensor a new one
+            result = args[0]
+        else:
+            result = func(*args, **(kwargs or {}))
         self.time += 1
         inputs = self._tensors((args, kwargs))
         known = len(self.storages)
@@ -288,7 +292,7 @@ class Recorder(TorchDispatchMode):
 
     def _collective(self, func: Any, args: Any, inputs: list[Any], outputs: list[Any]) -> None:
         collective = COLLECTIVES.get(str(func.overloadpacket))
-        if str(func.overloadpacket) == "_c10d_functional.wait_tensor":
+        if str(func.overloadpacket) == WAIT:
             for number, _ in inputs:  # empty if the tensor is not recorded
                 if number in self._on_the_way:
                     place, begin = self._on_the_way.pop(number)
@@ -314,6 +318,7 @@ class Recorder(TorchDispatchMode):
         self.sent.append(Sent(len(self.phases) - 1, collective, size, axis, ranks, self._unit, is_inside))
 
 
+WAIT = "_c10d_functional.wait_tensor"
 COLLECTIVES: dict[str, CollectiveName] = {
     "c10d._allgather_base_": "all_gather",
     "c10d._reduce_scatter_base_": "reduce_scatter",

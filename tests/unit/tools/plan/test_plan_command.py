@@ -143,8 +143,10 @@ def test_search_on_small_devices(toml: Path) -> None:
     for candidate, planned in found.best:
         assert planned.reserved <= hardware.memory - OUTSIDE
         assert candidate.expected.reserved == pytest.approx(planned.reserved, rel=0.1)
-        # Kernels so small are nothing but launches, of which layouts have a few more or less.
-        assert candidate.expected.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=0.2)
+        # Kernels so small are nothing but launches. Without shards, FSDP casts and copies each parameter by itself, so
+        # a block has 40 kernels in forward where a trace of shards has 24.
+        most = 0.05 if candidate.expected.degrees.sharded > 1 else 0.25
+        assert candidate.expected.tokens_per_second == pytest.approx(planned.tokens_per_second, rel=most)
     speeds = [planned.tokens_per_second for _, planned in found.best]
     assert speeds == sorted(speeds, reverse=True)
 

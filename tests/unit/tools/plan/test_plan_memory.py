@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from tests.support.helpers import mentions
 from tests.support.plans import planned
+from titanlite.runtime.private_torch.process_groups import all_gather
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.tools.plan.allocator import GRANULES, Change, PoolSize, replay, reserved
 from titanlite.tools.plan.estimate import Layout
@@ -86,6 +87,16 @@ def test_only_buffers_that_last_are_added_for_untraced_micro_batches() -> None:
         recorder.unit("end")
         del kept
     assert recorder.kept_of_received() == 10 * 4
+
+
+def test_a_collective_has_one_result() -> None:
+    """Fake tensors make another one of what is waited for, which is the result itself."""
+    with fake_ranks(2), FakeTensorMode() as fakes, Recorder(fakes) as recorder:
+        part = torch.ones(1024)
+        assert dist.group.WORLD
+        whole = all_gather(part, 2, dist.group.WORLD.group_name)
+        assert whole.shape == (2048,)
+    assert [storage.sizes[0][1] for storage in recorder.storages] == [1024 * 4, 2048 * 4]
 
 
 def test_gradients_of_weights_come_last_where_that_takes_less_memory() -> None:
