@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.dcp_write import ShardWriter
-from titanlite.checkpoint.manifest import DAMAGED, Manifest, committed_steps, folder_name
+from titanlite.checkpoint.manifest import DAMAGED, KEPT_COPIES, History, Manifest, committed_steps, folder_name
 from titanlite.checkpoint.save import Part, Saved, Saver, saved_of
 from titanlite.checkpoint.state import State
 from titanlite.run.timeouts import COPY_GROUP
@@ -44,8 +44,6 @@ from titanlite.storage.storage import LocalStorage
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-KEPT = 2
-"""Copies that stay: the newest one, and the one before, should a file of the newest be damaged."""
 HISTORY = "history.json"
 SMALL = (manifests.METADATA, manifests.CHECKSUMS, manifests.CONFIG, HISTORY)
 """Files of a copy that every machine has, beside the manifest."""
@@ -56,20 +54,6 @@ COPY_SECONDS = 600
 CLOSE_SECONDS = 60.0
 """Longest wait at the end of a run for a copy in flight."""
 TOKEN = "machine"
-
-
-@dataclass(frozen=True)
-class History:
-    """What a copy continues (history.json). It counts only while this is the history of its run."""
-
-    step: int
-    """Of the newest shared checkpoint; 0 if there was none."""
-    saved_at: float
-    """Its `Manifest.saved_at`."""
-    saving: int | None
-    """Step of the save that was under way."""
-    start: int
-    """Number of starts of the run before the one that made the copy."""
 
 
 @dataclass(frozen=True)
@@ -463,7 +447,7 @@ class _LocalSaver(Saver):
         if not self.copies.machines.leads:
             return
         folders = {folder: manifests.step_of(folder) for folder in self.storage.list()}
-        newest = sorted({step for step in folders.values() if step is not None})[-KEPT:]
+        newest = sorted({step for step in folders.values() if step is not None})[-KEPT_COPIES:]
         for folder, step in folders.items():
             if step is not None and step not in newest:
                 with suppress(OSError):

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from dataclasses import asdict
 from datetime import timedelta
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -20,8 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.initial import Opener, load_initial
-from titanlite.checkpoint.local import History, LocalCopies, open_copies
-from titanlite.checkpoint.manifest import Manifest, Progress, Settings, copies_name
+from titanlite.checkpoint.manifest import History, Manifest, Progress, Settings, copies_name
 from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
@@ -32,6 +32,9 @@ from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import Storage
+
+if TYPE_CHECKING:
+    from titanlite.checkpoint.local import LocalCopies
 
 logger = logging.getLogger(__name__)
 
@@ -92,6 +95,8 @@ class CheckpointManager:
         self._saver = Saver(config, storage, group, device, pin=pin, flush=flush, whole_config=whole_config)
         self._local: LocalCopies | None = None
         if config.local_interval:
+            from titanlite.checkpoint.local import open_copies  # few runs make copies
+
             name = partial(copies_name, storage.owner, storage.url)
             self._local = open_copies(
                 config, name=name, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,

@@ -26,6 +26,8 @@ FIRST_FORMAT = 2
 """Oldest schema with checksums. No release wrote the one before."""
 DAMAGED, SUPERSEDED = "damaged", "superseded"  # reasons of a quarantine
 CHUNK = 1 << 24  # bytes to read at once
+KEPT_COPIES = 2
+"""Local copies that stay: the newest one, and the one before, should a file of the newest be damaged."""
 
 Settings = dict[str, Any]
 """Settings of a run by name, as JSON has them."""
@@ -126,6 +128,20 @@ class Manifest:
         for name in (fields["run_id"], *fields["files"]):
             checked_name(name)
         return Manifest(**fields)
+
+
+@dataclass(frozen=True)
+class History:
+    """What a local copy continues (history.json). It counts only while this is the history of its run."""
+
+    step: int
+    """Of the newest shared checkpoint; 0 if there was none."""
+    saved_at: float
+    """Its `Manifest.saved_at`."""
+    saving: int | None
+    """Step of the save that was under way."""
+    start: int
+    """Number of starts of the run before the one that made the copy."""
 
 
 def folder_name(step: int) -> str:

@@ -12,8 +12,7 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
-from titanlite.checkpoint.local import History
-from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
+from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, History, Manifest, Settings, folder_name
 from titanlite.checkpoint.state import AVERAGE, Difference, State, difference, flat, names_of_ranks, selected
 from titanlite.models.base import ModelArgs
 from titanlite.optim.quantized import MIN_ELEMENTS

@@ -2,7 +2,7 @@
 
 import torch
 
-from titanlite.checkpoint.local import KEPT
+from titanlite.checkpoint.manifest import KEPT_COPIES
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.frozen import FrozenModel
 from titanlite.optim.state_size import state_bytes
@@ -64,7 +64,7 @@ def copies_in_memory(config: Config, machines: int) -> int:
     if not checkpoint.local_interval:
         return 0
     in_memory = checkpoint.local_folder is None or checkpoint.local_folder.startswith("/dev/shm")
-    return 1 + in_memory * (KEPT + 1) * min(checkpoint.local_copies, machines)
+    return 1 + in_memory * (KEPT_COPIES + 1) * min(checkpoint.local_copies, machines)
 
 
 def bytes_on_disk(model: Model, config: Config, ranks: Ranks) -> float:
