@@ -160,6 +160,9 @@ class LocalCopies:
         self._has_warned = self._has_stopped = False
         self.fetched = 0
         """Files that machines got from others."""
+        places = f"{self.machines.count} machines" if self.machines.count > 1 else "this machine"
+        places += ", and on the next one" if self.is_doubled else ""
+        logger.info(f"local    copies every {config.local_interval:,} steps in {folder} of {places}")
 
     def wait_until_staged(self) -> None:
         """Return when the state may change."""
@@ -452,23 +455,6 @@ class _LocalSaver(Saver):
             if step is not None and step not in newest:
                 with suppress(OSError):
                     self.storage.delete(folder)
-
-
-def open_copies(config: Checkpoint, **options: Any) -> LocalCopies | None:
-    """Return the local copies of a run; None with a warning where no folder can be made for them.
-
-    Args:
-        options: see `LocalCopies`.
-    """
-    try:
-        copies = LocalCopies(config, **options)
-    except (RunError, UserError) as error:
-        logger.warning(f"checkpoint.local_interval: no local copies are made: {error}")
-        return None
-    places = f"{copies.machines.count} machines" if copies.machines.count > 1 else "this machine"
-    places += ", and on the next one" if copies.is_doubled else ""
-    logger.info(f"local    copies every {config.local_interval:,} steps in {copies.storage.root} of {places}")
-    return copies
 
 
 def _open_folder(folder: Path, *, is_default: bool) -> str:

@@ -95,13 +95,16 @@ class CheckpointManager:
         self._saver = Saver(config, storage, group, device, pin=pin, flush=flush, whole_config=whole_config)
         self._local: LocalCopies | None = None
         if config.local_interval:
-            from titanlite.checkpoint.local import open_copies  # few runs make copies
+            from titanlite.checkpoint import local  # few runs make copies
 
             name = partial(copies_name, storage.owner, storage.url)
-            self._local = open_copies(
-                config, name=name, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,
-                timeout_seconds=timeout_seconds,
-            )  # fmt: skip
+            try:
+                self._local = local.LocalCopies(
+                    config, name=name, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,
+                    timeout_seconds=timeout_seconds,
+                )  # fmt: skip
+            except (RunError, UserError) as error:
+                logger.warning(f"checkpoint.local_interval: no local copies are made: {error}")
         self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
         self._open_weights = open_weights
         self._is_cut = bool(getattr(model, "stages", ()))
