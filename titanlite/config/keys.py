@@ -18,7 +18,6 @@ Node = dict[str, Any]
 REMOVED: dict[str, tuple[Any, str]] = {
     "activation_checkpoint.per_block": ([], 'mode = "selective" recomputes cheap operators, or every n-th block'),
     "checkpoint.export_every": (0, "titanlite checkpoint export exports any checkpoint, also beside training"),
-    "checkpoint.local_folder": (None, "checkpoints are written to checkpoint.folder, in the background"),
     "comm.compile_timeout_seconds": (1800, "comm.init_timeout_seconds also holds for the first two steps"),
     "data.sources.epochs": (None, "weights set the shares of sources, and training.epochs limits the passes over each"),
     "lora.quantize_base": ("none", 'freeze.dtype = "bfloat16" halves the weights that adapters do not train'),

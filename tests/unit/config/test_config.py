@@ -341,10 +341,10 @@ def test_an_option_that_is_gone_is_ignored_at_its_default_and_else_explained(tmp
 
 
 def test_an_option_that_is_gone_and_was_not_set_by_default_is_explained(tmp_path: Path) -> None:
-    text = "[checkpoint]\nlocal_folder = '/local'\n[[data.sources]]\npath = 'stdlib://'\nepochs = 2\n"
+    text = "[checkpoint]\nexport_every = 5\n[[data.sources]]\npath = 'stdlib://'\nepochs = 2\n"
     check(
         problems(tmp_path, text),
-        ("checkpoint.local_folder", "run.toml:2", "checkpoint.folder"),
+        ("checkpoint.export_every", "run.toml:2", "checkpoint export"),
         ("data.sources.0.epochs", "run.toml:5", "training.epochs"),
     )
 
