@@ -5,7 +5,6 @@ keyword-only one is an option. Its type and default are those of the signature, 
 """
 
 import ast
-import math
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Iterator, Sequence
@@ -44,21 +43,9 @@ def between(least: float, most: float) -> Callable[[str], float]:
     return parse
 
 
-def above_zero(text: str) -> float:
-    """Return a number above 0.
-
-    Raises:
-        ArgumentTypeError: it is something else.
-    """
-    with suppress(ValueError):
-        if 0 < float(text) < math.inf:
-            return float(text)
-    raise ArgumentTypeError(f"expected a number above 0, got {text!r}")
-
-
 # Types of parameters: a callable parses the word, a text is that of --help where the docstring has none.
 Count = Annotated[int, at_least(1)]
-Amount = Annotated[float, above_zero]
+Amount = Annotated[float, between(1e-6, 1e6)]
 Index = Annotated[int, at_least(0)]
 Stored = Annotated[
     str, "folder of a run, of its checkpoints (or their URL: s3://...), of several runs, or one checkpoint"

@@ -200,7 +200,9 @@ def write_weights(
                 settings=settings,
                 mesh={"replicate": 1, "shard": 1},
             )
-            storage.publish(folder, writer.complete(draft, config, started=started).to_json())
+            manifest = writer.complete(draft, config, started=started)
+            writer.check_sizes(manifest)
+            storage.publish(folder, manifest.to_json())
         except BaseException:
             with suppress(Exception):
                 storage.discard(folder)
