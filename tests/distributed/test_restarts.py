@@ -50,8 +50,10 @@ def parent(pid: int) -> int:
 def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> None:
     """The restart resumes exactly. A stop by a signal is final, though torchrun has restarts left."""
     options = "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0", "--training.steps=1000000", unhurried(tiny)
+    options = *options, "--data.num_workers=1"
     with started(tiny.folder, f"--config={tiny.toml}", *options, NPROC="2", MAX_RESTARTS="3") as job:
         job.wait_for_step(7)
+        assert sum("-m multiprocessing.forkserver" in command for command in job.pids().values()) == 4
         addresses = listening([*job.pids()])
         launcher, first = job.process.pid, job.ranks()
         assert sum("fork_server" in command for command in job.pids().values()) == 1

@@ -3,7 +3,8 @@
 The check of the config, the ranks and their restarts are forks of it. It has one thread, has touched no GPU and belongs
 to no process group, so that a fork of it is as good as a new process, and begins at once. Its pages are shared.
 Python's own fork server would be the parent of the ranks, and report their ends; here the launcher is their parent, as
-it is of new processes: it waits for them, and they notice its end.
+it is of new processes: it waits for them, and they notice its end. For the workers of a rank's data loader Python's
+own is right, because each rank has one, as a fork of the rank (`fork_worker_server`).
 """
 
 import ctypes
@@ -18,9 +19,12 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from multiprocessing import forkserver, util
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
+
+from titanlite.runtime.signals import STOP_SIGNALS, shielding_children
 
 PR_SET_CHILD_SUBREAPER = 36
 START_SECONDS = 60.0
@@ -120,6 +124,42 @@ class ForkServer:
         if isinstance(answer, OSError):
             raise answer
         return ForkedProcess(answer)
+
+
+def fork_worker_server() -> None:
+    """Start the process that the loader workers of this process are forked from, as a fork of this process.
+
+    Call it as the first thing in a fork of the server: Python starts a new process for it later, which imports PyTorch.
+    """
+    new_process, util.spawnv_passfds = util.spawnv_passfds, _fork_in_place_of
+    try:
+        with shielding_children():
+            forkserver.set_forkserver_preload([])  # all is imported
+            forkserver.ensure_running()
+    finally:
+        util.spawnv_passfds = new_process
+
+
+def _fork_in_place_of(python: bytes, command: Sequence[str], files: Sequence[int]) -> int:
+    """Run the code of `python -c CODE` in a fork, which keeps only some open files. Return its process id."""
+    if pid := os.fork():
+        return pid
+    try:
+        for name in os.listdir("/proc/self/fd"):
+            with suppress(OSError):
+                if int(name) > 2 and int(name) not in files:
+                    os.close(int(name))
+        for number in (*STOP_SIGNALS, signal.SIGQUIT):
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        _show([os.fsdecode(python), "-m", forkserver.__name__])
+        exec(command[-1], {})
+    except SystemExit:
+        os._exit(0)
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(1)
 
 
 def _act(connection: Connection, run: Callable[[], NoReturn], handlers: Handlers) -> NoReturn:

@@ -33,7 +33,7 @@ from titanlite.runtime.files import check_open_files, leave_deleted_folder
 from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests
 from titanlite.tools import cli
-from titanlite.tools.fork_server import CannotFork, ForkedProcess, ForkServer, Handlers
+from titanlite.tools.fork_server import CannotFork, ForkedProcess, ForkServer, Handlers, fork_worker_server
 
 if TYPE_CHECKING:
     from titanlite.schema import Config
@@ -143,7 +143,7 @@ def _import_and_fork(config: "Config", handlers: Handlers) -> Start:
             import_module(name)
     server = None
     try:
-        server = ForkServer(cli.main, handlers)
+        server = ForkServer(_with_worker_server if config.data.num_workers else cli.main, handlers)
     except CannotFork as reason:
         print(f"each process imports PyTorch itself: no forks, because {reason}", file=sys.stderr)
 
@@ -158,6 +158,12 @@ def _import_and_fork(config: "Config", handlers: Handlers) -> Start:
         return subprocess.Popen(command, env=dict(environ), start_new_session=new_session)
 
     return start
+
+
+def _with_worker_server() -> NoReturn:
+    if sys.argv[1] == "train":
+        fork_worker_server()
+    cli.main()
 
 
 def _launch(

@@ -5,15 +5,16 @@ import os
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 PROGRAM = """
-import json, os, random, signal, subprocess, sys, threading, time
+import json, multiprocessing, os, random, signal, subprocess, sys, threading, time
 import numpy
-from titanlite.tools.fork_server import CannotFork, ForkServer
+from titanlite.tools.fork_server import CannotFork, ForkServer, fork_worker_server
 {prelude}
 
 def run():
@@ -24,6 +25,13 @@ def run():
         raise KeyError("planted")
     if what == "sleep":
         time.sleep(100)
+    if what == "work":
+        file = open(__file__)
+        fork_worker_server()
+        worker = multiprocessing.get_context("forkserver").Process(target=exec, args=[WORKER, {{}}])
+        worker.start()
+        worker.join()
+        os._exit(worker.exitcode)
     main = threading.main_thread()
     print(json.dumps({{
         "pid": os.getpid(), "parent": os.getppid(), "session": os.getsid(0), "group": os.getpgid(0),
@@ -36,6 +44,21 @@ def run():
         "random": random.random(), "numpy": numpy.random.rand(),
     }}), flush=True)
     os._exit(0)
+
+WORKER = '''
+import json, os, signal, sys
+def words(pid):
+    return open(f"/proc/{{pid}}/cmdline").read().split(chr(0))
+def parent(pid):
+    return int(open(f"/proc/{{pid}}/stat").read().rpartition(")")[2].split()[1])
+server = parent(os.getpid())
+print(json.dumps({{
+    "numpy": "numpy" in sys.modules, "orig_argv": sys.orig_argv[1:], "server": words(server)[1:3], "pid": server,
+    "rank": words(parent(server))[1:6], "blocked": signal.SIGTERM in signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    "SIGTERM": signal.getsignal(signal.SIGTERM) == signal.SIG_DFL, "files": [
+        os.readlink(f"/proc/{{server}}/fd/{{name}}") for name in os.listdir(f"/proc/{{server}}/fd")],
+}}), flush=True)
+'''
 
 handlers = {{signal.SIGTERM: signal.SIG_DFL, signal.SIGHUP: signal.SIG_IGN}}
 try:
@@ -91,6 +114,22 @@ print(json.dumps({"pid": os.getpid(), "group": os.getpgid(0)}))
     assert other["group"] == launcher["group"]
     assert found["random"] != other["random"]
     assert found["numpy"] != other["numpy"]
+
+
+@pytest.mark.long
+def test_loader_workers_are_forks_of_forks(tmp_path: Path) -> None:
+    """They have what their rank has imported, and their server ends with the rank."""
+    found, code = results(tmp_path, """print(start("work", {"PATH": os.environ["PATH"]}).wait())""")
+    assert found["numpy"]
+    assert found["orig_argv"] == found["rank"] == ["-u", "-m", "titanlite", "train", "work"]
+    assert found["server"] == ["-m", "multiprocessing.forkserver"]
+    assert [found["blocked"], found["SIGTERM"]] == [True, True]
+    assert not [file for file in found["files"] if file.startswith("/") and file != "/dev/null"]
+    assert code == 0
+    deadline = time.monotonic() + 20
+    while Path(f"/proc/{found['pid']}/cmdline").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 @pytest.mark.long
