@@ -508,6 +508,14 @@ def on_layout(layout: str) -> list[str]:
     return [*(f"--parallelism.{AXES[axis]}_degree={axes[axis]}" for axis in axes), *([EACH] if "p" in axes else [])]
 
 
+def in_folder(tiny: TinyRun, words: Sequence[str]) -> list[str]:
+    """Return options with the folder that they name, where the teacher is trained if they name one."""
+    if TEACHER.split()[0] in words and not (tiny.folder / "outputs/teacher").exists():
+        teacher = tiny.config(*LLAMA.split(), "--job.name=teacher", "--training.steps=4")
+        run_in_turn(trained, 1, [([teacher], "")])
+    return [word.replace("{folder}", str(tiny.folder)) for word in words]
+
+
 def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, compiles: bool = True) -> Found:
     """Train a run in one or more starts, with a fault."""
     run, frozen = None, dict[str, int]()
@@ -599,11 +607,8 @@ class Matrix:
         tiny, end, words = self.tiny, self.steps, job.words
         common = ["--checkpoint.enable=false", "--validation.enable", f"--validation.path={tiny.text}"]
         common += ["--validation.sequences=5", f"--validation.freq={end}", f"--job.name={name}"]
-        own = [word.replace("{folder}", str(tiny.folder)) for word in words]
+        own = in_folder(tiny, words)
         ends = [end // 2, end] if "--checkpoint.enable=true" in words else [end]
-        if TEACHER.split()[0] in words and not (tiny.folder / "outputs/teacher").exists():
-            teacher = tiny.config(*LLAMA.split(), "--job.name=teacher", "--training.steps=4")
-            run_in_turn(trained, 1, [([teacher], "")])
         return [tiny.config(*common, *own, f"--training.steps={steps}", world_size=job.size) for steps in ends]
 
     def _compare(self, job: Job, other: Job) -> Difference:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import matrix
 from tests.matrix import SPARSE
 from tests.support.helpers import (
     LONGEST,
@@ -29,6 +30,7 @@ from tests.support.layouts import degrees, whole
 from tests.support.whole_runs import assert_equal
 from titanlite.checkpoint.local import LocalCopies
 from titanlite.checkpoint.manifest import Manifest, folder_name
+from titanlite.checkpoint.state import flat
 from titanlite.checks.memory import copies_in_memory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import ConfigError, UserError
@@ -115,17 +117,17 @@ def fail_and_resume(
     except UserError:
         return REFUSED, {}, [any(home.glob("copies/*/step-*")) for home in homes]
     torch.distributed.barrier()  # the copies are deleted
-    return run.progress.step, weights_of(run), [any((home / "copies").iterdir()) for home in homes]
+    return run.progress.step, state_of(run), [any((home / "copies").iterdir()) for home in homes]
 
 
-def weights_of(run: Run) -> dict[str, torch.Tensor]:
-    """Return the weights at the end, to which moments that came back have contributed."""
-    return {name: whole(parameter) for name, parameter in run.model.named_parameters()}
+def state_of(run: Run) -> dict[str, torch.Tensor]:
+    """Return the weights, buffers, moments and averages at the end."""
+    return {name: whole(tensor) for name, tensor in flat(run.checkpoints.state()).items()}
 
 
 def undisturbed(rank: int, world_size: int, config: Config) -> dict[str, torch.Tensor]:
     torch.compiler.set_stance("force_eager")
-    return weights_of(train_on_this_rank(config, rank, world_size))
+    return state_of(train_on_this_rank(config, rank, world_size))
 
 
 def machines(tiny: TinyRun, name: str, count: int = 2) -> list[Path]:
@@ -278,6 +280,30 @@ def test_each_kind_of_state_comes_back_from_a_neighbour(tiny: TinyRun, row: str)
     configs = [tiny.config(*LOCAL, *ROWS[row], f"--job.name={name}", world_size=4) for name in ("failing", "whole")]
     [end] = run_in_turn(undisturbed, 4, configs[1:])
     [found] = run_in_turn(fail_and_resume, 4, [(configs[0], machines(tiny, row), empty_machine)])
+    for (resumed, values, _), expected in zip(found, end, strict=True):
+        assert resumed == NEWEST
+        assert_equal(values, expected)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("name", matrix.ROWS)
+def test_every_row_of_the_matrix_comes_back_from_a_neighbour(tiny: TinyRun, name: str) -> None:
+    """On the first of its layouts, half of whose ranks lose their machine; states on disk are refused."""
+    row, tiny = matrix.ROWS[name], tiny.with_short_documents()
+    layout = row.layouts.split(",")[0]
+    words = matrix.in_folder(tiny, [*matrix.words_of(row, layout), *matrix.on_layout(layout)])
+
+    def config(run: str) -> Config:
+        return tiny.config(*words, *LOCAL, f"--job.name={run}", world_size=size)
+
+    size = matrix.size_of(layout)
+    if any(word.endswith("=disk") for word in words):
+        with pytest.raises(ConfigError) as refused:
+            config("failing")
+        assert [problem.key for problem in refused.value.problems] == ["checkpoint.local_interval"]
+        return
+    [end] = run_in_turn(undisturbed, size, [config("whole")])
+    [found] = run_in_turn(fail_and_resume, size, [(config("failing"), machines(tiny, "failing"), empty_machine)])
     for (resumed, values, _), expected in zip(found, end, strict=True):
         assert resumed == NEWEST
         assert_equal(values, expected)
