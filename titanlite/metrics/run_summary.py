@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import Progress
@@ -118,12 +118,15 @@ def saves_of(config: Config) -> str:
 
 
 def _report_device(mesh: DeviceMesh) -> None:
-    """Log what a run on GPUs depends on beside its config; on CPUs, why there is no GPU if the machine has some."""
+    """Log what a run depends on beside its config: the device, and on CPUs why there is no GPU if there are some."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if mesh.device_type == "cpu":
         has_gpus = any(Path("/dev").glob("nvidia[0-9]*"))
         if reason := why_no_gpu(has_gpus=has_gpus, cuda_version=torch.version.cuda, visible=visible):
             logger.warning(reason)
+        from titanlite.ops.cpu import describe_cpu
+
+        logger.info(f"device   {describe_cpu()}")
         return
     from torch.cuda import nccl
 
@@ -137,13 +140,14 @@ def _report_device(mesh: DeviceMesh) -> None:
 
 def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     """Return the dtypes in use, read from the model and the optimizer instead of the config."""
-    policies = [mixed_precision(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    units = [mixed_precision(module) for module in model.modules() if isinstance(module, FSDPModule)]
+    policies = [policy for policy in units if policy] or [MixedPrecisionPolicy()]  # without units, nothing is converted
     weights = [parameter.dtype for parameter in model.parameters()]
     trained = [parameter.dtype for parameter in trainable_parameters(model).values()]
     types: dict[str, list[torch.dtype | None]] = {
         "weights": [*weights],
-        "compute": [policy.param_dtype or dtype for policy in policies if policy for dtype in trained],
-        "reduction": [policy.reduce_dtype for policy in policies if policy],
+        "compute": [policy.param_dtype or dtype for policy in policies for dtype in trained],
+        "reduction": [policy.reduce_dtype or dtype for policy in policies for dtype in trained],
         "moments": [*state_dtypes(optimizer)],
     }
     return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from titanlite.ops import cpu, pick_kernels
 
-AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\nflags\t\t: fpu avx2 avx512f avx512_bf16\n\nprocessor\t: 1\n"
+AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: fpu avx2 avx512f avx512_bf16\n\nprocessor\t: 1\n"
 
 
 @pytest.fixture(autouse=True)
@@ -26,13 +26,14 @@ def _choice_as_it_was() -> Iterator[None]:
     [
         (AMD, True),
         (AMD.replace("AuthenticAMD", "GenuineIntel"), False),
+        (AMD.replace("26", "25"), False),
         (AMD.replace("avx512f ", ""), False),
         (AMD.replace("avx512f", "avx512f amx_tile"), False),
         (AMD.replace("flags\t\t: fpu avx2 avx512f", "flags\t\t: fpu") + "flags\t\t: avx512f\n", False),
         (None, False),
     ],
 )
-def test_only_amd_with_avx512(
+def test_only_the_family_where_it_is_faster(
     about: str | None, is_onednn: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if about is not None:
@@ -42,6 +43,8 @@ def test_only_amd_with_avx512(
     monkeypatch.setattr(torch, "equal", lambda *_: True)  # whatever machine this is
     pick_kernels(torch.device("cpu"))
     assert torch.get_float32_matmul_precision() == ("medium" if is_onednn else "highest")
+    assert ("oneDNN" in cpu.describe_cpu()) == is_onednn
+    assert f"family {'unknown' if about is None else 25 if '25' in about else 26};" in cpu.describe_cpu()
 
 
 def test_what_the_user_has_chosen_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -79,8 +79,9 @@ class Teacher:
     @contextmanager
     def head_weight(self) -> Iterator[Tensor]:
         """Gather the projection's weight [V, D] for the time of the context."""
-        assert isinstance(self._head, FSDPModule)
-        self._head.unshard()
-        weight = self._weight
-        yield self._head.get_parameter(weight).detach() if isinstance(weight, str) else weight
-        self._head.reshard()
+        head, weight = self._head, self._weight
+        if isinstance(head, FSDPModule):
+            head.unshard()
+        yield head.get_parameter(weight).detach() if isinstance(weight, str) else weight
+        if isinstance(head, FSDPModule):
+            head.reshard()
