@@ -2,12 +2,13 @@
 
     python benchmarks/bench_step.py [--processes 2] [--runs 5] [--dtype DTYPE] [--compile-plain] [--section.key=value]
 
-Both train a Llama of 5.5 M parameters on 8 sequences of 256 tokens. Each is in processes of its own, so that neither
-profits from the other's settings, and they take turns of a few steps, so that they meet the same noise. On several
-processes the plain loop uses FSDP2 as its documentation shows it, and in bfloat16 on one process autocast. Options are
-titanlite's alone: --compile.enable=true, --parallelism.data_parallel_replicate_degree=2. Prints the medians of all
-runs, and the ratio plain / titanlite of turns that follow each other: above 1, titanlite is faster. Its spread is that
-of the runs: each has processes of its own, which differ by some percent for as long as they live.
+Both train a Llama of 5.5 M parameters on 8 sequences of 256 tokens, or one of other sizes (`SIZES`). Each is in
+processes of its own, so that neither profits from the other's settings, and they take turns of a few steps, so that they
+meet the same noise. On several processes the plain loop uses FSDP2 as its documentation shows it, and in bfloat16 on one
+process autocast. Options but sizes are titanlite's alone: --compile.enable=true,
+--parallelism.data_parallel_replicate_degree=2. Prints the medians of all runs, and the ratio plain / titanlite of turns
+that follow each other: above 1, titanlite is faster. Its spread is that of the runs: each has processes of its own, which
+differ by some percent for as long as they live.
 """
 
 import argparse
@@ -49,6 +50,8 @@ SAME = [
     "--validation.enable=false",
     "--checkpoint.enable=false",
 ]
+SIZES = "--model.args.", "--training.seq_len=", "--training.global_batch_size="
+"""Options that the plain loop has, too: with dim 64 and one sequence, a step is what the host does."""
 Turn = Callable[[], None]
 
 
@@ -80,7 +83,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         places = [f"--job.dump_folder={folder}"]
         ours = [*places, *SAME, f"--training.mixed_precision_param={arguments.dtype}", *options]
-        settings = settings_of_plain(load(ROOT / "train_configs" / "debug.toml", [*places, *SAME]), arguments.dtype)
+        same = [*places, *SAME, *(word for word in options if word.startswith(SIZES))]
+        settings = settings_of_plain(load(ROOT / "train_configs" / "debug.toml", same), arguments.dtype)
         settings |= {"turn": arguments.turn, "turns": WARM_UP + arguments.turns, "compile": arguments.compile_plain}
         lengths = [f"--turn={arguments.turn}", f"--turns={arguments.turns}"]
         words = {"plain": plain_words(settings), "titanlite": titanlite_words([*lengths, *ours])}
@@ -153,7 +157,8 @@ def settings_of_plain(config: Config, dtype: str) -> dict[str, Any]:
         prepare_text=prepare_text,
     )
     tokens = str(store.folder / "00000.tokens")
-    return {"model": MODEL, "seq_len": SEQ_LEN, "batch": BATCH, "tokens": tokens, "dtype": dtype}
+    sizes = {"model": {name: config.model.args[name] for name in MODEL}, "seq_len": config.training.seq_len}
+    return {**sizes, "batch": config.training.global_batch_size, "tokens": tokens, "dtype": dtype}
 
 
 def compete(options: list[str], steps: int, turns: int) -> None:

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from titanlite.ops import cpu, pick_kernels
 
-AMD = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\nflags\t\t: fpu avx2 avx512f avx512_bf16\n\nprocessor\t: 1\n"
+FAMILY = "processor\t: 0\nvendor_id\t: AuthenticAMD\ncpu family\t: 26\n"
+AMD = FAMILY + "flags\t\t: fpu avx2 avx512f avx512_bf16\n\nprocessor\t: 1\n"
 
 
 @pytest.fixture(autouse=True)
