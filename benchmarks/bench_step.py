@@ -3,12 +3,12 @@
     python benchmarks/bench_step.py [--processes 2] [--runs 5] [--dtype DTYPE] [--compile-plain] [--section.key=value]
 
 Both train a Llama of 5.5 M parameters on 8 sequences of 256 tokens, or one of other sizes (`SIZES`). Each is in
-processes of its own, so that neither profits from the other's settings, and they take turns of a few steps, so that they
-meet the same noise. On several processes the plain loop uses FSDP2 as its documentation shows it, and in bfloat16 on one
-process autocast. Options but sizes are titanlite's alone: --compile.enable=true,
---parallelism.data_parallel_replicate_degree=2. Prints the medians of all runs, and the ratio plain / titanlite of turns
-that follow each other: above 1, titanlite is faster. Its spread is that of the runs: each has processes of its own, which
-differ by some percent for as long as they live.
+processes of its own, so that neither profits from the other's settings, and they take turns of a few steps, so that
+they meet the same noise. On several processes the plain loop uses FSDP2 as its documentation shows it, and in
+bfloat16 on one process autocast. Options but sizes are titanlite's alone: --compile.enable=true,
+--parallelism.data_parallel_replicate_degree=2. Prints the medians of all runs, and the ratio plain / titanlite of
+turns that follow each other: above 1, titanlite is faster. Its spread is that of the runs: each has processes of its
+own, which differ by some percent for as long as they live.
 """
 
 import argparse
