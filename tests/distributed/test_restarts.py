@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.helpers import TinyRun, free_port, mentions
+from tests.support.helpers import TinyRun, free_port, mentions, needs_forks
 from tests.support.processes import Job, newest, started, unhurried
 from titanlite.tools import cli
 
@@ -47,6 +47,7 @@ def parent(pid: int) -> int:
 
 
 @pytest.mark.slow
+@needs_forks
 def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> None:
     """The restart resumes exactly. A stop by a signal is final, though torchrun has restarts left."""
     options = "--checkpoint.interval=5", "--checkpoint.keep_latest_k=0", "--training.steps=1000000", unhurried(tiny)
@@ -81,6 +82,7 @@ def test_a_killed_rank_restarts_the_job_and_a_signal_ends_it(tiny: TinyRun) -> N
 
 
 @pytest.mark.slow
+@needs_forks
 def test_local_copies_carry_a_job_over_every_death(tiny: TinyRun) -> None:
     """A rank is killed, then the launcher, whose end lets the ranks save a checkpoint, then all processes at once."""
     copies = tiny.folder / "copies"
@@ -120,6 +122,7 @@ def resumptions(job: Job) -> list[int]:
 
 
 @pytest.mark.slow
+@needs_forks
 def test_without_forks_the_job_is_the_same(tiny: TinyRun) -> None:
     """A thread that the environment starts in each Python process could hold a lock in a fork."""
     (tiny.folder / "site").mkdir()

@@ -18,6 +18,8 @@ from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import pytest
+
 from titanlite.config.load import load
 from titanlite.schema import Config
 
@@ -117,6 +119,9 @@ class TinyRun:
 
     def losses(self, name: str = "tiny", outputs: str = "outputs") -> list[float]:
         return [record["loss"] for record in self.records(name, outputs)]
+
+
+needs_forks = pytest.mark.skipif(sys.gettrace() is not None, reason="no forks beside a tracer, as coverage is one")
 
 
 def built(rank: int, world_size: int, config: Config, observer: Any = None) -> "Run":

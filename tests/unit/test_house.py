@@ -208,6 +208,7 @@ REPLACED = {
     "tools/fork_server.py": {
         "sys.argv": "a fork has the words of the process whose place it takes",
         "sys.orig_argv": "as sys.argv",
+        "util.spawnv_passfds": "Python's fork server has no other place for a server that is a fork",
     },
     "runtime/private_torch/elastic.py": {
         "SubprocessHandler._popen": "torchelastic has no other place for a worker that is no new process of a program",

@@ -254,6 +254,7 @@ def log_with_little_room(folder: Path, standard_error: Any) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.skipif(sys.gettrace() is not None, reason="coverage would have no room for its file either")
 def test_tensorboard_without_room_is_put_aside_with_one_warning(tmp_path: Path) -> None:
     """A limit of the size of files stands for a full disk. The thread of the writer ends with an error."""
     context = multiprocessing.get_context("forkserver")

@@ -11,6 +11,10 @@ from typing import Any
 
 import pytest
 
+from tests.support.helpers import needs_forks
+
+pytestmark = needs_forks
+
 PROGRAM = """
 import json, multiprocessing, os, random, signal, subprocess, sys, threading, time
 import numpy
