@@ -131,13 +131,13 @@ def fork_worker_server() -> None:
 
     Call it as the first thing in a fork of the server: Python starts a new process for it later, which imports PyTorch.
     """
-    new_process, util.spawnv_passfds = util.spawnv_passfds, _fork_in_place_of
-    try:
-        with shielding_children():
+    with shielding_children():
+        new_process, util.spawnv_passfds = util.spawnv_passfds, _fork_in_place_of
+        try:
             forkserver.set_forkserver_preload([])  # all is imported
             forkserver.ensure_running()
-    finally:
-        util.spawnv_passfds = new_process
+        finally:
+            util.spawnv_passfds = new_process
 
 
 def _fork_in_place_of(python: bytes, command: Sequence[str], files: Sequence[int]) -> int:
