@@ -240,8 +240,11 @@ def build_trained(setup: Setup) -> Trained:
     dtype, seed = DTYPES[config.training.dtype], config.debug.seed
     materialize(model, device=setup.device, dtype=dtype, seed=seed, on_host=on_host, memory=memory)
     setup.phase.phase(Phase.OPTIMIZER)
-    fused = (setup.device.type == "cuda" and not on_host) or not config.debug.reproducible_layouts
-    optimizer = build_optimizer(model, config.optimizer, seed=seed, memory=memory, fused=fused)
+    depends_on_shards = not config.debug.reproducible_layouts
+    fused = (setup.device.type == "cuda" and not on_host) or depends_on_shards
+    optimizer = build_optimizer(
+        model, config.optimizer, seed=seed, memory=memory, fused=fused, batched=depends_on_shards
+    )
     after_update, average = setup.techniques.after_update(model), setup.techniques.average
     return Trained(
         model=model,

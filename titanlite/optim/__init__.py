@@ -31,6 +31,7 @@ def build_optimizer(
     memory: StateMemory | None = None,
     pick_kernel: PickKernel | None = None,
     fused: bool = True,
+    batched: bool = True,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names; several classes become one `CombinedOptimizer`.
 
@@ -42,6 +43,7 @@ def build_optimizer(
         pick_kernel: returns the kernel of `SlicedAdamW` for parameters on a device. Default: the Triton kernel, where
             it starts.
         fused: whether AdamW is the fused kernel. On CPUs, that kernel rounds the last elements of a shard differently.
+        batched: whether Muon computes several matrices together, whose bits then depend on how many a rank has.
 
     Raises:
         UserError: a name is unknown, or the groups do not fit the model.
@@ -50,7 +52,7 @@ def build_optimizer(
     for group in parameter_groups(config, model):
         by_class.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
     optimizers = [
-        _build(groups, config, seed=seed, memory=memory, pick_kernel=pick_kernel, fused=fused)
+        _build(groups, config, seed=seed, memory=memory, pick_kernel=pick_kernel, fused=fused, batched=batched)
         for groups in by_class.values()
     ]
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
@@ -64,6 +66,7 @@ def _build(
     memory: StateMemory | None,
     pick_kernel: PickKernel | None,
     fused: bool,
+    batched: bool,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of groups that differ in learning rate and weight decay only."""
     optimizer_cls = find_optimizer_cls(groups[0].name)
@@ -78,7 +81,7 @@ def _build(
         }
         for group in groups
     ]
-    options = constructor_options(optimizer_cls, config, groups[0].args, fused=fused)
+    options = constructor_options(optimizer_cls, config, groups[0].args, fused=fused, batched=batched)
     state_dtype = getattr(torch, config.state_dtype)
     is_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
     by_slice = memory is not None and memory.slices_updates

@@ -64,7 +64,12 @@ def has_two_betas(optimizer_cls: type[torch.optim.Optimizer]) -> bool:
 
 
 def constructor_options(
-    optimizer_cls: type[torch.optim.Optimizer], config: Optimizer, args: Mapping[str, Any], *, fused: bool = True
+    optimizer_cls: type[torch.optim.Optimizer],
+    config: Optimizer,
+    args: Mapping[str, Any],
+    *,
+    fused: bool = True,
+    batched: bool = True,
 ) -> dict[str, Any]:
     """Return keyword arguments for the constructor.
 
@@ -73,6 +78,7 @@ def constructor_options(
 
     Args:
         fused: whether AdamW is the fused kernel.
+        batched: whether Muon computes several matrices together.
     """
     options: dict[str, Any] = {}
     if accepts(optimizer_cls, "lr"):
@@ -85,6 +91,8 @@ def constructor_options(
             options["eps"] = config.eps
     if optimizer_cls is torch.optim.AdamW:
         options["fused"] = fused
+    if accepts(optimizer_cls, "batched"):
+        options["batched"] = batched
     return options | dict(args)
 
 

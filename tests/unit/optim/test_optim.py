@@ -1,6 +1,8 @@
 """Steps of optimizers: AdamW with stochastic rounding against PyTorch's, Newton-Schulz, steps that are skipped."""
 
+import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import pytest
@@ -8,12 +10,13 @@ import tomli
 import torch
 from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
+from torch.utils.flop_counter import FlopCounterMode
 
 from tests.support.operators import OperatorNames
 from titanlite.ops.hash_random import random_bits
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
-from titanlite.optim.muon import Muon, newton_schulz
+from titanlite.optim.muon import Muon, newton_schulz, orthogonalized
 from titanlite.optim.rounding import SlicedAdamW, round_stochastically
 from titanlite.runtime.private_torch.tensors import LocalAdamW, fused_adamw_
 from titanlite.schema import Optimizer
@@ -128,20 +131,65 @@ def test_a_skipped_step_changes_nothing(case: str) -> None:
     assert all(tensor.isfinite().all() for tensor in everything())
 
 
-@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8)])
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)
+orthogonal = partial(newton_schulz, coefficients=COEFFICIENTS, steps=5, eps=1e-7)
+
+
+@pytest.mark.parametrize("shape", [(6, 20), (20, 6), (8, 8), (9, 12)])
 def test_newton_schulz(shape: tuple[int, int]) -> None:
-    """A polynomial of the singular values; in bfloat16 the bits are those of torch."""
+    """A polynomial of the singular values; in bfloat16 the bits are those of torch. The float16 of GPUs is nearer."""
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
-    coefficients = (3.4445, -4.7750, 2.0315)
-    found = newton_schulz(matrix.clone(), coefficients=coefficients, steps=5, eps=1e-7)
     left, values, right = torch.linalg.svd(matrix.double(), full_matrices=False)
     values = values / values.square().sum().sqrt()
     for _ in range(5):
         values = 3.4445 * values - 4.7750 * values**3 + 2.0315 * values**5
-    assert (found - left @ values.diag() @ right).abs().max() < 1e-5
-    theirs = _zeropower_via_newtonschulz(matrix, coefficients, 5, 1e-7)
-    assert torch.equal(newton_schulz(matrix.bfloat16(), coefficients=coefficients, steps=5, eps=1e-7), theirs)
-    assert (found - theirs).abs().max() < 0.05
+    exact = left @ values.diag() @ right
+    assert (orthogonal(matrix.clone()) - exact).abs().max() < 1e-5
+    theirs, ours = _zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7), orthogonal(matrix.bfloat16())
+    assert torch.equal(ours, theirs)
+    assert 0.005 * exact.norm() < (theirs - exact).norm() < 0.03 * exact.norm()
+    assert (orthogonal(matrix.half()) - exact).norm() < 0.01 * exact.norm()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("smallest", [1e-2, 1e-6])
+def test_newton_schulz_of_small_singular_values(dtype: torch.dtype, smallest: float) -> None:
+    """The Gram matrix has their squares, which float16 rounds to less than 0: if it is not renewed, it diverges."""
+    generator = torch.Generator().manual_seed(0)
+    left, _, right = torch.linalg.svd(torch.randn(64, 256, generator=generator), full_matrices=False)
+    found = orthogonal(((left * torch.logspace(0, math.log10(smallest), 64)) @ right).to(dtype))
+    assert torch.linalg.matrix_norm(found.float(), ord=2) < 1.3
+
+
+def test_long_matrices_take_fewer_operations_and_small_ones_fewer_operators() -> None:
+    def counted(matrices: torch.Tensor) -> tuple[int, int]:
+        """Return FLOPs and matrix products."""
+        with FlopCounterMode(display=False) as counter, OperatorNames() as operators:
+            orthogonalized(matrices, together=2**20, coefficients=COEFFICIENTS, steps=5, eps=1e-7)
+        return counter.get_total_flops(), sum("mm" in name for name in operators.names)
+
+    def of_torch(rows: int, columns: int) -> int:
+        with FlopCounterMode(display=False) as counter:
+            _zeropower_via_newtonschulz(torch.randn(rows, columns), COEFFICIENTS, 5, 1e-7)
+        return counter.get_total_flops()
+
+    cube = 64**3
+    assert [counted(torch.randn(64, columns))[0] / cube for columns in (64, 256)] == [30, 60]
+    assert [of_torch(64, columns) / cube for columns in (64, 256)] == [30, 90]
+    assert counted(torch.randn(12, 64, 64)) == (12 * 30 * cube, 15)
+    assert counted(torch.randn(12, 64, 256)) == (12 * 60 * cube, 18)
+
+
+def test_matrices_that_are_computed_together_are_those_that_are_not() -> None:
+    """Also where a rest of one matrix is left, and where a stack has none."""
+    stack = torch.randn(5, 6, 20, generator=torch.Generator().manual_seed(0))
+    options = {"coefficients": COEFFICIENTS, "steps": 5, "eps": 1e-7}
+    expected = torch.stack([orthogonal(matrix.clone()) for matrix in stack])
+    for together in (1, 240, 1000):
+        assert (orthogonalized(stack.clone(), together=together, **options) - expected).abs().max() < 1e-5
+    assert orthogonalized(stack[:0].clone(), together=240, **options).shape == (0, 6, 20)
+    apart = orthogonalized(stack.clone(), together=1, **options)
+    assert torch.equal(apart, expected)
 
 
 @pytest.mark.parametrize(
@@ -156,7 +204,9 @@ def test_muon_is_that_of_torch(options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def drawn() -> list[torch.Tensor]:
-        return [torch.randn(shape, generator=generator) for shape in ((7, 10), (10, 7), (9, 9), (3, 4, 5))]
+        return [
+            torch.randn(shape, generator=generator) for shape in ((7, 10), (7, 10), (10, 7), (9, 9), (9, 9), (3, 4, 5))
+        ]
 
     def matrices(wholes: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         return [matrix.detach().clone() for whole in wholes for matrix in (whole if whole.ndim == 3 else [whole])]
