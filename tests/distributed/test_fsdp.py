@@ -100,8 +100,9 @@ def gathered_in_place(rank: int, world_size: int, config: Config) -> list[bool]:
 
 
 @pytest.mark.usefixtures("single_process_group")
-def test_one_shard_is_gathered_in_place(tiny: TinyRun) -> None:
+def test_one_shard_is_gathered_in_place(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for each of several replicas; where weights are converted or elsewhere, they are copied."""
+    monkeypatch.setattr("titanlite.parallelize.fsdp.has_units", lambda *_, **__: True)  # as on a GPU
     alone = [["--parallelism.fsdp_reshard_after_forward=always"], ["--training.mixed_precision_param=bfloat16"]]
     configs = [tiny.config(*options, f"--job.name={number}") for number, options in enumerate(alone)]
     assert [{*gathered_in_place(0, 1, config)} for config in configs] == [{True}, {False}]

@@ -44,6 +44,7 @@ def test_losses_are_the_same_and_reductions_fewer(tiny: TinyRun) -> None:
 def test_one_process_hands_gradients_over_once_a_step(tiny: TinyRun) -> None:
     """FSDP copies the gradients of a unit each time that it reduces them."""
     options = "--training.local_batch_size=1", "--training.steps=2", "--checkpoint.enable=false"
+    options = *options, "--training.mixed_precision_param=bfloat16"  # else it has no units
     run = built(0, 1, tiny.config(*options))
     assert run.accumulation == 8
     with CountOperators("chunk_cat") as copies:

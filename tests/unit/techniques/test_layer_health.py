@@ -8,6 +8,7 @@ import torch
 from tests.support.helpers import THREE_BLOCKS, TinyRun, train_on_this_rank
 from tests.support.layouts import built
 from titanlite.observer import Phase
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.techniques.layer_health.measurement import KINDS
 from titanlite.tools.report.compare import read_dump, record
 
@@ -64,7 +65,7 @@ def test_other_steps_have_no_hooks_and_a_value_that_is_not_finite_is_counted(tin
     weight = run.model.layers[0].attention.wq.weight
     size = sum(parameter.numel() for parameter in run.model.layers[0].parameters())
     with torch.no_grad():
-        weight.to_local().flatten()[:3] = torch.tensor([math.nan, math.inf, 0.0])
+        local_tensor(weight).flatten()[:3] = torch.tensor([math.nan, math.inf, 0.0])
     for name in ("forward", "backward", "update", "metrics"):
         health.phase(Phase(name))
     assert [len(layer._forward_hooks) for layer in run.model.layers] == hooks

@@ -127,12 +127,12 @@ def test_a_run_by_epochs_that_is_too_short_warns(tmp_path: Path, caplog: pytest.
 @pytest.mark.usefixtures("single_process_group")
 def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
     """Bit for bit. Off means: no observer in the loop."""
-    steps = "--training.steps=3"
+    common = "--training.steps=3", "--training.mixed_precision_param=bfloat16"  # with FSDP units
     caplog.set_level(logging.INFO, "titanlite")
     on = train_on_this_rank(
-        tiny.config(steps, ON, "--profiling.profile_freq=3", "--profiling.profiler_warmup=2", "--job.name=on"), 0, 1
+        tiny.config(*common, ON, "--profiling.profile_freq=3", "--profiling.profiler_warmup=2", "--job.name=on"), 0, 1
     )
-    off = train_on_this_rank(tiny.config(steps, "--job.name=off"), 0, 1)
+    off = train_on_this_rank(tiny.config(*common, "--job.name=off"), 0, 1)
     assert tiny.losses("on") == tiny.losses("off")
     assert (len(on.observers), off.observers) == (1, [])
     assert not (tiny.folder / "outputs/off/profile").exists()

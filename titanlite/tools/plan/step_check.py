@@ -119,7 +119,8 @@ def _try_step(config: Config, inputs: RunInputs, ranks: Ranks, device: torch.dev
     what = f"one step of {ranks.world_size} processes" if ranks.world_size > 1 else "one step"
     try:
         with _quiet():
-            trace(gpu=device.type == "cuda", targets=targets)
+            # A model of one's own always as on a GPU, with FSDP units: what a laptop trains should train on a cluster.
+            trace(gpu=device.type == "cuda" or config.model.file is not None, targets=targets)
     except UserError as error:
         if not isinstance(error.__cause__, ValueNeeded):
             raise
