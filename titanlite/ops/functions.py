@@ -6,6 +6,7 @@ formulas.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -147,21 +148,25 @@ class _SwiGLU(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
         ctx.save_for_backward(gate, up)
-        ctx.again = _SwiGLU.again
-        out = _SwiGLU.again(gate, up)
+        ctx.recomputed = []
+        ctx.again = partial(_SwiGLU.again, ctx.recomputed)
+        out = F.silu(gate).mul_(up)
         ctx.version = version_of(out)
         return out
 
     @staticmethod
-    def again(gate: Tensor, up: Tensor) -> Tensor:
-        return F.silu(gate).mul_(up)
+    def again(recomputed: list[Tensor], gate: Tensor, up: Tensor) -> Tensor:
+        """Return the output, and leave silu(gate) for backward, which is next."""
+        recomputed[:] = [F.silu(gate)]
+        return recomputed[0] * up
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
         gate, up = ctx.saved_tensors
         d_gate = gradients[0] * up
         torch.ops.aten.silu_backward.grad_input(d_gate, gate, grad_input=d_gate)
-        return d_gate, F.silu(gate).mul_(gradients[0])
+        silu = ctx.recomputed.pop() if ctx.recomputed else F.silu(gate)
+        return d_gate, silu.mul_(gradients[0])
 
 
 def clamped_swiglu(gate: Tensor, up: Tensor) -> Tensor:

@@ -56,12 +56,20 @@ def backward_in_tiles(
     for tile in range(_count(q)):
         keys, q_XRH, d_out_XRV = slice((tile + 1) * _size(q)), _tile(q, tile, k).mul_(scale), _tile(gradient, tile, k)
         weights_XRS = _weights(q_XRH, k_XLH[:, keys], mask, tile)
-        d_v_XLV[:, keys].baddbmm_(weights_XRS.mT, d_out_XRV)
+        _add_product(d_v_XLV[:, keys], weights_XRS.mT, d_out_XRV)
         d_weights_XRS = torch.bmm(d_out_XRV, v_XLV[:, keys].mT)
         d_scores_XRS = softmax_gradient(d_weights_XRS, weights_XRS)
-        d_k_XLH[:, keys].baddbmm_(d_scores_XRS.mT, q_XRH)
+        _add_product(d_k_XLH[:, keys], d_scores_XRS.mT, q_XRH)
         _put(d_q, tile, torch.bmm(d_scores_XRS, k_XLH[:, keys]).mul_(scale))
     return d_q, d_k_XLH.view(k.shape).type_as(k), d_v_XLV.view(v.shape).type_as(v)
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add the batched product of a and b. Within a larger tensor, PyTorch would multiply the matrices one by one."""
+    if total.is_contiguous():
+        total.baddbmm_(a, b)
+    else:
+        total.add_(torch.bmm(a, b))
 
 
 def _weights(q_XRH: Tensor, k_XSH: Tensor, mask: Tensor | None, tile: int) -> Tensor:
