@@ -68,7 +68,8 @@ def report_start(
         compute = torch_dtype(training.mixed_precision_param)
         others = {module.kernel_name(device, compute) for module in model.modules() if isinstance(module, LayerOfHeads)}
         logger.info("; ".join([f"kernels  attention by {name}{chosen}", *sorted(filter(None, others))]))
-    logger.info(f"applied  {', '.join(applied(config, blocks=len(whole.layers)))}")
+    has_units = any(isinstance(module, FSDPModule) for module in model.modules())
+    logger.info(f"applied  {', '.join(applied(config, blocks=len(whole.layers), has_units=has_units))}")
     logger.info(
         f"mesh     {axes} on {mesh.device_type}; "
         f"global batch {training.global_batch_size} = {readers} x {accumulation} micro-batches x "
@@ -97,10 +98,15 @@ def report_start(
         logger.info(f"resuming after step {progress.step}, {progress.samples_seen:,} sequences into the data")
 
 
-def applied(config: Config, *, blocks: int) -> list[str]:
-    """Describe the techniques that the config asks for."""
+def applied(config: Config, *, blocks: int, has_units: bool) -> list[str]:
+    """Describe the techniques that the config asks for.
+
+    Args:
+        has_units: see `parallelize.fsdp.has_units`.
+    """
     recompute, resharding = config.activation_checkpoint.mode, config.parallelism.fsdp_reshard_after_forward
-    found = [f"FSDP of {blocks} blocks, reshard_after_forward {resharding}"]
+    fsdp = f"FSDP of {blocks} blocks, reshard_after_forward {resharding}"
+    found = [fsdp if has_units else "no FSDP (one process has all weights, in the compute dtype)"]
     found += [f"activation checkpointing {recompute}"] if recompute != "none" else []
     found += [f"compile of {blocks} blocks"] if config.compile.enable else []
     return [*found, *filter(None, (technique.summary(config) for technique in used(config)))]
