@@ -5,7 +5,7 @@
 Measured: the most that PyTorch's allocator has given out at once on one of 2 CPU processes that train a small Llama
 (measured_memory.py), and the time of a step (titanlite's contender of bench_step.py, the two by turns), each against
 the first rung.
-Planned: the device's peak for Llama 3 8B on 8 H100s, sequences of 8,192, one a GPU. Rungs are not added up but for the
+Planned: the device's peak for Llama 3 8B on 8 H100s, sequences of 8,192, two a GPU. Rungs are not added up but for the
 last.
 """
 

@@ -104,7 +104,7 @@ def _layout(config: Config, world_size: int) -> Iterator[Conflict]:
         return
     keep = parallelism.fsdp_reshard_after_forward
     if isinstance(keep, int) and sharded % keep:
-        yield "parallelism.fsdp_reshard_after_forward", f"{keep} does not divide the shard degree {sharded}"
+        yield "parallelism.fsdp_reshard_after_forward", f"{keep} does not divide the {sharded} ranks that share weights"
 
 
 def _batch(config: Config, world_size: int) -> Iterator[Conflict]:

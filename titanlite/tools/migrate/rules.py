@@ -102,7 +102,6 @@ LOSES: dict[str, tuple[Any, str]] = {
         (False, "optimizer: early_step_in_backward"),
     "a run resumes all of its checkpoint; checkpoint.initial_load takes parts of another one":
         ([], "checkpoint: exclude_from_loading"),
-    "quantized weights are not read: take them in bfloat16": (False, "checkpoint: initial_load_in_hf_quantized"),
     "the number of processes is fixed, and they synchronize in each step": (False, "fault_tolerance: enable"),
     "experts are balanced by the router's counts":
         (False, "debug: moe_force_load_balance; training: debug_moe_force_load_balance"),
@@ -121,7 +120,7 @@ DROPS = """
         context_parallel_rotate_method context_parallel_load_balancer disable_loss_parallel
         enable_async_tensor_parallel;
     checkpoint: create_seed_checkpoint enable_first_step_checkpoint last_save_model_only load_only
-        enable_ft_dataloader_checkpoints;
+        enable_ft_dataloader_checkpoints initial_load_in_hf_quantized;
     training.dataloader: persistent_workers pin_memory prefetch_factor;
     validation.dataloader: num_workers persistent_workers pin_memory prefetch_factor;
     activation_checkpoint: early_stop memory_budget per_op_sac_force_recompute_mm_shapes_by_fqns
