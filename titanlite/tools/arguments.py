@@ -61,7 +61,7 @@ OfAverage = Annotated[bool, "take the average of the weights, of a run with [ave
 RunTokenizer = Annotated[str, "tokenizer, instead of the run's data.tokenizer"]
 Inputs = Annotated[
     Sequence[str],
-    "a file of text or JSON lines (also .gz or .zst), of tables (.parquet, .arrow, .feather) or of WebDataset (.tar); a "
+    "a file of text or JSON lines (also .gz or .zst), of tables (.parquet, .arrow, .feather) or WebDataset (.tar); a "
     "folder of MDS; a folder or glob of such files, also at a URL (s3://, hf://datasets/OWNER/REPO/...); what Hugging "
     "Face's save_to_disk wrote; hf://NAME[:CONFIG][:SPLIT]; reader://FILE:FUNCTION?PATH; or stdlib:// (stdlib://train, "
     "stdlib://validation)",
