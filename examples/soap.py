@@ -7,10 +7,10 @@
 SOAP is Adam in the eigenbasis of Shampoo: the gradient of a matrix is rotated into the eigenvectors of the averages of
 G G^T and G^T G, Adam's second moment is kept there, and the update is rotated back.
 
-Parameters and gradients are DTensors, of which a rank has some rows, or plain tensors where one process has all of them.
-Elementwise operations work on both as they are.
-What needs a whole matrix takes two functions: `whole` gathers one, and `part_like` returns this rank's part of a result
-that every rank has computed. State that is sharded like its parameter is saved, and loads on any number of ranks.
+Parameters and gradients are DTensors, of which a rank has some rows, or plain tensors where one process has all of
+them. Elementwise operations work on both as they are. What needs a whole matrix takes two functions: `whole` gathers
+one, and `part_like` returns this rank's part of a result that every rank has computed. State that is sharded like its
+parameter is saved, and loads on any number of ranks.
 """
 
 from collections.abc import Callable, Iterable
