@@ -91,7 +91,7 @@ def constructor_options(
             options["eps"] = config.eps
     if optimizer_cls is torch.optim.AdamW:
         options["fused"] = fused
-    if accepts(optimizer_cls, "batched"):
+    if optimizer_cls.__module__ == "titanlite.optim.muon":
         options["batched"] = batched
     return options | dict(args)
 
