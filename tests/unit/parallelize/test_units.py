@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.distributed.fsdp import FSDPModule
 
+from tests.matrix import EVEN, FLOAT8, GATHERED
 from tests.support.helpers import TinyRun, one_process, train_on_this_rank
 from tests.support.layouts import whole
 from tests.support.whole_runs import assert_equal
@@ -16,6 +17,7 @@ CASES = {
     "tied head, two predicted tokens": ["--model.args.tied_head=true", "--training.multi_token_weight=0.3"],
     "LoRA": ["--lora.rank=3"],
     "average": ["--average.decay=0.75"],
+    "float8": f"{EVEN} {FLOAT8} {GATHERED}".split(),
     "bfloat16 weights": [
         "--training.dtype=bfloat16", "--training.mixed_precision_param=bfloat16",
         "--training.mixed_precision_reduce=bfloat16",
