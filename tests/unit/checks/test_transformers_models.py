@@ -13,6 +13,7 @@ from transformers import AttentionInterface
 
 from tests.support.decoders import FAMILIES, SIZE, config_of
 from tests.support.helpers import TinyRun, built, mentions, titanlite, train_on_this_rank
+from tests.support.layouts import whole as gathered
 from titanlite.checks.preflight import preflight
 from titanlite.checks.transformers import check_forward
 from titanlite.models.base import build_on_meta
@@ -300,12 +301,10 @@ def test_a_trained_model_is_exported_under_its_own_names(tiny: TinyRun) -> None:
     found = run.model.eval()(tokens)
     assert torch.allclose(found, expected(tokens).logits, atol=1e-5)
     state = expected.state_dict()
-    assert all(torch.equal(state[f"model.{name}"], tensor.full_tensor()) for name, tensor in whole(run).items())
+    assert all(torch.equal(state[f"model.{name}"], gathered(tensor)) for name, tensor in whole(run).items())
     again = tiny.config("--job.name=again", f"--checkpoint.initial_load_path={out}", "--training.steps=1")
     other = built(0, 1, again)
-    assert all(
-        torch.equal(tensor.full_tensor(), whole(run)[name].full_tensor()) for name, tensor in whole(other).items()
-    )
+    assert all(torch.equal(gathered(tensor), gathered(whole(run)[name])) for name, tensor in whole(other).items())
 
 
 def whole(run: Any) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tests.support.helpers import TinyRun, run_in_turn, train_on_this_rank
+from tests.support.layouts import whole
 from titanlite.models.layers import FeedForward
 from titanlite.schema import Config
 
@@ -47,7 +48,7 @@ def test_random_draws_are_never_shifted(tiny: TinyRun, monkeypatch: pytest.Monke
 def final_state(config: Config) -> dict[str, Tensor]:
     """Weights, and the state of the generator."""
     run = train_on_this_rank(config, 0, 1)
-    return {name: parameter.detach().full_tensor().clone() for name, parameter in run.model.named_parameters()}
+    return {name: whole(parameter.detach()).clone() for name, parameter in run.model.named_parameters()}
 
 
 def deterministically(rank: int, world_size: int, config: Config) -> dict[str, Any]:

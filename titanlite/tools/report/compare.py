@@ -32,6 +32,8 @@ SCHEMA = 5
 MOST_BYTES = 4 * 2**30
 """Largest dump of a rank, in memory."""
 TOKENS, LOSS, LOGITS = "forward input tokens", "forward output loss", "forward output logits"
+BLOCK_INPUT = re.compile(r"forward input layers\.\d+")
+"""Is kept in any case: between stages and FSDP units it is a tensor of its own."""
 """Keys of the token ids [B, L], of the sum of the cross entropy of each micro-batch, and of logits."""
 DIRECTIONS = ("before", "forward", "gradient", "update")
 OF_UPDATES = 30
@@ -152,8 +154,8 @@ class ValueDump(StepCapture):
         """Keep the values of a micro-batch, and hook the gradients of its tensors."""
         keys, calls = dict[int, str](), dict[str, int]()
         for key, tensor, value in self._seen:
-            if key.startswith("forward input") and id(tensor) in keys:  # this input is the output of another module
-                continue
+            if key.startswith("forward input") and id(tensor) in keys and not BLOCK_INPUT.fullmatch(key):
+                continue  # it is the output of another module
             calls[key] = calls.get(key, 0) + 1
             name = key if calls[key] == 1 else f"{key} (call {calls[key]})"
             # Rows must be samples or tokens in their order, so that ranks can be joined.
