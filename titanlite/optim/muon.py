@@ -149,15 +149,19 @@ def update_scale(rows: float, columns: float, adjust_lr_fn: str) -> float:
     return math.sqrt(max(1, rows / columns))
 
 
-def orthogonalized(matrices: Tensor, *, together: int, **options: Any) -> Tensor:
+def orthogonalized(
+    matrices: Tensor, *, together: int, coefficients: tuple[float, float, float], steps: int, eps: float
+) -> Tensor:
     """Overwrite a matrix [F, D], or each of a stack [E, F, D], by `newton_schulz`.
 
     Args:
         together: largest number of elements of the matrices that are computed together; 1: each by itself.
+        coefficients, steps, eps: as for `newton_schulz`.
     """
     stack = matrices.view(-1, *matrices.shape[-2:])
     for part in stack.split(max(1, together // math.prod(stack.shape[1:]))):
-        part.copy_(newton_schulz(part if len(part) > 1 else part.squeeze(0), **options))
+        some = part if len(part) > 1 else part.squeeze(0)
+        part.copy_(newton_schulz(some, coefficients=coefficients, steps=steps, eps=eps))
     return matrices
 
 

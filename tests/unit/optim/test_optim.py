@@ -194,12 +194,12 @@ def test_batched_is_an_option_of_muon_alone() -> None:
 def test_matrices_that_are_computed_together_are_those_that_are_not() -> None:
     """Also where a rest of one matrix is left, and where a stack has none."""
     stack = torch.randn(5, 6, 20, generator=torch.Generator().manual_seed(0))
-    options = {"coefficients": COEFFICIENTS, "steps": 5, "eps": 1e-7}
+    compute = partial(orthogonalized, coefficients=COEFFICIENTS, steps=5, eps=1e-7)
     expected = torch.stack([orthogonal(matrix.clone()) for matrix in stack])
     for together in (1, 240, 1000):
-        assert (orthogonalized(stack.clone(), together=together, **options) - expected).abs().max() < 1e-5
-    assert orthogonalized(stack[:0].clone(), together=240, **options).shape == (0, 6, 20)
-    apart = orthogonalized(stack.clone(), together=1, **options)
+        assert (compute(stack.clone(), together=together) - expected).abs().max() < 1e-5
+    assert compute(stack[:0].clone(), together=240).shape == (0, 6, 20)
+    apart = compute(stack.clone(), together=1)
     assert torch.equal(apart, expected)
 
 
