@@ -240,10 +240,10 @@ def build_trained(setup: Setup) -> Trained:
     dtype, seed = DTYPES[config.training.dtype], config.debug.seed
     materialize(model, device=setup.device, dtype=dtype, seed=seed, on_host=on_host, memory=memory)
     setup.phase.phase(Phase.OPTIMIZER)
-    depends_on_shards = not config.debug.reproducible_layouts
-    fused = (setup.device.type == "cuda" and not on_host) or depends_on_shards
+    reproducible = config.debug.reproducible_layouts
+    fused = (setup.device.type == "cuda" and not on_host) or not reproducible
     optimizer = build_optimizer(
-        model, config.optimizer, seed=seed, memory=memory, fused=fused, batched=depends_on_shards
+        model, config.optimizer, seed=seed, memory=memory, fused=fused, reproducible=reproducible
     )
     after_update, average = setup.techniques.after_update(model), setup.techniques.average
     return Trained(

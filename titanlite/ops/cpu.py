@@ -39,10 +39,8 @@ def multiply_by_onednn() -> None:
     would round. Nor is anything changed where the user's code has chosen a precision.
     """
     about = cpu_info()
-    flags, is_faster = (
-        about.get("flags", "").split(),
-        (about.get("vendor_id"), about.get("cpu family")) in FASTER_BY_ONEDNN,
-    )
+    flags = about.get("flags", "").split()
+    is_faster = (about.get("vendor_id"), about.get("cpu family")) in FASTER_BY_ONEDNN
     is_open = torch.backends.mkldnn.matmul.fp32_precision == "none" and not torch.cuda.is_available()  # pyright: ignore[reportAttributeAccessIssue]
     if not is_faster or "avx512f" not in flags or "amx_tile" in flags or not is_open:
         return
@@ -56,10 +54,9 @@ def describe_cpu() -> str:
     """Return the name and family of this machine's CPU, and the library of its float32 matmuls."""
     about = cpu_info()
     name = f"{about.get('model name', 'CPU')}, family {about.get('cpu family', 'unknown')}"
-    chosen = torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee")  # pyright: ignore[reportAttributeAccessIssue]
-    return (
-        f"{name}; float32 matmuls by {'oneDNN' if chosen else 'MKL' if torch.backends.mkl.is_available() else 'BLAS'}"
-    )
+    default = "MKL" if torch.backends.mkl.is_available() else "BLAS"
+    is_default = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # pyright: ignore[reportAttributeAccessIssue]
+    return f"{name}; float32 matmuls by {default if is_default else 'oneDNN'}"
 
 
 class CpuKernels(Kernels):

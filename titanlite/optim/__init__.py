@@ -31,7 +31,7 @@ def build_optimizer(
     memory: StateMemory | None = None,
     pick_kernel: PickKernel | None = None,
     fused: bool = True,
-    batched: bool = True,
+    reproducible: bool = False,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names; several classes become one `CombinedOptimizer`.
 
@@ -43,7 +43,7 @@ def build_optimizer(
         pick_kernel: returns the kernel of `SlicedAdamW` for parameters on a device. Default: the Triton kernel, where
             it starts.
         fused: whether AdamW is the fused kernel. On CPUs, that kernel rounds the last elements of a shard differently.
-        batched: whether Muon computes several matrices together, whose bits then depend on how many a rank has.
+        reproducible: whether the bits of a matrix do not depend on which others a rank has, for Muon.
 
     Raises:
         UserError: a name is unknown, or the groups do not fit the model.
@@ -52,9 +52,15 @@ def build_optimizer(
     for group in parameter_groups(config, model):
         by_class.setdefault((group.name, repr(sorted(group.args.items()))), []).append(group)
     optimizers = [
-        _build(groups, config, seed=seed, memory=memory, pick_kernel=pick_kernel, fused=fused, batched=batched)
+        _build(groups, config, seed=seed, memory=memory, pick_kernel=pick_kernel, fused=fused)
         for groups in by_class.values()
     ]
+    for (name, _), optimizer in zip(by_class, optimizers, strict=True):
+        if name == "Muon" and reproducible:
+            from titanlite.optim.muon import Muon
+
+            assert isinstance(optimizer, Muon)
+            optimizer.together = 1
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 
@@ -66,7 +72,6 @@ def _build(
     memory: StateMemory | None,
     pick_kernel: PickKernel | None,
     fused: bool,
-    batched: bool,
 ) -> torch.optim.Optimizer:
     """Build the optimizer of groups that differ in learning rate and weight decay only."""
     optimizer_cls = find_optimizer_cls(groups[0].name)
@@ -81,7 +86,7 @@ def _build(
         }
         for group in groups
     ]
-    options = constructor_options(optimizer_cls, config, groups[0].args, fused=fused, batched=batched)
+    options = constructor_options(optimizer_cls, config, groups[0].args, fused=fused)
     state_dtype = getattr(torch, config.state_dtype)
     is_float32 = state_dtype == torch.float32 and all(p.dtype == torch.float32 for p in parameters.values())
     by_slice = memory is not None and memory.slices_updates

@@ -46,8 +46,6 @@ class Muon(torch.optim.Optimizer):
             without hardware bfloat16, and to compare layouts.
         adjust_lr_fn: "match_rms_adamw" makes updates as large as AdamW's, so that one learning rate suits both;
             "original" is the default of torch.optim.Muon.
-        batched: whether small matrices of one shape are computed together. The bits of a matrix then depend on how many
-            a rank has.
 
     Raises:
         ValueError: an argument or a parameter is not one of these.
@@ -67,7 +65,6 @@ class Muon(torch.optim.Optimizer):
         ns_steps: int = 5,
         ns_dtype: str = "bfloat16",
         adjust_lr_fn: str = "match_rms_adamw",
-        batched: bool = True,
     ) -> None:
         if not 0 <= momentum < 1:
             raise ValueError(f"momentum must be at least 0 and below 1, got {momentum}")
@@ -89,7 +86,9 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
-        self._together = TOGETHER if batched else 1
+        self.together = TOGETHER
+        """Largest number of elements of the matrices that are computed together. With 1, each is computed by itself, so
+        that its bits do not depend on the others."""
         for parameter in (parameter for group in self.param_groups for parameter in group["params"]):
             if parameter.ndim not in (2, 3) or parameter.dtype != torch.float32:
                 raise ValueError(f"Muon is for matrices of float32, got {[*parameter.shape]} of {parameter.dtype}")
@@ -100,13 +99,13 @@ class Muon(torch.optim.Optimizer):
         for group in self.param_groups:
             orthogonalize = partial(
                 orthogonalized,
-                together=self._together,
+                together=self.together,
                 coefficients=group["ns_coefficients"],
                 steps=group["ns_steps"],
                 eps=group["eps"],
             )
             with_gradients = (parameter for parameter in group["params"] if parameter.grad is not None)
-            for parameters, ranks in _batches(with_gradients, self._together):
+            for parameters, ranks in _batches(with_gradients, self.together):
                 parts = [self._momentum(parameter, group) for parameter in parameters]
                 if ranks is not None:
                     shapes = [parameter.shape for parameter in parameters]

@@ -64,12 +64,7 @@ def has_two_betas(optimizer_cls: type[torch.optim.Optimizer]) -> bool:
 
 
 def constructor_options(
-    optimizer_cls: type[torch.optim.Optimizer],
-    config: Optimizer,
-    args: Mapping[str, Any],
-    *,
-    fused: bool = True,
-    batched: bool = True,
+    optimizer_cls: type[torch.optim.Optimizer], config: Optimizer, args: Mapping[str, Any], *, fused: bool = True
 ) -> dict[str, Any]:
     """Return keyword arguments for the constructor.
 
@@ -78,7 +73,6 @@ def constructor_options(
 
     Args:
         fused: whether AdamW is the fused kernel.
-        batched: whether Muon computes several matrices together.
     """
     options: dict[str, Any] = {}
     if accepts(optimizer_cls, "lr"):
@@ -91,8 +85,6 @@ def constructor_options(
             options["eps"] = config.eps
     if optimizer_cls is torch.optim.AdamW:
         options["fused"] = fused
-    if optimizer_cls.__module__ == "titanlite.optim.muon":
-        options["batched"] = batched
     return options | dict(args)
 
 

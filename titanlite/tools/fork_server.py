@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.runtime.signals import STOP_SIGNALS, shielding_children
+from titanlite.runtime.signals import shielding_children
 
 PR_SET_CHILD_SUBREAPER = 36
 START_SECONDS = 60.0
@@ -145,13 +145,7 @@ def _fork_in_place_of(python: bytes, command: Sequence[str], files: Sequence[int
     if pid := os.fork():
         return pid
     try:
-        for name in os.listdir("/proc/self/fd"):
-            with suppress(OSError):
-                if int(name) > 2 and int(name) not in files:
-                    os.close(int(name))
-        for number in (*STOP_SIGNALS, signal.SIGQUIT):
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
+        _close_files(lambda file: file not in files)
         _show([os.fsdecode(python), "-m", forkserver.__name__])
         exec(command[-1], {})
     except SystemExit:
@@ -167,7 +161,7 @@ def _act(connection: Connection, run: Callable[[], NoReturn], handlers: Handlers
     try:
         for number in handlers:
             signal.signal(number, signal.SIG_IGN)
-        _close_inherited_files()
+        _close_files(os.get_inheritable)  # those that the shell has opened: a new process would not get them
         _show([*sys.orig_argv[:1], "-m", __name__])
         from titanlite.runtime.private_torch.elastic import has_lost_cuda
 
@@ -180,11 +174,11 @@ def _act(connection: Connection, run: Callable[[], NoReturn], handlers: Handlers
         os._exit(1)  # no fork returns into the launcher's code
 
 
-def _close_inherited_files() -> None:
-    """Close files that the shell has opened for this process: a new process would not get them."""
+def _close_files(is_chosen: Callable[[int], bool]) -> None:
+    """Close the chosen ones of this process's open files, but not the standard streams."""
     for name in os.listdir("/proc/self/fd"):
         with suppress(OSError):
-            if int(name) > 2 and os.get_inheritable(int(name)):
+            if int(name) > 2 and is_chosen(int(name)):
                 os.close(int(name))
 
 

@@ -140,7 +140,6 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "debug.reproducible_layouts": {
         1: [
             f"{EXACT} {OPTIM}args.fused=true",
-            f"{EXACT} {OPTIM}name=Muon {OPTIM}args.batched=true",
             f"{EXACT} {PARTS} --model.args.tied_head=true",
             f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8",
             f"{EXACT} {BFLOAT16_SUMS}",

@@ -16,8 +16,7 @@ from tests.support.operators import OperatorNames
 from titanlite.ops.hash_random import random_bits
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
-from titanlite.optim.muon import Muon, newton_schulz, orthogonalized
-from titanlite.optim.registry import constructor_options
+from titanlite.optim.muon import TOGETHER, Muon, newton_schulz, orthogonalized
 from titanlite.optim.rounding import SlicedAdamW, round_stochastically
 from titanlite.runtime.private_torch.tensors import LocalAdamW, fused_adamw_
 from titanlite.schema import Optimizer
@@ -181,14 +180,14 @@ def test_long_matrices_take_fewer_operations_and_small_ones_fewer_operators() ->
     assert counted(torch.randn(12, 64, 256)) == (12 * 60 * cube, 18)
 
 
-class WithBatches(torch.optim.SGD):
-    def __init__(self, params: Any, lr: float = 0.1, batched: int = 3) -> None:
-        super().__init__(params, lr)
-
-
-def test_batched_is_an_option_of_muon_alone() -> None:
-    assert constructor_options(Muon, Optimizer(), {}, batched=False)["batched"] is False
-    assert "batched" not in constructor_options(WithBatches, Optimizer(), {}, batched=False)
+def test_reproducible_matrices_are_computed_by_themselves() -> None:
+    config = section(OPTIMIZERS["Muon and SGD"][0])
+    found = {}
+    for reproducible in (False, True):
+        [muon, _] = optimizers_in(build_optimizer(toy(), config, seed=0, reproducible=reproducible))
+        assert isinstance(muon, Muon)
+        found[reproducible] = muon.together
+    assert found == {False: TOGETHER, True: 1}
 
 
 def test_matrices_that_are_computed_together_are_those_that_are_not() -> None:

@@ -70,7 +70,6 @@ class ReproducibleLayouts(Technique):
                 training.mixed_precision_reduce != training.dtype
             ),
             "optimizer.args.fused": any(options.get("fused") for options in args),
-            "optimizer.args.batched": any(options.get("batched") for options in args),
             "an optimizer of torchao": any(name.startswith("torchao.") for name in names),
         }
         for other, is_set in refused.items():
