@@ -282,7 +282,7 @@ class Validation(Section):
     sources: list[ValidationSource] = []
     """Several validation sources, instead of validation.path. Each has a loss of its own."""
     sequences: Count = 256
-    """Sequences of each source, the same at each validation; 0 takes all."""
+    """Sequences of each source, the same at each validation; 0 takes all text, to its last token."""
     tasks: list[Name] = []
     """Tasks in the form of lm-evaluation-harness: YAML files, also beside the config file, or the names of shipped
     ones, python_cloze and number_choice. Validation gives their accuracy."""

@@ -63,16 +63,19 @@ class Stream:
     Args:
         document_mask: give the start of each document, and let its last token predict nothing. Otherwise the last
             token predicts the first of the next document, and a sequence counts as one document.
+        to_end: keep the rest of the stream too: the last sequence is padded.
     """
 
-    def __init__(self, store: TokenStore, *, seq_len: int, document_mask: bool) -> None:
+    def __init__(self, store: TokenStore, *, seq_len: int, document_mask: bool, to_end: bool = False) -> None:
         self.store = store
         self.seq_len = seq_len
         self.document_mask = document_mask
+        self.to_end = to_end
         self._has_mask = store.has_mask
 
     def __len__(self) -> int:
-        return max(0, (len(self.store) - 1) // self.seq_len)
+        predicted = max(0, len(self.store) - 1)
+        return -(-predicted // self.seq_len) if self.to_end else predicted // self.seq_len
 
     def wait_for(self, sequences: int) -> bool:
         """Wait until there are as many sequences, or all. Return whether all are there."""
@@ -80,7 +83,8 @@ class Stream:
         return self.store.is_complete
 
     def read(self, index: int) -> TokenSequence:
-        begin, length = index * self.seq_len, self.seq_len
+        begin = index * self.seq_len
+        length = min(self.seq_len, len(self.store) - 1 - begin) if self.to_end else self.seq_len
         stretch = self.store.read(begin, length + 1)
         sequence = TokenSequence(stretch[:-1], stretch[1:], np.zeros(1, dtype=np.int64))
         if self._has_mask or self.document_mask:
@@ -91,7 +95,14 @@ class Stream:
             firsts = self.store.document_starts(begin + 1, length) - begin
             sequence.labels[firsts - 1] = IGNORE
             sequence = sequence._replace(starts=_not_empty(firsts, length)[0])
-        return sequence
+        return sequence if length == self.seq_len else _padded(sequence, self.seq_len)
+
+
+def _padded(sequence: TokenSequence, length: int) -> TokenSequence:
+    missing = 0, length - len(sequence.tokens)
+    tokens = np.pad(sequence.tokens, missing, constant_values=PADDING)
+    labels = np.pad(sequence.labels, missing, constant_values=IGNORE)
+    return TokenSequence(tokens, labels, np.append(sequence.starts, len(sequence.tokens)))
 
 
 class BestFit:

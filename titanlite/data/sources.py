@@ -96,7 +96,8 @@ def open_sources(
         more = {"tokenizer": tokenizer, "cache_folder": cache_folder, "prepare_text": prepare_text}
         return open_tokens(source.path, data=options, **more)
 
-    return [_open(source, data, tokenizer, seq_len, cache_folder, tokens) for source in section.all_sources()]
+    to_end = isinstance(section, Validation) and section.sequences == 0
+    return [_open(source, data, tokenizer, seq_len, cache_folder, tokens, to_end) for source in section.all_sources()]
 
 
 def open_tokens(
@@ -152,6 +153,7 @@ def _open(
     seq_len: int,
     cache_folder: Path,
     tokens: Callable[[ValidationSource], TokenStore],
+    to_end: bool,
 ) -> Source:
     weight = getattr(source, "weight", 1.0)
     if isinstance(source.path, str) and source.path.startswith(PREFIX):
@@ -163,7 +165,7 @@ def _open(
     if data.packing == "best_fit":
         sequences = BestFit(store, seq_len=seq_len, plan_folder=cache_folder / "packing")
     else:
-        sequences = Stream(store, seq_len=seq_len, document_mask=data.document_mask)
+        sequences = Stream(store, seq_len=seq_len, document_mask=data.document_mask, to_end=to_end)
         sequences.wait_for(1)
     if len(sequences) == 0:
         raise UserError(

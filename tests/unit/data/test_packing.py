@@ -70,6 +70,16 @@ def test_stream_is_what_plain_code_gives(lengths: list[int], seq_len: int, maske
         for i in range(len(sequences)):
             tokens = list(range(i * seq_len + 1, (i + 1) * seq_len + 1))
             assert as_lists(sequences.read(i)) == (tokens, *expected(tokens, document, masked))
+        whole = Stream(sequences.store, seq_len=seq_len, document_mask=apart, to_end=True)
+        read = [whole.read(i) for i in range(len(whole))]
+        for short, long in zip(map(sequences.read, range(len(sequences))), read, strict=False):
+            assert as_lists(short) == as_lists(long)
+        rest = [t + 1 for t in range(1, sum(lengths)) if document[t] == document[t - 1] and t not in masked]
+        assert [label for sequence in read for label in sequence.labels.tolist() if label != IGNORE] == rest
+        for sequence in read[len(sequences) :]:
+            length = (sum(lengths) - 1) % seq_len
+            assert sequence.tokens.tolist()[length:] == [PADDING] * (seq_len - length)
+            assert (len(sequence.labels), sequence.starts[-1]) == (seq_len, length)
 
 
 def documents_of(lengths: list[int]) -> list[int]:
