@@ -20,7 +20,7 @@ from titanlite.models.base import Model
 from titanlite.observer import OnPhase, Phase
 from titanlite.ops.attention import document_arguments
 from titanlite.ops.kernels import Kernels
-from titanlite.optim import update
+from titanlite.optim import scales_gradients, update
 from titanlite.optim.norm import count_parameter_replicas, flat_views, gradient_norms, sums_of_squares
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
@@ -130,7 +130,7 @@ class Step:
         sums, square, stop_flags = self.sum_over_ranks(losses, square, flags, gradients)
         norm = square.sqrt()
         if self.max_norm > 0:
-            clip(gradients, norm=norm, max_norm=self.max_norm)
+            clip(gradients, self.optimizer, norm=norm, max_norm=self.max_norm)
         metrics = {**sums.metrics, **self.metrics()}
         skip_reason = self.ask(decide, sums.cross_entropy, norm)
         self.update(skip=skip_reason != 0)
@@ -376,10 +376,12 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
     return count.clamp(min=1)
 
 
-def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm."""
+def clip(gradients: Sequence[Tensor], optimizer: torch.optim.Optimizer, *, norm: Tensor, max_norm: float) -> None:
+    """Scale gradients of a global L2 norm, so that the norm is at most max_norm: in place, or in the next update where
+    its kernel does it on the way."""
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    scale_in_place(flat_views(gradients), factor.to(gradients[0].device))
+    if not scales_gradients(optimizer, factor):
+        scale_in_place(flat_views(gradients), factor.to(gradients[0].device))
 
 
 def finish_reductions(model: Any) -> None:

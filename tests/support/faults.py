@@ -107,9 +107,9 @@ def halved(right: Any) -> Any:
 
 
 def own_norm(right: Any) -> Any:
-    def clip(gradients: Any, *, norm: Tensor, max_norm: float) -> None:
+    def clip(gradients: Any, optimizer: Any, *, norm: Tensor, max_norm: float) -> None:
         own = torch.stack([gradient.norm() for gradient in gradients]).norm()
-        right(gradients, norm=own, max_norm=max_norm)
+        right(gradients, optimizer, norm=own, max_norm=max_norm)
 
     return clip
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from titanlite.optim.combined import CombinedOptimizer, update, zero_moments
+from titanlite.optim.combined import CombinedOptimizer, scales_gradients, update, zero_moments
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
 from titanlite.optim.registry import accepts, constructor_options, find_optimizer_cls
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 PickKernel = Callable[[torch.device], "UpdateKernel | None"]
 
-__all__ = ["build_optimizer", "set_learning_rate", "update"]
+__all__ = ["build_optimizer", "scales_gradients", "set_learning_rate", "update"]
 
 
 def build_optimizer(

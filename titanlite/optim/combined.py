@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.runtime.private_torch.compiler import without_autograd_cache
-from titanlite.runtime.private_torch.tensors import local_tensor, reads_found_inf, wrapped_tensors
+from titanlite.runtime.private_torch.tensors import LocalAdamW, local_tensor, reads_found_inf, wrapped_tensors
 
 
 def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
@@ -17,7 +17,8 @@ def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
     """
     if reads_found_inf(optimizer):
         device = next(p for group in optimizer.param_groups for p in group["params"]).device  # with offload, the CPU
-        optimizer.grad_scale, optimizer.found_inf = None, skip.float().to(device)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.grad_scale = getattr(optimizer, "grad_scale", None)  # pyright: ignore[reportAttributeAccessIssue]
+        optimizer.found_inf = skip.float().to(device)  # pyright: ignore[reportAttributeAccessIssue]
         optimizer.step()
         del optimizer.grad_scale, optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
     elif not skip:
@@ -25,6 +26,26 @@ def update(optimizer: torch.optim.Optimizer, *, skip: Tensor) -> None:
         # shape, not by its local tensor: it would run the code of 8-bit moments on 4-bit moments.
         with without_autograd_cache():
             optimizer.step()
+
+
+def scales_gradients(optimizer: torch.optim.Optimizer, factor: Tensor) -> bool:
+    """Let the next `update` multiply the gradients by a factor, if its kernel does that while it reads them.
+
+    PyTorch's fused AdamW on a GPU does. It divides by a scale, which for a factor below 1 may round the last bit
+    otherwise than a product. CPUs keep their own pass over the gradients, and their bits.
+
+    Returns:
+        whether it will. Nothing has changed if not.
+    """
+    if not isinstance(optimizer, LocalAdamW) or not is_on_gpu(optimizer):
+        return False
+    optimizer.grad_scale = factor.reciprocal()  # pyright: ignore[reportAttributeAccessIssue]
+    return True
+
+
+def is_on_gpu(optimizer: torch.optim.Optimizer) -> bool:
+    """Return whether the parameters are on a GPU; with offload, they are not."""
+    return next(p for group in optimizer.param_groups for p in group["params"]).is_cuda
 
 
 def optimizers_in(optimizer: torch.optim.Optimizer) -> Sequence[torch.optim.Optimizer]:

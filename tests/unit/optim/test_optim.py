@@ -20,6 +20,7 @@ from titanlite.optim.muon import TOGETHER, Muon, newton_schulz, orthogonalized
 from titanlite.optim.rounding import SlicedAdamW, round_stochastically
 from titanlite.runtime.private_torch.tensors import LocalAdamW, fused_adamw_
 from titanlite.schema import Optimizer
+from titanlite.step import clip
 
 STEPS = 5
 
@@ -261,3 +262,27 @@ def test_adamw_has_its_state_before_the_first_step(dtype: str) -> None:
         after = [*optimizer.state[parameter].values()]
         assert all(one is other for one, other in zip(before[name], after, strict=True))
         assert after[0].item() == 1
+
+
+@pytest.mark.parametrize("max_norm", [1e9, 3.0])
+def test_a_gpu_clips_within_the_update(monkeypatch: pytest.MonkeyPatch, max_norm: float) -> None:
+    """The CPU's fused kernel divides by a scale, too. Gradients below the norm keep their bits."""
+    models = toy(), toy()
+    for model, on_gpu in zip(models, (False, True), strict=True):
+        monkeypatch.setattr("titanlite.optim.combined.is_on_gpu", lambda optimizer, on_gpu=on_gpu: on_gpu)
+        optimizer = build_optimizer(model, Optimizer(), seed=0)
+        assert isinstance(optimizer, LocalAdamW)
+        for step, skip in enumerate([False, True, False]):
+            gradients(model, step)
+            of_all = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+            unclipped = [gradient.clone() for gradient in of_all]
+            norm = torch.stack([gradient.norm() for gradient in of_all]).norm()
+            clip(of_all, optimizer, norm=norm, max_norm=max_norm)
+            assert all(map(torch.equal, of_all, unclipped)) == (on_gpu or max_norm > 3)
+            update(optimizer, skip=torch.tensor(skip))
+            optimizer.zero_grad()
+        gradients(model, 3)
+        update(optimizer, skip=torch.tensor(False))  # by a scale of its own step only
+    for clipped, scaled in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(scaled, clipped, rtol=1e-6, atol=1e-8)
+        assert max_norm < 1e9 or torch.equal(scaled, clipped)
