@@ -117,6 +117,7 @@ RESUMED, AVERAGE = "--checkpoint.enable=true", "--average.decay=0.75"
 OFFLOAD = "--training.enable_cpu_offload"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01"
+DROPOUT = "--training.dropout=0.2"
 SLOWLY, FURTHER = "--optimizer.lr=1e-3", "--training.multi_token_weight=0.3"
 FROZEN = "--freeze.parameters=['tok*','layers.0.attention.*']"
 FROZEN_EXPERTS = "--freeze.parameters=['layers.0.feed_forward.w?','layers.1.feed_forward.router']"
@@ -336,6 +337,15 @@ TECHNIQUES = {
     ),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
     "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
+    "dropout": Row(f"{DROPOUT} {EACH}", UNSPLIT, slow="s2", refused=dict.fromkeys(("t2", "p2"), "training.dropout")),
+    **rows("s2,c2", {
+        "dropout, recomputed": f"{DROPOUT} {EACH} {FULL}",
+        "dropout, stopped and resumed": f"{DROPOUT} {EACH} {RESUMED}",
+    }, like="dropout"),
+    **rows("s2,c2", {
+        "dropout, compiled": f"{DROPOUT} {COMPILE} {OP}", "dropout, Gemma 3": f"{MODELS['Gemma 3'].words} {DROPOUT}",
+        "dropout, OLMo 3": f"{MODELS['OLMo 3'].words} {DROPOUT}",
+    }),
     **rows("s2,r2 s2,c2,t2", {
         f"two predicted tokens, {title}": f"{SMOL} {FURTHER} {words}"
         for title, words in {
@@ -416,7 +426,7 @@ REPRODUCIBLE = {
         for title, words in {
             "recomputed": FULL, "Muon": "--optimizer.name=Muon", "LoRA": "--lora.rank=4", "CPU offload": OFFLOAD,
             "compiled": COMPILE, "bfloat16 weights": NARROWEST, "a teacher": TEACHER, "pairs": f"{MOE} {PAIRS}",
-            "two predicted tokens": FURTHER,
+            "two predicted tokens": FURTHER, "dropout": DROPOUT,
         }.items()
     }, tolerance=0),
     **rows("s2 e2,s4 e4", {

@@ -27,4 +27,8 @@ Only with multi-token prediction (`training.multi_token_weight`), made before se
 
 - `next_tokens` [B, L] int64: for each token the next one of its sequence.
 - `next_labels` [B, L] int64: the label after the next, or IGNORE.
+
+Only with dropout (`training.dropout`), in training:
+
+- `draws` [B, L] int64: number of each token in the run.
 """

@@ -519,6 +519,9 @@ class Training(Section):
     multi_token_weight: NonNegative = 0.0
     """Weight of the loss of the token after the next, which one more block predicts (arXiv:2412.19437). 0: it is not
     predicted. 0.3 is usual, and 0.1 late in training."""
+    dropout: Annotated[float, Field(ge=0, lt=0.99)] = 0.0
+    """Share of the embeddings, and of the outputs of attention and feed-forward layers, that training sets to 0,
+    rounded to a multiple of 1/256. For runs that read a small text many times: 0.1 to 0.3 is usual."""
     dtype: Literal["bfloat16", "float32"] = "float32"
     """Dtype of the weights that the optimizer updates. bfloat16 is full bfloat16 training: gradients have that dtype
     too, and updates are rounded stochastically."""

@@ -348,7 +348,9 @@ def model_arguments(
         targets: further arguments of the loss function. They are of the next token, and None for the one after it.
     """
     loss = partial(loss_function, labels_BL=batch["labels"], **targets)
-    arguments = {"loss": loss, **document_arguments(batch)}
+    arguments: dict[str, Any] = {"loss": loss, **document_arguments(batch)}
+    if "draws" in batch:
+        arguments["draws"] = batch["draws"]
     if "next_tokens" not in batch:
         return batch["tokens"], arguments
     after = partial(loss_function, labels_BL=batch["next_labels"], **dict.fromkeys(targets))

@@ -218,6 +218,7 @@ def build_data(setup: Setup, prepare_text: PrepareText | None) -> tuple[Samples,
         cache_folder=setup.folder.data_cache,
         group=world,
         prepare_text=prepare_text,
+        numbers_tokens=config.training.dropout > 0,
     )
     check_same_everywhere(str(samples.settings()), "the training data", group=world)
     if inputs.tasks:

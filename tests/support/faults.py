@@ -225,6 +225,10 @@ FAULTS = {
     "gradients are clipped by the norm of a process's own part": Fault(
         ("Llama 3", "s2"), "titanlite.step.clip", own_norm
     ),
+    "each process numbers the tokens for dropout anew": Fault(
+        ("dropout", "s2"), "titanlite.models.decoder.draws_of_blocks",
+        lambda right: lambda draws_BL, blocks: right(draws_BL - draws_BL.min(), blocks),
+    ),
     "positions begin anew in the part of each process": Fault(
         ("Llama 3", "c2"), f"{CONTEXT}split_batch", batches(from_zero)
     ),

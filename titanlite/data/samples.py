@@ -225,6 +225,7 @@ class Samples(Dataset[Batch]):
         stages: of the run's beginning, in their order. After them, sources have their own weights.
         shuffle, window: of each source's `Order`.
         origin: start of the present data, in a run whose data was changed.
+        numbers_tokens: whether batches have `draws`.
 
     Raises:
         UserError: two sources hold the same tokens.
@@ -239,7 +240,9 @@ class Samples(Dataset[Batch]):
         shuffle: bool = True,
         window: int | None = None,
         origin: Origin | None = None,
+        numbers_tokens: bool = False,
     ) -> None:
+        self.numbers_tokens = numbers_tokens
         self.sources = sorted(sources, key=lambda source: source.name)  # their order in the config does not matter
         self.seed = seed
         self.stages = stages
@@ -298,7 +301,11 @@ class Samples(Dataset[Batch]):
         """Return the batch of these samples, by global sample index."""
         located = [self.locate(sample) for sample in samples]
         sequences = [self.sources[source].read(sequence) for source, _, sequence in located]
-        return as_batch(sequences, mark_documents=self.sources[0].marks_documents)
+        batch = as_batch(sequences, mark_documents=self.sources[0].marks_documents)
+        if not self.numbers_tokens:
+            return batch
+        seq_len = batch["tokens"].shape[1]
+        return batch | {"draws": torch.tensor(samples).unsqueeze(1) * seq_len + torch.arange(seq_len)}
 
     def consumed(self, samples_seen: int) -> list[int]:
         """Count the samples of each source among the first `samples_seen` of the run."""
@@ -371,7 +378,7 @@ class Samples(Dataset[Batch]):
                 at = origin.consumed.get(source.fingerprint, 0)
                 logger.info(f"data changed: {source.name} continues after {at:,} of its sequences (data.on_change)")
         options = {"seed": self.seed, "stages": self.stages, "shuffle": self.shuffle, "window": self.window}
-        return Samples(self.sources, **options, origin=origin)
+        return Samples(self.sources, **options, origin=origin, numbers_tokens=self.numbers_tokens)
 
 
 def as_batch(sequences: Sequence[TokenSequence], *, mark_documents: bool) -> Batch:

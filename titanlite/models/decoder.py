@@ -33,6 +33,7 @@ from titanlite.models.layers import (
     rope_cos_sin,
 )
 from titanlite.ops.attention import of_whole_sequences
+from titanlite.ops.dropout import Dropout, draws_of_blocks
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.schema import Config
@@ -105,6 +106,8 @@ class DecoderArgs(ModelArgs):
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
+    dropout: Dropout | None = None
+
     def __init__(self, args: DecoderArgs, *, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
@@ -112,9 +115,21 @@ class Block(nn.Module):
         self.ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.feed_forward = feed_forward
 
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
-        x_BLD = x_BLD + self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask)
-        return x_BLD + self.feed_forward(self.ffn_norm(x_BLD))
+    def forward(
+        self,
+        x_BLD: Tensor,
+        cos_LH: Tensor,
+        sin_LH: Tensor,
+        mask: AttentionMask | None = None,
+        draws_BL: Tensor | None = None,
+    ) -> Tensor:
+        attended_BLD = self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask)
+        x_BLD = x_BLD + self.dropped(attended_BLD, draws_BL, 0)
+        return x_BLD + self.dropped(self.feed_forward(self.ffn_norm(x_BLD)), draws_BL, 1)
+
+    def dropped(self, out_BLD: Tensor, draws_BL: Tensor | None, place: int) -> Tensor:
+        """Return the output of a layer with dropout, if the block gets draws."""
+        return out_BLD if draws_BL is None or self.dropout is None else self.dropout(out_BLD, draws_BL, place)
 
 
 class Decoder(Model):
@@ -124,6 +139,7 @@ class Decoder(Model):
     roles: ClassVar[Roles] = BRANCHES_OF_DECODER
     rope_cos: Tensor
     rope_sin: Tensor
+    dropout: Dropout | None = None
     further_weight: float = 0.0
     """Weight of the loss of the token after the next. 0: it is not predicted."""
     norm_offset: ClassVar[float] = 0.0
@@ -173,6 +189,12 @@ class Decoder(Model):
         self.head.further_norm = norm.to(like.dtype)
         self.further_weight = weight
         self._offset_norms()
+
+    def set_dropout(self, dropout: Dropout) -> None:
+        """Drop some of the hidden states in passes that get draws."""
+        for module in self.modules():
+            if isinstance(module, Block | Decoder):
+                module.dropout = dropout
 
     def build_attention(self, layer: int) -> nn.Module:
         args, attention = self.args, self.attentions[layer]
@@ -234,18 +256,25 @@ class Decoder(Model):
         *,
         documents: Documents | None = None,
         further: Loss | None = None,
+        draws: Tensor | None = None,
     ) -> Any:
         """See `Model.forward`.
 
         Args:
             further: loss of the tokens after the next. Then `tokens` are [B, L, 2]: with each is its next one.
+            draws: int64 [B, L], number of each token in the run, with which dropout draws. None: nothing is dropped.
         """
         x_BLD = self.tok_embeddings(tokens)
         if further:
             from titanlite.models.multi_token import forward_of_pairs
 
             return forward_of_pairs(self, x_BLD, loss, further, documents)
-        return self.head(self.through_blocks(x_BLD, self.block_inputs(x_BLD, documents)), loss)
+        inputs = self.block_inputs(x_BLD, documents)
+        if draws is not None and self.dropout:
+            first, *of_blocks = draws_of_blocks(draws, len(inputs))
+            x_BLD = self.dropout(x_BLD, first)
+            inputs = [(*of_block, draws_BL) for of_block, draws_BL in zip(inputs, of_blocks, strict=True)]
+        return self.head(self.through_blocks(x_BLD, inputs), loss)
 
     def block_inputs(self, x_BLD: Tensor, documents: Documents | None) -> list[tuple[Any, ...]]:
         """Return the further arguments of each block: cosines and sines of its rotary positions, and its mask."""

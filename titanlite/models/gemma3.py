@@ -81,10 +81,18 @@ class SandwichBlock(Block):
         self.post_attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.post_ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
-        out_BLD = self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask)
-        x_BLD = x_BLD + self.post_attention_norm(out_BLD)
-        return x_BLD + self.post_ffn_norm(self.feed_forward(self.ffn_norm(x_BLD)))
+    def forward(
+        self,
+        x_BLD: Tensor,
+        cos_LH: Tensor,
+        sin_LH: Tensor,
+        mask: AttentionMask | None = None,
+        draws_BL: Tensor | None = None,
+    ) -> Tensor:
+        out_BLD = self.post_attention_norm(self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask))
+        x_BLD = x_BLD + self.dropped(out_BLD, draws_BL, 0)
+        out_BLD = self.post_ffn_norm(self.feed_forward(self.ffn_norm(x_BLD)))
+        return x_BLD + self.dropped(out_BLD, draws_BL, 1)
 
 
 def _write_rest(args: Gemma3Args) -> ConfigJson:

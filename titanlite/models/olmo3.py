@@ -54,9 +54,16 @@ class Olmo3Args(WindowedArgs):
 class PostNormBlock(Block):
     """Block whose norms are behind its layers (arXiv:2501.00656)."""
 
-    def forward(self, x_BLD: Tensor, cos_LH: Tensor, sin_LH: Tensor, mask: AttentionMask | None = None) -> Tensor:
-        x_BLD = x_BLD + self.attention_norm(self.attention(x_BLD, cos_LH, sin_LH, mask))
-        return x_BLD + self.ffn_norm(self.feed_forward(x_BLD))
+    def forward(
+        self,
+        x_BLD: Tensor,
+        cos_LH: Tensor,
+        sin_LH: Tensor,
+        mask: AttentionMask | None = None,
+        draws_BL: Tensor | None = None,
+    ) -> Tensor:
+        x_BLD = x_BLD + self.dropped(self.attention_norm(self.attention(x_BLD, cos_LH, sin_LH, mask)), draws_BL, 0)
+        return x_BLD + self.dropped(self.ffn_norm(self.feed_forward(x_BLD)), draws_BL, 1)
 
 
 def _write_rest(args: Olmo3Args) -> ConfigJson:

@@ -255,6 +255,8 @@ def _batches(config: Config, ranks: int) -> list[Batch]:
             batch["positions"] = torch.zeros_like(tokens)
             batch["documents"] = torch.zeros_like(tokens, dtype=torch.int32)
             batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
+        if config.training.dropout:
+            batch["draws"] = torch.zeros_like(tokens)
         batches.append(batch)
     return batches
 
