@@ -55,8 +55,12 @@ def describe_cpu() -> str:
     about = cpu_info()
     name = f"{about.get('model name', 'CPU')}, family {about.get('cpu family', 'unknown')}"
     default = "MKL" if torch.backends.mkl.is_available() else "BLAS"
-    is_default = torch.backends.mkldnn.matmul.fp32_precision in ("none", "ieee")  # pyright: ignore[reportAttributeAccessIssue]
-    return f"{name}; float32 matmuls by {default if is_default else 'oneDNN'}"
+    return f"{name}; float32 matmuls by {'oneDNN' if multiplies_by_onednn() else default}"
+
+
+def multiplies_by_onednn() -> bool:
+    """Return whether oneDNN multiplies float32 matrices of this process."""
+    return torch.backends.mkldnn.matmul.fp32_precision not in ("none", "ieee")  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class CpuKernels(Kernels):
@@ -65,11 +69,19 @@ class CpuKernels(Kernels):
     Args:
         hardware_bfloat16: whether the CPU multiplies bfloat16 in hardware; default: of this machine. Others take 3 to
             50 times as long for bfloat16 as for float32.
+        by_onednn: whether oneDNN multiplies float32 matrices; default: as in this process.
         chunk_bytes: as for `Kernels`.
     """
 
-    def __init__(self, *, hardware_bfloat16: bool | None = None, chunk_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        hardware_bfloat16: bool | None = None,
+        by_onednn: bool | None = None,
+        chunk_bytes: int | None = None,
+    ) -> None:
         super().__init__(chunk_bytes=chunk_bytes)
+        self.by_onednn = multiplies_by_onednn() if by_onednn is None else by_onednn
         self.hardware_bfloat16 = has_hardware_bfloat16() if hardware_bfloat16 is None else hardware_bfloat16
 
     def matmul_dtype(self, x: Tensor) -> torch.dtype:
@@ -98,7 +110,7 @@ class CpuKernels(Kernels):
         return softmax if gradient is None or dtype is None else softmax._replace(d_logits_CV=gradient.to(dtype))
 
     def own_attention(self, seq_len: int, dtype: torch.dtype) -> str | None:
-        return "tiles" if has_tiles(seq_len, dtype) else None
+        return "tiles" if has_tiles(seq_len, dtype, by_onednn=self.by_onednn) else None
 
     def attend_plainly(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask | None, scores: Scores) -> Tensor:
         has_own = q.shape[2] == k.shape[2] and self.own_attention(q.shape[2], q.dtype)

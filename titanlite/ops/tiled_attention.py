@@ -21,13 +21,19 @@ TILES = 4
 """Tiles of a longer sequence: more would skip more of the scores that a query must not see, in more operators."""
 LEAST_SCORES = 2**18
 """Scores of a tile, if the sequences have so many: operators on fewer take as long as their start."""
-LONGEST = 512
-"""Tokens of a sequence from which on flash attention is about as fast."""
+LONGEST, LONGEST_BY_MKL = 512, 128
+"""Tokens of a sequence from which on flash attention is about as fast; by MKL in float32, whose batched matmuls are
+slower: at 256 tokens a step with flash attention took 0.8 of the time, and at 64 tokens 1.2."""
 
 
-def has_tiles(seq_len: int, dtype: torch.dtype) -> bool:
-    """Return whether `attend_in_tiles` computes the attention of a sequence to itself, and fast."""
-    return dtype in (torch.float32, torch.bfloat16) and 0 < seq_len <= LONGEST and seq_len % SMALLEST == 0
+def has_tiles(seq_len: int, dtype: torch.dtype, *, by_onednn: bool) -> bool:
+    """Return whether `attend_in_tiles` computes the attention of a sequence to itself, and fast.
+
+    Args:
+        by_onednn: whether oneDNN multiplies float32 matrices.
+    """
+    longest = {torch.bfloat16: LONGEST, torch.float32: LONGEST if by_onednn else LONGEST_BY_MKL}
+    return 0 < seq_len <= longest.get(dtype, 0) and seq_len % SMALLEST == 0
 
 
 def attend_in_tiles(q_BNLH: Tensor, k_BKLH: Tensor, v_BKLV: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:

@@ -64,7 +64,9 @@ def test_outputs_and_gradients(
         mask = mask_of_documents(shape[0], shape[-1], torch.float64)
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return CpuKernels().attend(q, k, v, None if mask is None else mask.to(dtype), scores=Scores(scale))
+        return CpuKernels(by_onednn=True).attend(
+            q, k, v, None if mask is None else mask.to(dtype), scores=Scores(scale)
+        )
 
     def exact(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(
@@ -85,7 +87,7 @@ def test_outputs_and_gradients(
 def test_other_shapes_take_pytorchs_kernel(length: int, dtype: torch.dtype) -> None:
     tensors = inputs(1, 2, 2, length)
     with OperatorNames() as operators:
-        results(lambda q, k, v: CpuKernels().attend(q, k, v, None), tensors, dtype)
+        results(lambda q, k, v: CpuKernels(by_onednn=True).attend(q, k, v, None), tensors, dtype)
     assert operators.names.count(TILES) == 0
 
 
@@ -105,7 +107,21 @@ def test_the_compiler_knows_its_operators(batch: int, is_transposed: bool, dtype
 @pytest.mark.parametrize(("in_parts", "name"), [(False, "tiles"), (True, "flash")])
 def test_its_name_is_that_of_whole_sequences(in_parts: bool, name: str) -> None:
     shape: dict[str, Any] = {"n_heads": 4, "n_kv_heads": 2, "head_dim": 16, "seq_len": 64, "dtype": torch.float32}
-    assert CpuKernels().attention_name(**shape, device=torch.device("cpu"), in_parts=in_parts) == name
+    assert CpuKernels(by_onednn=True).attention_name(**shape, device=torch.device("cpu"), in_parts=in_parts) == name
+
+
+@pytest.mark.parametrize(
+    ("by_onednn", "dtype", "longest"),
+    [(True, torch.float32, 512), (False, torch.float32, 128), (False, torch.bfloat16, 512), (True, torch.float16, 0)],
+)
+def test_sequences_are_in_tiles_where_flash_attention_is_slower(
+    by_onednn: bool, dtype: torch.dtype, longest: int
+) -> None:
+    kernels = CpuKernels(by_onednn=by_onednn)
+    lengths = [64, 128, 256, 512, 1024]
+    assert [length for length in lengths if kernels.own_attention(length, dtype)] == [
+        n for n in lengths if n <= longest
+    ]
 
 
 def test_it_copies_the_queries_of_a_tile_at_a_time() -> None:
@@ -122,16 +138,16 @@ def test_it_copies_the_queries_of_a_tile_at_a_time() -> None:
 
 def test_a_token_does_not_depend_on_later_ones() -> None:
     q, k, v, _ = inputs(2, 4, 2, 64)
-    before = CpuKernels().attend(q, k, v, None)
+    before = CpuKernels(by_onednn=True).attend(q, k, v, None)
     for leaf in (q, k, v):
         leaf[:, :, 40:] = 7.0
-    assert torch.equal(CpuKernels().attend(q, k, v, None)[:, :, :40], before[:, :, :40])
+    assert torch.equal(CpuKernels(by_onednn=True).attend(q, k, v, None)[:, :, :40], before[:, :, :40])
 
 
 @pytest.mark.parametrize(("policy", "calls"), [("op", 1), ("full", 2)])
 def test_checkpointing_by_operations_keeps_it(policy: Any, calls: int) -> None:
     model = built("smollm3")
-    set_kernels(model, CpuKernels())
+    set_kernels(model, CpuKernels(by_onednn=True))
     apply_activation_checkpoint(model, [policy] * len(model.layers))
     with OperatorNames() as operators:
         model(torch.arange(64).view(2, 32)).square().mean().backward()
