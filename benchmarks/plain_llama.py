@@ -152,7 +152,7 @@ def stepper(settings: dict[str, Any], rank: int, ranks: int) -> Callable[[], Non
             fully_shard(block, mp_policy=policy)
         fully_shard(model, mp_policy=policy)
     if settings.get("compile"):
-        model.compile()
+        model.compile(mode=settings.get("mode"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, fused=True)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
     flat = np.memmap(settings["tokens"], dtype=np.uint16, mode="r")

@@ -4,7 +4,7 @@
     python benchmarks/plan_accuracy.py axes         published measurements of further mesh axes, beside the plan
     python benchmarks/plan_accuracy.py published    measurements that torchtitan published, beside the plan
     python benchmarks/plan_accuracy.py null-gpu     memory that PyTorch's allocator gave on a null GPU (docs/plan.md)
-    python benchmarks/plan_accuracy.py gpu          peak memory and step time that gpu.py measured on GPUs (gpu/*.json)
+    python benchmarks/plan_accuracy.py gpu          peak memory and step time that gpu.py measured on GPUs (below gpu/)
 
 null-gpu: tests/null_gpu/recorded.json, which `./run_tests.sh null_gpu --record` measures. cpu: the allocator's own
 record of real runs of several processes (measured_memory.py). --record FILE.jsonl appends ratios, and the largest
@@ -18,6 +18,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -236,11 +237,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cpu", "published", "axes", "null-gpu", "gpu"))
     parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--file", type=Path, help="of gpu: only this one")
     add_record_option(parser)
     options = parser.parse_args()
     torch.set_num_threads(1)
     found: Ratios = defaultdict(list)
-    modes = {"cpu": on_cpu, "published": published, "axes": on_further_axes, "null-gpu": on_null_gpu, "gpu": on_gpu}
+    modes = {"cpu": on_cpu, "published": published, "axes": on_further_axes, "null-gpu": on_null_gpu}
+    modes["gpu"] = partial(on_gpu, options.file)
     for line in modes[options.what](options.only, found):
         print(line, flush=True)
     note(options, found)
@@ -367,9 +370,9 @@ def logits_in_full(hidden_BLD: Tensor, weight_VD: Tensor, *, labels_BL: Tensor) 
     return TokenLoss(total, total.detach())
 
 
-def on_gpu(only: str, found: Ratios) -> Iterator[str]:
-    """The plan beside the runs of each file that gpu.py wrote."""
-    for path in sorted((ROOT / "benchmarks" / "gpu").glob("*.json")):
+def on_gpu(file: Path | None, only: str, found: Ratios) -> Iterator[str]:
+    """The plan beside the runs of a file that gpu.py wrote, or of each."""
+    for path in [file] if file else sorted((ROOT / "benchmarks" / "gpu").rglob("*.json")):
         measured = json.loads(path.read_text())
         yield f"{measured['device']}, torch {measured['torch']}"
         yield row("case", "plan GiB", "measured GiB", "ratio", "plan s/step", "measured s/step", "ratio")
