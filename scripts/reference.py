@@ -28,6 +28,7 @@ PAGES = {
     "models": ("Models", "add_a_model.md"),
     "parallelize": ("FSDP, recomputation and compilation", "parallelism.md"),
     "techniques": ("Techniques", "parallelism.md"),
+    "techniques/float8": ("Float8", "float8.md"),
     "techniques/distill": ("Distillation", "distill.md"),
     "optim": ("Optimizers", "optimizers.md"),
     "checkpoint": ("Checkpoints", "checkpoints.md"),
