@@ -35,7 +35,7 @@ PAGES = {
     "storage": ("Disks and object stores", "checkpoints.md"),
     "data": ("Reading data", "data.md"),
     "tools/ingest": ("Preparing text", "data.md"),
-    "metrics": ("Metrics and loggers", "running.md"),
+    "metrics": ("Metrics and loggers", "metrics.md"),
     "tools/plan": ("Plans", "plan.md"),
     "tools/convert": ("Weights in and out, generation, evaluation", "convert.md"),
     "tools/report": ("Reports, profiles and comparisons", "see_the_run.md"),

@@ -2,11 +2,13 @@
 
 import json
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tests.support.helpers import TinyRun, mentions, train_on_this_rank
+from titanlite.guard import SkippedStep
 from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, phase_seconds
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.timeouts import PhaseTimeouts
@@ -72,13 +74,22 @@ def test_compiling_of_an_earlier_run_in_the_process_is_not_counted(monkeypatch: 
 @pytest.mark.usefixtures("single_process_group")
 def test_the_fields_of_a_runs_records_are_documented(tiny: TinyRun) -> None:
     validation = "--validation.enable=true", "--validation.freq=1", f"--validation.path={tiny.text}"
-    run = train_on_this_rank(tiny.config("--training.steps=2", "--checkpoint.interval=1", *validation), 0, 1)
-    pages = [(Path("docs") / name).read_text() for name in ("running.md", "checkpoints.md")]
-    documented = {name for page in pages for name in re.findall(r"`(\w+)`", page)}
-    for name in ("metrics", "validation", "checkpoints"):
+    health = "--metrics.layers.freq=1", "--debug.hash_freq=1"
+    run = train_on_this_rank(tiny.config("--training.steps=2", "--checkpoint.interval=1", *validation, *health), 0, 1)
+    sections = re.split(r"^## (\w+).*$", Path("docs/metrics.md").read_text(), flags=re.MULTILINE)[1:]
+    documented = {
+        name: {*re.findall(r"`(\w+)`", text)} for name, text in zip(sections[::2], sections[1::2], strict=True)
+    }
+    for name in ("metrics", "validation", "checkpoints", "layers", "hashes"):
         records = [json.loads(line) for line in run.folder.records(name).read_text().splitlines()]
         assert [record["step"] for record in records] == [1, 2]
-        assert {field for record in records for field in record} - documented == set(), name
+        found = {field for record in records for field in record}
+        named = [record[field] for record in records for field in ("sources", "layers") if field in record]
+        while named:  # fields below the name of a source, or of a layer and of what is measured
+            named = [value for by_name in named for value in by_name.values() if isinstance(value, dict)]
+            found |= {field for value in named for field in value}
+        assert found - documented[name] == set(), name
+    assert {field.name for field in fields(SkippedStep)} | {"samples", "sequences"} <= documented["skipped"]
     last = json.loads(run.folder.records("metrics").read_text().splitlines()[-1])
     assert tuple(last["phase_seconds"]) == CATEGORIES
     # What other tests have compiled in this process counts as compile.
