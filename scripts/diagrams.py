@@ -1,4 +1,4 @@
-"""Make the diagrams of docs/parallelism.md: strategies, one step over time, the mesh, and context parallelism.
+"""Make the diagrams of docs/fsdp.md (strategies, one step) and docs/parallelism.md (mesh, context parallelism).
 
     python scripts/diagrams.py
 

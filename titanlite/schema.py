@@ -719,7 +719,7 @@ class Float8(Section):
     filter_fqns: list[Name] = []
     """Parts of layer names: layers whose name contains one of them are not converted. The head never is."""
     skip_small: bool = True
-    """Do not convert layers that are slower in float8, by the sizes in docs/parallelism.md."""
+    """Do not convert layers that are slower in float8, by the sizes in docs/float8.md."""
     emulate: bool = False
     """Emulate float8 on hardware without it. Slow, for tests."""
 

@@ -422,6 +422,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         progress=run.progress,
         accumulation=run.accumulation,
         steps=run.steps,
+        listens=stop_requests is not None,
     )
     try:
         _loop(run, stop_requests or StopRequests())

@@ -88,6 +88,7 @@ def test_a_console_that_nobody_reads_holds_up_no_step_and_no_stop(tiny: TinyRun)
     assert saved >= step
     assert [record["step"] for record in tiny.records()] == [*range(1, saved + 1)]
     log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log").read_text()
+    assert "Ctrl-C" in log
     assert f"stopped after step {saved} by SIGTERM; step {saved} is saved in" in log
     assert re.findall(r" step +(\d+)  loss", log) == [str(number) for number in range(1, saved + 1)]
     reader.close()

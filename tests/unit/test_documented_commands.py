@@ -69,9 +69,11 @@ def test_commands_are_commands(page: Path) -> None:
 
 
 def test_rows_of_tables_are_shown_as_tables() -> None:
-    """A row after an empty line is text."""
+    """A row after an empty line is text, and a code host ends a cell at each `|`, also within code."""
     for page in PAGES:
         text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
         for table in re.findall(r"(?:^\|.*\n?)+", text, flags=re.MULTILINE):
             heads = [line for line in table.splitlines()[1:2] if re.fullmatch(r"\|[-:| ]+\|", line)]
             assert heads, f"{page.name}: {table[:80]}"
+            cells = {len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}
+            assert len(cells) == 1, f"{page.name}: rows of {cells} cells: {table[:80]}"

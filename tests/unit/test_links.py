@@ -5,8 +5,10 @@ Functions that the page about the architecture names exist.
 
 import ast
 import re
+import subprocess
 from collections import Counter
 from collections.abc import Callable, Iterator
+from os.path import normpath
 from pathlib import Path
 
 import pytest
@@ -61,6 +63,18 @@ def test_links_lead_to_files_and_headings(page: Path) -> None:
         if not target.exists() or (anchor and not all(anchor in names for names in anchors)):
             dead.append(link)
     assert dead == []
+
+
+def test_links_lead_to_files_that_git_has() -> None:
+    """A file that git ignores is on this machine only."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, capture_output=True, text=True, check=False)
+    if listed.returncode:
+        pytest.skip("no checkout of git")
+    files = {Path(name) for name in listed.stdout.splitlines()}
+    known = files | {folder for file in files for folder in file.parents}
+    targets = ((page, link.partition("#")[0]) for page in PAGES for link in links_of(page))
+    assert [(page, path) for page, path in targets if path and Path(normpath(page.parent / path)) not in known] == []
 
 
 def names_in(tree: ast.AST, before: str = "") -> Iterator[str]:

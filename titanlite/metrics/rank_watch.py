@@ -110,7 +110,7 @@ class RankWatch:
             lines.append(
                 f"{who}, and all others wait: {times[worst]:.3f} s of own time a step, the median of all ranks is "
                 f"{median:.3f} s ({LAG_WINDOWS} log steps in a row, up to step {step}). Most of the difference is "
-                f"{'the wait for data' if waits else 'compute'} (docs/running.md, Metrics)"
+                f"{'the wait for data' if waits else 'compute'} (docs/metrics.md)"
             )
         return lines
 

@@ -113,25 +113,32 @@ class Memory:
 # Console lines of a step and of a validation.
 
 
+MUCH_WAITING = 0.01
+"""Share of a step that is waiting for data, from which on the console shows it."""
+
+
 def step_line(record: dict[str, Any], *, steps: int) -> str:
-    """Return the line of a record.
+    """Return the line of a record, in 100 columns unless something unusual is in it: waits for data, or compilation.
+    metrics.jsonl has all values.
 
     Args:
         steps: of the whole run.
     """
-    mfu = f"{record['mfu']:.1%}" if record["mfu"] is not None else "n/a"
-    compiling = f"  compile {record['compile_seconds']:.1f} s" if "compile_seconds" in record else ""
-    compiling += f"  recompiles {record['recompiles']}" if "recompiles" in record else ""
-    left = steps - record["step"]
-    remaining = f"  {format_seconds(left * record['step_seconds'])} left" if left else ""
-    distilled = f"distill {record['distill_loss']:.4f}  " if "distill_loss" in record else ""
-    return (
-        f"step {record['step']:>5}  loss {record['loss']:.4f}  {distilled}"
-        f"grad_norm {record['grad_norm']:.3f}  lr {record['lr']:.2e}  {record['tokens_per_second']:,.0f} tokens/s  "
-        f"{record['step_seconds']:.3f} s/step  data {record['data_wait_seconds'] / record['step_seconds']:.1%}  "
-        f"memory {record['memory_gib']:.2f} GiB  {record['tflops_per_device']:.2f} TFLOP/s  MFU {mfu}"
-        f"{compiling}{remaining}"
-    )
+    left, waits = steps - record["step"], record["data_wait_seconds"] / record["step_seconds"]
+    parts = [
+        f"step {record['step']:>5}",
+        f"loss {record['loss']:.4f}",
+        f"distill {record['distill_loss']:.4f}" if "distill_loss" in record else "",
+        f"grad_norm {record['grad_norm']:.3f}",
+        f"{record['tokens_per_second']:,.0f} tokens/s",
+        f"{record['memory_gib']:.3g} GiB",
+        f"MFU {record['mfu']:.1%}" if record["mfu"] is not None else f"{record['step_seconds']:.3f} s/step",
+        f"{format_seconds(left * record['step_seconds'])} left" if left else "",
+        f"data {waits:.1%}" if waits >= MUCH_WAITING else "",
+        f"compile {record['compile_seconds']:.1f} s" if "compile_seconds" in record else "",
+        f"recompiles {record['recompiles']}" if "recompiles" in record else "",
+    ]
+    return "  ".join(filter(None, parts))
 
 
 def validation_line(record: dict[str, Any]) -> str:

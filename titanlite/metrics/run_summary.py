@@ -52,7 +52,13 @@ def report_start(
     progress: Progress,
     accumulation: int,
     steps: int,
+    listens: bool,
 ) -> None:
+    """Log the first lines of a run.
+
+    Args:
+        listens: whether signals ask the run to stop.
+    """
     training = config.training
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(whole))
     ranks = data_parallel_rank(mesh)[1]
@@ -85,6 +91,8 @@ def report_start(
         logger.info(f"         until {stage.until_tokens:,} tokens: {', '.join(shares)}")
     total = BatchSizes.of(training).after(progress.samples_seen, steps - progress.step)
     logger.info(f"saves    {saves_of(config)}")
+    if listens and config.checkpoint.enable:
+        logger.info("stop     Ctrl-C saves a checkpoint first, and the same command resumes")
     passes = [f"{passes:.2f} of {name}" for name, passes in samples.passes(total).items()] or ["not known yet"]
     logger.info(f"length   {steps:,} steps, {total:,} sequences; passes over the data: {', '.join(passes)}")
     if training.epochs is not None:

@@ -18,7 +18,7 @@ logger = logging.getLogger(__name__)
 
 
 SCHEMA = 2
-"""Version of the form of records, in each record as `schema`; docs/running.md has the fields with their units. A field
+"""Version of the form of records, in each record as `schema`; docs/metrics.md has the fields with their units. A field
 that goes, or changes its type or unit, makes a new version. A field that joins does not. Records of version 1 have
 neither `schema` nor `time` and `phase_seconds`."""
 MOST_RECORDS = 2**31

@@ -1,13 +1,17 @@
 """Time of a start by phase, with a clock of the test; records of the form that is documented."""
 
 import json
+import logging
 import re
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from tests.support.helpers import TinyRun, mentions, train_on_this_rank
+from titanlite.guard import SkippedStep
 from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, phase_seconds
+from titanlite.metrics.recorder import step_line
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.schema import Comm
@@ -70,16 +74,51 @@ def test_compiling_of_an_earlier_run_in_the_process_is_not_counted(monkeypatch: 
 
 @pytest.mark.long
 @pytest.mark.usefixtures("single_process_group")
-def test_the_fields_of_a_runs_records_are_documented(tiny: TinyRun) -> None:
+def test_the_fields_of_a_runs_records_are_documented(tiny: TinyRun, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.INFO, "titanlite")
     validation = "--validation.enable=true", "--validation.freq=1", f"--validation.path={tiny.text}"
-    run = train_on_this_rank(tiny.config("--training.steps=2", "--checkpoint.interval=1", *validation), 0, 1)
-    pages = [(Path("docs") / name).read_text() for name in ("running.md", "checkpoints.md")]
-    documented = {name for page in pages for name in re.findall(r"`(\w+)`", page)}
-    for name in ("metrics", "validation", "checkpoints"):
+    health = "--metrics.layers.freq=1", "--debug.hash_freq=1"
+    run = train_on_this_rank(tiny.config("--training.steps=2", "--checkpoint.interval=1", *validation, *health), 0, 1)
+    sections = re.split(r"^## (\w+).*$", Path("docs/metrics.md").read_text(), flags=re.MULTILINE)[1:]
+    documented = {
+        name: {*re.findall(r"`(\w+)`", text)} for name, text in zip(sections[::2], sections[1::2], strict=True)
+    }
+    for name in ("metrics", "validation", "checkpoints", "layers", "hashes"):
         records = [json.loads(line) for line in run.folder.records(name).read_text().splitlines()]
         assert [record["step"] for record in records] == [1, 2]
-        assert {field for record in records for field in record} - documented == set(), name
+        found = {field for record in records for field in record}
+        named = [record[field] for record in records for field in ("sources", "layers") if field in record]
+        while named:  # fields below the name of a source, or of a layer and of what is measured
+            named = [value for by_name in named for value in by_name.values() if isinstance(value, dict)]
+            found |= {field for value in named for field in value}
+        assert found - documented[name] == set(), name
+    assert {field.name for field in fields(SkippedStep)} | {"samples", "sequences"} <= documented["skipped"]
+    assert mentions(caplog.text, "saves", "2 steps")
+    assert "Ctrl-C" not in caplog.text, "nobody listens to signals here"
     last = json.loads(run.folder.records("metrics").read_text().splitlines()[-1])
     assert tuple(last["phase_seconds"]) == CATEGORIES
     # What other tests have compiled in this process counts as compile.
     assert last["phase_seconds"]["compile"] + last["phase_seconds"]["compute"] > 0 < last["phase_seconds"]["validation"]
+
+
+LINE = {
+    "step": 12345, "loss": 12.3456, "grad_norm": 0.1234, "tokens_per_second": 1234567.8, "memory_gib": 123.456,
+    "step_seconds": 1.2345, "data_wait_seconds": 0.001, "mfu": 0.4567,
+}  # fmt: skip
+
+
+def test_the_line_of_a_step_fits_100_columns() -> None:
+    line = step_line(LINE, steps=50_000)
+    words = ("step 12345", "loss 12.3456", "grad_norm 0.123", "1,234,568 tokens/s", "123 GiB", "MFU 45.7%", "left")
+    assert mentions(line, *words)
+    assert len(line) <= 100
+    assert not mentions(line, "data")
+    assert not mentions(line, "s/step")
+    line = step_line(LINE | {"mfu": None, "tokens_per_second": 12345.6}, steps=12345)
+    assert mentions(line, "1.234 s/step")
+    assert not mentions(line, "left")
+    assert len(line) <= 100
+    unusual = {"data_wait_seconds": 0.12345, "compile_seconds": 23.4, "recompiles": 1, "distill_loss": 0.5}
+    assert mentions(
+        step_line(LINE | unusual, steps=50_000), "data 10.0%", "compile 23.4 s", "recompiles 1", "distill 0.5000"
+    )
