@@ -1,6 +1,7 @@
 """Run rows of docs/records.md again, and say whether each of them holds.
 
     python scripts/record.py [A C ...] [--seeds 0 1 2] [-- OPTIONS of `titanlite train`]
+    python scripts/record.py --picture          # docs/images/records.svg, of the curves in benchmarks/shakespeare
 
 A row is a config of examples/shakespeare, whose text prepare.py must have split before. Prints a line of the table for
 each run, and ends with exit code 1 if a row does not hold. Seconds are those of the whole command, with the start and
@@ -8,6 +9,7 @@ the validation of the last step.
 """
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -21,6 +23,9 @@ from titanlite.ops.cpu import describe_cpu
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "examples" / "shakespeare"
+CURVES, PICTURE = ROOT / "benchmarks" / "shakespeare", ROOT / "docs" / "images" / "records.svg"
+PUBLISHED = {"nanoGPT's README, CPU": (1_536_000, 1.88), "nanoGPT's README, GPU": (5000 * 64 * 256, 1.4697)}
+"""Characters seen, and loss."""
 PREDICTED = 111_539
 """Characters of the validation text but the first, which nothing predicts."""
 
@@ -82,14 +87,40 @@ def train(row: Row, name: str, options: list[str]) -> Run:
     )
 
 
+def draw() -> None:
+    """Draw the loss of each curve, JSON lines of `characters` and `loss`, and the published losses."""
+    import matplotlib as mpl
+
+    mpl.use("svg")
+    from matplotlib import pyplot as plt
+
+    mpl.rcParams["svg.hashsalt"] = "titanlite"  # the same file each time
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    for file in sorted(CURVES.glob("*.jsonl")):
+        points = [json.loads(line) for line in file.read_text().splitlines()]
+        characters, losses = ([point[name] for point in points] for name in ("characters", "loss"))
+        axes.plot(characters, losses, marker=".", label=file.stem)
+    for name, (characters, loss) in PUBLISHED.items():
+        axes.plot(characters, loss, "x", markersize=10, color="black")
+        axes.annotate(f"{name}: {loss}", (characters, loss), (-6, 6), textcoords="offset points", ha="right")
+    axes.set(xscale="log", xlabel="characters seen", ylabel="validation loss, nats a character")
+    axes.legend()
+    axes.grid(alpha=0.3)
+    figure.savefig(PICTURE, metadata={"Date": None})
+
+
 def main() -> None:
     own, options = sys.argv[1:], []
     if "--" in own:
         own, options = own[: own.index("--")], own[own.index("--") + 1 :]
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("rows", nargs="*", default=[*ROWS])
+    parser.add_argument("--picture", action="store_true")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     arguments = parser.parse_args(own)
+    if arguments.picture:
+        draw()
+        return
     if unknown := {*arguments.rows} - {*ROWS}:
         parser.error(f"no such rows: {', '.join(sorted(unknown))} (there are {', '.join(ROWS)})")
     machine = f"{describe_cpu()}, {os.cpu_count()} cores, torch {version('torch')}"

@@ -1,11 +1,11 @@
 """The anchor of the records: a GPT-2 of nanoGPT's shape and options, in PyTorch alone, on the same text and machine.
 
-    python examples/shakespeare/baseline.py [FOLDER] [--seed 0]
+    python examples/shakespeare/baseline.py [FOLDER] [--seed 0] [--every STEPS]
 
 FOLDER is what prepare.py wrote. The shape, the options and the number of steps are those that nanoGPT's README gives
 for a CPU: 4 layers, 4 heads, dim 128, 12 x 64 characters, 2,000 steps, AdamW at 1e-3 with cosine decay to 1e-4, no
 dropout. It prints one JSON object: the loss in nats a character over the whole validation text, the mean loss of 20
-random batches, which is what nanoGPT prints, and the seconds of training.
+random batches, which is what nanoGPT prints, and the seconds of training. --every prints the loss on the way, too.
 """
 
 import argparse
@@ -84,6 +84,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path, nargs="?", default=Path("outputs/shakespeare"))
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--every", type=int, default=STEPS)
     arguments = parser.parse_args()
     texts = [(arguments.folder / f"{name}.txt").read_text() for name in ("train", "validation")]
     ids = {character: number for number, character in enumerate(sorted(set("".join(texts))))}
@@ -102,6 +103,9 @@ def main() -> None:
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
+        if (step + 1) % arguments.every == 0 and step + 1 < STEPS:
+            loss = validation_loss(model, validation)
+            print(json.dumps({"loss": loss, "characters": (step + 1) * BATCH * LENGTH}), flush=True)
     seconds = time.monotonic() - began
     parameters = sum(weight.numel() for weight in model.parameters())
     with torch.no_grad():
