@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from titanlite.runtime.process_group import Ranks
     from titanlite.step import Step
     from titanlite.techniques.average.weights import WeightAverage
+    from titanlite.techniques.offload.updates import HostUpdates
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Value = TypeVar("Value")
@@ -98,6 +99,9 @@ class Parts:
     memory: "StateMemory | None" = None
     """Memory of parameters, moments or the average that PyTorch does not allocate. Where it makes the optimizer update
     slice by slice, the technique claims `Claim.UPDATE_KERNEL`."""
+    updates: "Callable[[Model, torch.optim.Optimizer, torch.device], HostUpdates | None]" = nothing
+    """(parallelized model with memory, optimizer, device of training) -> the thread that updates parameters in host
+    memory."""
     average: "Callable[[Model, StateMemory | None, Callable[[], None]], WeightAverage] | None" = None
     """(parallelized model with memory, memory, what must be called when weights have changed) -> the average of weights
     that checkpoints keep and validation measures."""

@@ -50,7 +50,9 @@ class CPUOffload(Technique):
 
     def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         if not config.offload.is_used:
-            return Parts()
+            from titanlite.techniques.offload.updates import host_updates
+
+            return Parts(updates=host_updates)
         from titanlite.techniques.offload.disk import DiskMemory
 
         return Parts(memory=DiskMemory(_folder(config, run), _on_disk(config)))
