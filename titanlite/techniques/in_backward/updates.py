@@ -7,7 +7,6 @@ backward computes the next.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -54,8 +53,8 @@ class StepInBackward(Step):
         self._unit_of = {parameter: unit for unit in units for parameter in unit.parameters}
         self._reducing: _Unit | None = None
         """Unit whose gradients arrived last."""
-        self._updating: Future[None] | None = None
-        """Update of a unit by the thread of `updates`."""
+        self._updating: FSDPModule | None = None
+        """Unit that the thread of `updates` has got last."""
         self._skip: Tensor | None = None
         self._norms: dict[nn.Parameter, Tensor] = {}
         for parameter in self._parameters:
@@ -102,9 +101,10 @@ class StepInBackward(Step):
         skip = self._skip.to(is_finite.device) | ~is_finite
         if self.updates is not None:
             if self._updating is not None:
-                self._updating.result()  # so that gradients of two units exist
+                self.updates.wait(self._updating)  # so that gradients of two units exist
             assert unit.module is not None
-            self._updating = self.updates.start_unit(unit.module, skip=skip)
+            self.updates.start_unit(unit.module, skip=skip)
+            self._updating = unit.module
             return
         with _only(self.optimizer, unit.by_group):
             update(self.optimizer, skip=skip)

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from titanlite.optim.combined import update
 from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.private_torch.fsdp import before_gathering, sharded_parameters, unit_of
-from titanlite.runtime.private_torch.tensors import LocalAdamW, local_tensor
+from titanlite.runtime.private_torch.tensors import LocalAdamW, call_pre_hooks, local_tensor, part_of
 
 DEVICES = {"cuda"}
 """Devices beside which the host updates. A CPU that computes the model has no cores to spare."""
@@ -61,7 +61,7 @@ class HostUpdates:
             by_group = [[p for p in group["params"] if p in members] for group in optimizer.param_groups]
             if any(by_group):
                 self._units[unit] = by_group
-                before_gathering(module, partial(self._wait, unit))
+                before_gathering(module, partial(self.wait, module))
         self.count = sum(len(of_group) for by_group in self._units.values() for of_group in by_group)
         """Number of parameters."""
 
@@ -80,37 +80,28 @@ class HostUpdates:
     def prepare(self) -> None:
         """Wait until parameters and states may change, in the thread of training and on its stream."""
         self.finish()
-        self._part([[] for _ in self._optimizer.param_groups]).step()  # updates nothing, and calls the hooks of a step
+        call_pre_hooks(self._optimizer)
 
-    def start_unit(self, module: FSDPModule, *, skip: Tensor) -> "Future[None]":
+    def start_unit(self, module: FSDPModule, *, skip: Tensor) -> None:
         """Start the step of the optimizer in one unit, after `prepare`.
 
         Args:
             skip: on the host.
         """
-        return self._start(unit_of(module), lambda _: None, skip)
+        self._start(unit_of(module), lambda _: None, skip)
+
+    def wait(self, module: FSDPModule) -> None:
+        """Return when the unit of a module is updated."""
+        if future := self._updates.get(unit_of(module)):
+            future.result()
 
     def finish(self) -> None:
         """Return when all units are updated."""
         for future in self._updates.values():
             future.result()
 
-    def _wait(self, unit: Hashable) -> None:
-        if unit in self._updates:
-            self._updates[unit].result()
-
-    def _start(self, unit: Hashable, change: Callable[[Sequence[Tensor]], None], skip: Tensor) -> "Future[None]":
-        part = self._part(self._units[unit])
-        self._updates[unit] = self._thread.submit(_update, part, change, skip)
-        return self._updates[unit]
-
-    def _part(self, by_group: Sequence[list[nn.Parameter]]) -> torch.optim.Optimizer:
-        """Return the optimizer of some parameters of each group, with the states of all and the present options."""
-        part = object.__new__(type(self._optimizer))
-        part.__dict__ |= self._optimizer.__dict__
-        groups = zip(self._optimizer.param_groups, by_group, strict=True)
-        part.param_groups = [{**group, "params": parameters} for group, parameters in groups]
-        return part
+    def _start(self, unit: Hashable, change: Callable[[Sequence[Tensor]], None], skip: Tensor) -> None:
+        self._updates[unit] = self._thread.submit(_update, part_of(self._optimizer, self._units[unit]), change, skip)
 
 
 def _update(part: torch.optim.Optimizer, change: Callable[[Sequence[Tensor]], None], skip: Tensor) -> None:
