@@ -268,9 +268,12 @@ class Step:
     def update(self, gradients: Sequence[Tensor], *, norm: Tensor, skip: Tensor) -> None:
         """Clip the gradients by their norm, make the step of the optimizer unless `skip`, and drop the gradients."""
         if self.updates is not None:
-            self.updates.start(partial(clip, norm=norm.cpu(), max_norm=self.max_norm), skip=skip)
+            norm = norm.cpu()
+            clips = self.max_norm > 0 and bool(clip_factor(norm, max_norm=self.max_norm) != 1)
+            self.updates.start(partial(clip, norm=norm, max_norm=self.max_norm) if clips else None, skip=skip)
             return
-        clip(gradients, norm=norm, max_norm=self.max_norm)
+        if self.max_norm > 0:
+            clip(gradients, norm=norm, max_norm=self.max_norm)
         update(self.optimizer, skip=skip)
         self.optimizer.zero_grad()
 
@@ -395,11 +398,14 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
 
 
 def clip(gradients: Sequence[Tensor], *, norm: Tensor, max_norm: float) -> None:
-    """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm. 0: leave them."""
-    if max_norm == 0:
-        return
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    """Scale gradients of a global L2 norm in place, so that the norm is at most max_norm."""
+    factor = clip_factor(norm, max_norm=max_norm)
     scale_in_place(flat_views(gradients), factor.to(gradients[0].device))
+
+
+def clip_factor(norm: Tensor, *, max_norm: float) -> Tensor:
+    """Return the factor by which `clip` scales gradients: 1 if it changes nothing."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def finish_reductions(model: Any) -> None:

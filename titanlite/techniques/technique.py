@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from titanlite.schema import Config
 
@@ -76,6 +76,17 @@ class Observed:
     """Excludes a block within a step from the time of the step."""
     state: "Callable[[], dict[str, torch.Tensor]]"
     """Returns the tensors of a checkpoint, by name."""
+
+
+class HostTraffic(NamedTuple):
+    """Bytes of a step."""
+
+    link: float = 0.0
+    """Over the link from a GPU to its host."""
+    memory: float = 0.0
+    """Read and written by the host while the GPU waits."""
+    beside_forward: float = 0.0
+    """Read and written by the host beside the next forward pass, which waits for it."""
 
 
 def unchanged(value: Value) -> Value:
@@ -221,15 +232,14 @@ class Technique:
         """
         return []
 
-    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
-        """Return the bytes that go over the link from a GPU to its host in a step, and those that the host itself reads
-        and writes.
+    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> HostTraffic:
+        """Return what a step moves in host memory.
 
         Args:
             sizes: bytes of each category of `places`, on one rank.
             accumulation: micro-batches of a step.
         """
-        return 0.0, 0.0
+        return HostTraffic()
 
     facts: ClassVar[dict[str, Any]] = {}
     """What `titanlite inspect` records of each parameter, with the values of one that the technique leaves alone."""

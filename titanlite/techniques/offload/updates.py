@@ -22,6 +22,8 @@ from titanlite.optim.rounding import SlicedAdamW
 from titanlite.runtime.private_torch.fsdp import before_gathering, sharded_parameters, unit_of
 from titanlite.runtime.private_torch.tensors import LocalAdamW, call_pre_hooks, local_tensor, part_of
 
+Change = Callable[[Sequence[Tensor]], None]
+
 DEVICES = {"cuda"}
 """Devices beside which the host updates. A CPU that computes the model has no cores to spare."""
 
@@ -65,11 +67,11 @@ class HostUpdates:
         self.count = sum(len(of_group) for by_group in self._units.values() for of_group in by_group)
         """Number of parameters."""
 
-    def start(self, change: Callable[[Sequence[Tensor]], None], *, skip: Tensor) -> None:
+    def start(self, change: Change | None, *, skip: Tensor) -> None:
         """Start the step of the optimizer in all units. Each drops its gradients at its end.
 
         Args:
-            change: changes the gradients of a unit in place, before they are used.
+            change: changes the gradients of a unit in place, before they are used. None: they are used as they are.
             skip: see `optim.update`.
         """
         self.prepare()
@@ -88,7 +90,7 @@ class HostUpdates:
         Args:
             skip: on the host.
         """
-        self._start(unit_of(module), lambda _: None, skip)
+        self._start(unit_of(module), None, skip)
 
     def wait(self, module: FSDPModule) -> None:
         """Return when the unit of a module is updated."""
@@ -100,13 +102,14 @@ class HostUpdates:
         for future in self._updates.values():
             future.result()
 
-    def _start(self, unit: Hashable, change: Callable[[Sequence[Tensor]], None], skip: Tensor) -> None:
+    def _start(self, unit: Hashable, change: Change | None, skip: Tensor) -> None:
         self._updates[unit] = self._thread.submit(_update, part_of(self._optimizer, self._units[unit]), change, skip)
 
 
-def _update(part: torch.optim.Optimizer, change: Callable[[Sequence[Tensor]], None], skip: Tensor) -> None:
+def _update(part: torch.optim.Optimizer, change: Change | None, skip: Tensor) -> None:
     gradients = [parameter.grad for group in part.param_groups for parameter in group["params"]]
-    if parts := [local_tensor(gradient) for gradient in gradients if gradient is not None]:
+    parts = [local_tensor(gradient) for gradient in gradients if gradient is not None]
+    if change is not None and parts:
         change(parts)
     update(part, skip=skip)
     part.zero_grad()
