@@ -61,7 +61,8 @@ def stored(tiny: TinyRun, name: str, step: int) -> dict[str, Tensor]:
 @pytest.mark.parametrize(
     ("options", "overlaps"),
     [
-        pytest.param((), True, id="clipped"),
+        pytest.param((), True, id="clipped where the norm is above 1"),
+        pytest.param(("--training.max_norm=0.01",), True, id="clipped"),
         pytest.param(("--training.max_norm=0",), True, id="not clipped"),
         pytest.param(("--training.local_batch_size=2",), True, id="accumulation"),
         pytest.param(IN_BACKWARD, True, id="in backward"),
