@@ -1,5 +1,6 @@
 """Updates on the host beside the next step: no bit differs, nothing is read too early, and errors end the run."""
 
+import math
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -43,7 +44,8 @@ def slow(monkeypatch: pytest.MonkeyPatch) -> Callable[[], SlowUpdates]:
 
 
 def trained(tiny: TinyRun, name: str, *options: str) -> Run:
-    return train_on_this_rank(tiny.config(f"--job.name={name}", *OFFLOAD, *options), 0, 1)
+    copies = f"--checkpoint.local_folder={tiny.folder / 'copies'}"
+    return train_on_this_rank(tiny.config(f"--job.name={name}", copies, *OFFLOAD, *options), 0, 1)
 
 
 def stored(tiny: TinyRun, name: str, step: int) -> dict[str, Tensor]:
@@ -70,7 +72,7 @@ def stored(tiny: TinyRun, name: str, step: int) -> dict[str, Tensor]:
         pytest.param((*IN_BACKWARD, *BFLOAT16, "--model.args.tied_head=true"), True, id="bfloat16 in backward, tied"),
         pytest.param(("--parallelism.fsdp_forward_prefetch=2",), True, id="gathered ahead"),
         pytest.param(("--lora.rank=4", "--lora.alpha=8"), True, id="LoRA"),
-        pytest.param(MOE, True, id="experts"),
+        pytest.param((*MOE, "--checkpoint.local_interval=1"), True, id="experts, local copies"),
         pytest.param(("--average.decay=0.5", *SAVED), False, id="average"),
         pytest.param(("--metrics.layers.freq=2",), False, id="health of layers"),
         pytest.param(("--optimizer.name=Muon",), None, id="Muon"),
@@ -107,6 +109,34 @@ def test_checkpoints_are_of_whole_steps(
     assert_equal(values_of(trained(tiny, "beside", *SAVED, *options)), expected)
     assert tiny.losses("beside")[-1:] == tiny.losses("alone")[-1:]
     assert_equal(stored(tiny, "beside", 4), stored(tiny, "alone", 4))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "options", [("--guard.nonfinite=skip",), (), IN_BACKWARD], ids=["skipped", "stopped", "in backward"]
+)
+def test_gradients_that_are_not_finite(
+    options: tuple[str, ...], tiny: TinyRun, slow: Callable[[], SlowUpdates]
+) -> None:
+    """They are used no more than by updates that training makes: of step 2, below the last block."""
+
+    def trained_until(name: str) -> tuple[dict[str, Tensor], str]:
+        run = built(0, 1, tiny.config(f"--job.name={name}", *OFFLOAD, *options))
+
+        def poison(gradient: Tensor) -> Tensor:
+            return gradient * math.nan if run.phase.position.step == 2 else gradient
+
+        run.model.layers[1].register_forward_hook(lambda module, args, output: output.register_hook(poison) and None)
+        ended = train(run)
+        return values_of(run), str(ended)
+
+    expected, reason = trained_until("alone")
+    slow()
+    found = trained_until("beside")
+    assert_equal(found[0], expected)
+    assert found[1] == reason
+    assert ("None" in reason) == ("skip" in str(options))
+    assert all(tensor.isfinite().all() for tensor in expected.values())
 
 
 class AsksToStop(StopRequests):
