@@ -7,14 +7,19 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 
 from tests.support.helpers import THREE_BLOCKS, TinyRun, built, train_on_this_rank
+from tests.support.models import plain_step
 from tests.support.slow_updates import SlowUpdates
 from tests.support.whole_runs import assert_equal, values_of
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.state import state_of
+from titanlite.optim import build_optimizer
+from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
+from titanlite.schema import Optimizer
 from titanlite.step import Step
 from titanlite.techniques.offload import updates
 from titanlite.train import Run, train
@@ -109,6 +114,48 @@ def test_checkpoints_are_of_whole_steps(
     assert_equal(values_of(trained(tiny, "beside", *SAVED, *options)), expected)
     assert tiny.losses("beside")[-1:] == tiny.losses("alone")[-1:]
     assert_equal(stored(tiny, "beside", 4), stored(tiny, "alone", 4))
+
+
+class HalfUsed(nn.Module):
+    """Two FSDP units, of which forward does not always use the second."""
+
+    uses_last = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+        fully_shard(self.first)
+        fully_shard(self.last)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        return (self.last(x) if self.uses_last else x).square().mean()
+
+
+@pytest.mark.long
+def test_a_unit_that_forward_does_not_use_is_updated_once(
+    slow: Callable[[], SlowUpdates], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its update may go on until backward begins, and its old gradient is no gradient of the next step."""
+    slow()
+    monkeypatch.setattr("tests.support.slow_updates.MORE", 0.1)
+    found: list[list[Tensor]] = []
+    for has_thread in (False, True):
+        model = HalfUsed()
+        optimizer = build_optimizer(model, Optimizer(lr=0.1), seed=0)
+        step = plain_step(model, optimizer, updates=updates.HostUpdates(model, optimizer) if has_thread else None)
+        for uses_last in (True, False, True):
+            model.uses_last = uses_last
+            loss = model(torch.ones(2, 4))
+            step.before_backward(loss.detach())
+            loss.backward()
+            gradients = [local_tensor(p.grad) for p in model.parameters() if p.grad is not None]
+            assert len(gradients) == 2 + 2 * uses_last
+            step.update(gradients, norm=torch.ones(()), skip=torch.tensor(False))
+        step.finish_updates()
+        found.append([local_tensor(parameter).detach().clone() for parameter in model.parameters()])
+    assert all(map(torch.equal, *found))
 
 
 @pytest.mark.long
@@ -258,6 +305,29 @@ def test_hooks_of_the_step_are_called_before_anything_changes(tiny: TinyRun, slo
         run.optimizer.register_step_pre_hook(remember)
         train(run)
         assert called == [(step, "MainThread", True) for step in range(1, 5)]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("options", "most"), [((), 5), (IN_BACKWARD, 2)], ids=["clipped", "in backward"])
+def test_gradients_that_exist_at_once(
+    options: tuple[str, ...],
+    most: int,
+    tiny: TinyRun,
+    slow: Callable[[], SlowUpdates],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Those of one step, or in backward of the unit that is updated and the next one."""
+    slow()
+    start, found = updates.HostUpdates._start, list[int]()
+
+    def counted(of: updates.HostUpdates, *arguments: Any) -> None:
+        units = ([p for of_group in by_group for p in of_group] for by_group in of._units.values())
+        found.append(sum(any(parameter.grad is not None for parameter in unit) for unit in units))
+        start(of, *arguments)
+
+    monkeypatch.setattr(updates.HostUpdates, "_start", counted)
+    trained(tiny, "run", *options, "--checkpoint.enable=false")
+    assert max(found) <= most
 
 
 def test_who_updates(tiny: TinyRun, slow: Callable[[], SlowUpdates]) -> None:
