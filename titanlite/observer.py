@@ -56,6 +56,9 @@ OUTSIDE_STEPS = {
 class StepObserver:
     """Base class of the observers of training: a subclass overrides the hooks that it needs."""
 
+    reads_weights = True
+    """Whether it may read the weights or states of the optimizer, so that training waits for their update."""
+
     def begin_step(self, step: int) -> None:
         """An optimizer step begins, with the wait for its data."""
 

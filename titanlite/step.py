@@ -28,6 +28,7 @@ from titanlite.runtime.ranks import reduce_over_ranks
 from titanlite.schema import Config
 
 if TYPE_CHECKING:
+    from titanlite.techniques.offload.updates import HostUpdates
     from titanlite.techniques.technique import Parts
 
 
@@ -86,6 +87,8 @@ class Step:
     """Its part of the checkpoint that the run resumes from; see `checkpoint_state`."""
     should_skip: Callable[[Tensor], Tensor] = is_not_finite
     """Decides before backward whether to update at all, where updates are made in backward: `StepGuard.should_skip`."""
+    updates: "HostUpdates | None" = None
+    """Thread that updates parameters which are in host memory."""
 
     def __post_init__(self, state: Mapping[str, Any]) -> None:
         self.group = loss_group(self.mesh)
@@ -109,6 +112,7 @@ class Step:
         decide: Callable[..., Tensor] = never_skip,
         stop_flag: Tensor | None = None,
         on_phase: OnPhase = no_observer,
+        leaves_updates: bool = False,
     ) -> StepResult:
         """Train on the micro-batches.
 
@@ -118,6 +122,8 @@ class Step:
                 a skip reason; see `StepGuard.decide`.
             stop_flag: [1], above 0 if this rank asks to stop. It is summed over all ranks with the other values.
             on_phase: is called when a phase begins.
+            leaves_updates: return before `updates` has ended. Only the forward pass of the next step, or what calls
+                `finish_updates` first, may read parameters and states of the optimizer.
         """
         model = self.model
         losses = self.accumulate(batches, on_phase)
@@ -129,11 +135,11 @@ class Step:
         flags = losses.total.new_zeros(0) if stop_flag is None else stop_flag
         sums, square, stop_flags = self.sum_over_ranks(losses, square, flags, gradients)
         norm = square.sqrt()
-        if self.max_norm > 0:
-            clip(gradients, self.optimizer, norm=norm, max_norm=self.max_norm)
         metrics = {**sums.metrics, **self.metrics()}
         skip_reason = self.ask(decide, sums.cross_entropy, norm)
-        self.update(skip=skip_reason != 0)
+        self.update(gradients, norm=norm, skip=skip_reason != 0)
+        if not leaves_updates:
+            self.finish_updates()
         metrics |= model.end_step(skip_reason == 0)  # biases of routers move, counters begin anew
         micro_losses = losses.cross_entropy
         return StepResult(
@@ -203,6 +209,7 @@ class Step:
         Args:
             losses: its `MeanParts.losses`.
         """
+        self.finish_updates()  # forward has waited for all that it used
 
     def after_backward(self, micro_batch: int, *, is_last: bool) -> None:
         """Receive the gradients in the parameters after the backward pass of a micro-batch, as sums in a tree do.
@@ -258,10 +265,23 @@ class Step:
         """Return the decision about the step, 0 or a skip reason."""
         return decide(loss, grad_norm)
 
-    def update(self, *, skip: Tensor) -> None:
-        """Make the step of the optimizer unless `skip`, and drop the gradients."""
+    def update(self, gradients: Sequence[Tensor], *, norm: Tensor, skip: Tensor) -> None:
+        """Clip the gradients by their norm, make the step of the optimizer unless `skip`, and drop the gradients."""
+        if self.updates is not None:
+            norm = norm.cpu()
+            clips = self.max_norm > 0 and bool(clip_factor(norm, max_norm=self.max_norm) != 1)
+            change = partial(clip, optimizer=self.optimizer, norm=norm, max_norm=self.max_norm)
+            self.updates.start(change if clips else None, skip=skip)
+            return
+        if self.max_norm > 0:
+            clip(gradients, self.optimizer, norm=norm, max_norm=self.max_norm)
         update(self.optimizer, skip=skip)
         self.optimizer.zero_grad()
+
+    def finish_updates(self) -> None:
+        """Return when parameters and states of the optimizer are those after the last step."""
+        if self.updates is not None:
+            self.updates.finish()
 
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values. Reading it may wait for the device."""
@@ -279,6 +299,7 @@ def build_step(
     targets: Targets | None = None,
     state: Mapping[str, Any] = MappingProxyType({}),
     should_skip: Callable[[Tensor], Tensor] = is_not_finite,
+    updates: "HostUpdates | None" = None,
 ) -> Step:
     """Return the optimizer step of a config, with the parts of its techniques.
 
@@ -297,6 +318,7 @@ def build_step(
         targets=targets,
         state=state,
         should_skip=should_skip,
+        updates=updates,
     )
 
 
@@ -381,9 +403,14 @@ def count_valid_tokens(batches: Sequence[Batch], group: dist.ProcessGroup) -> Te
 def clip(gradients: Sequence[Tensor], optimizer: torch.optim.Optimizer, *, norm: Tensor, max_norm: float) -> None:
     """Scale gradients of a global L2 norm, so that the norm is at most max_norm: in place, or in the next update where
     its kernel does it on the way."""
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    factor = clip_factor(norm, max_norm=max_norm)
     if not scales_gradients(optimizer, factor):
         scale_in_place(flat_views(gradients), factor.to(gradients[0].device))
+
+
+def clip_factor(norm: Tensor, *, max_norm: float) -> Tensor:
+    """Return the factor by which `clip` scales gradients: 1 if it changes nothing."""
+    return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
 
 def finish_reductions(model: Any) -> None:

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import islice
@@ -44,13 +45,14 @@ from titanlite.schema import Config, dump
 from titanlite.step import Step, StepResult, build_step
 from titanlite.storage.storage import open_storage
 from titanlite.techniques import choose_trained, parts_of, places
-from titanlite.techniques.technique import Observed, Parts
+from titanlite.techniques.technique import Observed, Parts, nothing
 from titanlite.validation import Validator
 
 if TYPE_CHECKING:
     from titanlite.checks.preflight import RunInputs
     from titanlite.models.frozen import FrozenModel
     from titanlite.techniques.average.weights import WeightAverage
+    from titanlite.techniques.offload.updates import HostUpdates
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +81,7 @@ class Trained:
     all_stages: Model
     """The same object; with a pipeline, the model with the stages of all ranks, on the meta device."""
     optimizer: torch.optim.Optimizer
+    updates: "HostUpdates | None"
     average: "WeightAverage | None"
     after_update: Callable[[], None]
     """Is called at the start, and whenever weights have changed."""
@@ -119,6 +122,13 @@ class Run:
     @property
     def mesh(self) -> DeviceMesh:
         return self.train_step.mesh
+
+    @property
+    def reads_weights(self) -> bool:
+        """Whether something reads the weights after each step, and not through FSDP."""
+        trained = self.trained
+        is_followed = trained.average is not None or trained.after_update is not nothing
+        return is_followed or any(observer.reads_weights for observer in self.observers)
 
     @cached_property
     def accumulation(self) -> int:
@@ -251,6 +261,7 @@ def build_trained(setup: Setup) -> Trained:
         model=model,
         all_stages=all_stages,
         optimizer=optimizer,
+        updates=setup.techniques.updates(model, optimizer, setup.device),
         average=average(model, memory, after_update) if average else None,
         after_update=after_update,
     )
@@ -272,6 +283,7 @@ def build_checkpoints(
         storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
         model=trained.model,
         optimizer=trained.optimizer,
+        before_read=trained.updates.finish if trained.updates else nothing,
         average=trained.average.tensors if trained.average else None,
         mesh=setup.mesh,
         device=setup.device,
@@ -303,6 +315,7 @@ def build_train_step(setup: Setup, trained: Trained, guard: StepGuard, progress:
         targets=targets,
         state=progress.guard,
         should_skip=guard.should_skip,
+        updates=trained.updates,
     )
 
 
@@ -425,7 +438,9 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         listens=stop_requests is not None,
     )
     try:
-        _loop(run, stop_requests or StopRequests())
+        with ExitStack() as end:
+            end.callback(run.train_step.finish_updates)
+            _loop(run, stop_requests or StopRequests())
     except StoppedBySignal as stopped:
         run.phase.phase(Phase.CHECKPOINT)
         run.checkpoints.save_if_newer(_progress(run, stopped.taken))
@@ -445,7 +460,7 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
     run.trained.after_update()
     metrics.clock.follow(run.model)
-    observer = Observers(*run.observers, run.phase)
+    observer, leaves_updates = Observers(*run.observers, run.phase), not run.reads_weights
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     for step in range(run.progress.step + 1, run.steps + 1):
         observer.begin_step(step)
@@ -454,7 +469,13 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
         seed_step(config.debug.seed, step, run.ranks.rank)
         lr = _learning_rate(run, step)
         set_learning_rate(run.optimizer, lr)
-        result = run.train_step(batches, decide=run.guard.decide, stop_flag=stop.flag(), on_phase=observer.phase)
+        result = run.train_step(
+            batches,
+            decide=run.guard.decide,
+            stop_flag=stop.flag(),
+            on_phase=observer.phase,
+            leaves_updates=leaves_updates,
+        )
         if average := run.trained.average:
             average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)

@@ -210,12 +210,15 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     batch = parts.batch(batch)
     scale_weights = parts.after_update(model)
     scale_weights()
-    step: Any = titanlite.step.build_step(config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts)
+    updates = parts.updates(model, optimizer, device)
+    step: Any = titanlite.step.build_step(
+        config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, updates=updates
+    )
     if model.stages:
         step.is_alone = True  # nothing is received
 
     def make_step() -> None:
-        step([batch] * accumulation)
+        step([batch] * accumulation, leaves_updates=True)
         scale_weights()
 
     return make_step

@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,7 @@ def main() -> None:
         overrides.append(f"--training.global_batch_size={2 * world}")
     config = read_config("debug", [*OPTIONS, *overrides], world)
     with RaceChecker() as checker:
+        see_updates(checker)
         if options.plant:
             PLANTS[options.plant]()
         step = build_step(config, device, world)
@@ -60,6 +62,19 @@ def main() -> None:
         print(race)
     sys.stdout.flush()
     os._exit(0)
+
+
+def see_updates(checker: RaceChecker) -> None:
+    """Let the checker see what the thread of updates does."""
+    import titanlite.techniques.offload.updates as module
+
+    update = module._update
+
+    def seen(*arguments: Any) -> None:
+        with checker:
+            update(*arguments)
+
+    module._update = seen
 
 
 def before_update(function: Callable[[list[Tensor]], None]) -> None:
@@ -207,6 +222,31 @@ def backward_raises_and_nothing_waits() -> None:
     backward_raises(at_last=lambda model: model.reset_iter_state())
 
 
+def gradients_on_their_way() -> None:
+    """The host does not wait for the copies of gradients to its memory."""
+    synchronize = torch.cuda.Event.synchronize
+
+    def planted(self: Any) -> None:
+        if "backward" not in sys._getframe(1).f_code.co_name:
+            synchronize(self)
+
+    torch.cuda.Event.synchronize = planted
+
+
+def update_of_what_is_gathered() -> None:
+    """A unit is updated while its parameters are copied to the device."""
+    import titanlite.techniques.offload.updates as module
+
+    update = module._update
+
+    def planted(*arguments: Any) -> None:
+        time.sleep(1)
+        update(*arguments)
+
+    module._update = planted
+    module.HostUpdates.wait = lambda self, module: None
+
+
 def tokens_that_nobody_waits_for() -> None:
     import titanlite.techniques.expert.exchange as module
 
@@ -233,7 +273,8 @@ PLANTS: dict[str, Callable[[], None]] = {
     for fault in (
         gradient_on_another_stream, freed_block, recorded_block, share_without_its_condition, no_wait_at_the_end,
         no_wait_before_a_reduction, another_thread, another_thread_without_a_wait, backward_raises,
-        backward_raises_and_nothing_waits, tokens_that_nobody_waits_for, tokens_of_another_exchange,
+        backward_raises_and_nothing_waits, gradients_on_their_way, update_of_what_is_gathered,
+        tokens_that_nobody_waits_for, tokens_of_another_exchange,
     )
 }  # fmt: skip
 

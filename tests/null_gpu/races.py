@@ -1,6 +1,8 @@
 """Races between CUDA streams: two accesses of the same bytes, one of them a write, that no wait orders.
 
-The checker follows every operator that PyTorch dispatches, on the device that computes nothing. It knows three things:
+The checker follows every operator that PyTorch dispatches, on the device that computes nothing. Operators on pinned
+memory are those of a stream that copies, or of the host, which is a stream too: what it does comes before all that is
+queued later, and after what it has waited for. It knows three things:
 
 - **Order.** Each stream has a clock that counts its operators, and a vector of clocks: of each stream, the last
   operator that it has waited for. Events carry a vector from the stream that records them to those that wait for them.
@@ -17,6 +19,7 @@ within composite operators, and collectives of `async_op=True` before their wait
 """
 
 import sys
+import threading
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,6 +39,8 @@ WITHOUT_KERNEL = {
 """Operators that touch no memory of a device. Views are told by themselves."""
 CALLED = -1
 """Event behind the operators before a functional collective, which waits for them."""
+HOST = -(2**62)
+"""Stream of the host's operators, of all threads."""
 PLUMBING = (
     "/utils/_", "/_ops.py", "/_library/", "contextlib.py", "/_tensor.py", "/c10d_logger.py", "/autograd/", "/_dynamo/",
     "/torch/_compile.py",
@@ -85,6 +90,7 @@ class Clocks:
         """Count an operator of a stream, and return its time."""
         vector = self._vector(stream)
         self._merge(vector, self._host)
+        vector[HOST] = self._vector(HOST).get(HOST, 0)
         vector[stream] = vector.get(stream, 0) + 1
         return vector[stream]
 
@@ -170,13 +176,15 @@ class Memory:
 
 
 class RaceChecker(TorchDispatchMode):
-    """Mode that checks every operator within it. It sees autograd's threads too, if it is entered before they start.
+    """Mode that checks every operator within it. It sees autograd's threads too, if it is entered before they start,
+    and other threads that enter it.
 
     The trace hooks of PyTorch cannot be taken back, so a process has one checker.
     """
 
     def __init__(self) -> None:
         super().__init__()
+        self._lock = threading.RLock()
         self.operators = 0
         self.streams: set[int] = set()
         self._clocks, self._memory = Clocks(), Memory()
@@ -220,7 +228,10 @@ class RaceChecker(TorchDispatchMode):
                     cell.write = None
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        with self._lock:
+            return self._dispatch(func, args, kwargs or {})
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.record_stream.default:
             storage, stream = args[0].untyped_storage(), args[1]
             named = torch.cuda.Stream(
@@ -243,8 +254,14 @@ class RaceChecker(TorchDispatchMode):
         made = {span for tensor in tree_leaves(result) for span in spans(tensor)}
         # An operator that changes no argument can return one as it is.
         written |= made if func._schema.is_mutable else made - read
+        devices = {tensor.device.type for tensor in tree_leaves((args, kwargs, result)) if isinstance(tensor, Tensor)}
+        if devices == {"cpu"}:
+            self._operator(str(func), written, read - written, HOST)
+            return result
         if func.namespace != "_c10d_functional":
             self._operator(str(func), written, read - written, current)
+            if "cpu" in devices and not is_left_to_the_device(func, args, kwargs):
+                self._clocks.stream_on_host(current)  # the call has returned
             return result
         group = [arg for arg in (*args, *kwargs.values()) if isinstance(arg, str)][-1]
         stream = self._groups.setdefault(group, -1 - len(self._groups))
@@ -291,16 +308,25 @@ Span = tuple[int, int, int]
 
 
 def spans(value: Any) -> Iterator[Span]:
-    """Yield the memory that a tensor's elements span, if it is on the device."""
+    """Yield the memory that a tensor's elements span, if it is on the device or pinned."""
     while hasattr(value, "_local_tensor"):
         value = value._local_tensor
     if type(value).__name__ == "AsyncCollectiveTensor":
         value = value.elem
-    if isinstance(value, Tensor) and value.is_cuda and value.numel() and type(value) in (Tensor, torch.nn.Parameter):
+    if isinstance(value, Tensor) and value.numel() and type(value) in (Tensor, torch.nn.Parameter):
+        if not value.is_cuda and not (value.device.type == "cpu" and value.is_pinned()):
+            return
         start = value.data_ptr()
         last = sum((size - 1) * stride for size, stride in zip(value.shape, value.stride(), strict=True))
         if start:
             yield start, start + (last + 1) * value.element_size(), value.untyped_storage().data_ptr()
+
+
+def is_left_to_the_device(func: Any, args: Any, kwargs: Any) -> bool:
+    """Return whether a copy between the host and the device is queued, and the host goes on."""
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("non_blocking") if "non_blocking" in names else len(args)
+    return bool(args[place] if place < len(args) else kwargs.get("non_blocking", False))
 
 
 def caller() -> str:

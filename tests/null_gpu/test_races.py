@@ -21,6 +21,7 @@ TENSOR = (
 )  # fmt: skip
 LORA = ("--lora.rank=4", "--lora.alpha=8")
 IN_BACKWARD = ("--optimizer.in_backward=true", "--training.max_norm=0")
+OFFLOAD = (SHORT, "--training.enable_cpu_offload=true")
 BFLOAT16 = ("--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16")
 
 CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -46,7 +47,10 @@ CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
     "always resharded": (2, ("--parallelism.fsdp_reshard_after_forward=always",)),
     "resharded to 2 of 4": (4, ("--parallelism.fsdp_reshard_after_forward=2",)),
     "prefetch": (2, ("--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2")),
-    "CPU offload": (2, (SHORT, "--training.enable_cpu_offload=true")),
+    "CPU offload": (2, OFFLOAD),
+    "CPU offload on one rank": (1, OFFLOAD),
+    "CPU offload, accumulation": (2, (*OFFLOAD, ACCUMULATES)),
+    "CPU offload, update in backward": (2, (*OFFLOAD, *IN_BACKWARD)),
     "update in backward": (2, IN_BACKWARD),
     "update in backward on replicas": (4, (REPLICAS, *IN_BACKWARD)),
     "bfloat16 weights": (2, BFLOAT16),
@@ -110,6 +114,8 @@ FREED, SAME = "memory that was freed", "the same tensor"
         ("tokens_that_nobody_waits_for", ("--world=4", *SHARED), f"read after write of {SAME}", "titanlite."),
         ("tokens_of_another_exchange", ("--world=4", *SHARED), f"read after write of {SAME}", "titanlite."),
         ("backward_raises_and_nothing_waits", (), f"write after read of {FREED}", "reduce_scatter"),
+        ("gradients_on_their_way", OFFLOAD, f"read after write of {SAME}", "aten.linalg_vector_norm"),
+        ("update_of_what_is_gathered", OFFLOAD, f"write after read of {SAME}", "aten._fused_adamw_"),
     ],
 )
 def test_planted_races_are_found(

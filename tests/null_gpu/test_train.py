@@ -55,3 +55,10 @@ def test_techniques_together(run_python: RunPython, tmp_path: Path) -> None:
         "--optimizer.state_dtype=bfloat16", "--training.global_batch_size=2", devices=2,
     )  # fmt: skip
     assert [record["step"] for record in metrics(tmp_path) if "grad_norm" in record] == [1, 2, 3, 4, 5, 6]
+
+
+def test_updates_on_the_host(run_python: RunPython, tmp_path: Path) -> None:
+    """Beside the next step of compiled blocks, with checkpoints in the background, on two devices."""
+    train(run_python, "--training.enable_cpu_offload=true", "--compile.enable", devices=2)
+    assert [record["step"] for record in metrics(tmp_path) if "grad_norm" in record] == [1, 2, 3, 4, 5, 6]
+    assert (tmp_path / "outputs/run/checkpoints/step-00000006").is_dir()

@@ -47,6 +47,7 @@ class CheckpointManager:
 
     Args:
         storage: where the run's checkpoints are.
+        before_read: returns when the state may be read.
         settings: returns the settings that must match on resume, by the samples that the run has seen by then.
         may_change: globs of settings that need not match.
         whole_config: resolved config of the run as TOML, of which each checkpoint keeps a copy.
@@ -64,6 +65,7 @@ class CheckpointManager:
         storage: Storage,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
+        before_read: Callable[[], None] = lambda: None,
         average: Mapping[str, Tensor] | None = None,
         mesh: DeviceMesh,
         device: torch.device,
@@ -80,6 +82,7 @@ class CheckpointManager:
         self.model = model
         self.optimizer = optimizer
         self.average = average
+        self._before_read = before_read
         self.mesh = mesh
         # A save runs in a thread: its collectives must not mix with training's.
         timeout = timedelta(seconds=timeout_seconds)
@@ -121,7 +124,8 @@ class CheckpointManager:
         optimizer.register_step_pre_hook(self.wait_until_staged)
 
     def state(self) -> State:
-        """Return the tensors of a checkpoint."""
+        """Return the tensors of a checkpoint, which nothing changes before the next step."""
+        self._before_read()
         average = {AVERAGE: {**self.average}} if self.average else {}
         return state_of(self.model, self.optimizer) | average
 

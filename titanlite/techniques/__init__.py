@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Parts, Technique
+from titanlite.techniques.technique import Conflict, Parts, Technique, nothing
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.models.base import Model
+    from titanlite.techniques.offload.updates import HostUpdates
 
 Found = TypeVar("Found")
 
@@ -115,17 +116,21 @@ def parts_of(config: Config, mesh: "DeviceMesh", run: Path = Path()) -> Parts:
         return found[0][1] if found else None
 
     def after_update(model: "Model") -> Callable[[], None]:
-        hooks = [part.after_update(model) for part in each]
+        hooks = [hook for part in each if (hook := part.after_update(model)) is not nothing]
 
         def call() -> None:
             for hook in hooks:
                 hook()
 
-        return call
+        return call if hooks else nothing
+
+    def updates(*arguments: Any) -> "HostUpdates | None":
+        return only(lambda part: part.updates(*arguments))
 
     return Parts(
         step_cls=only(lambda part: part.step_cls),
         memory=only(lambda part: part.memory),
+        updates=updates,
         average=only(lambda part: part.average),
         batch=lambda batch: reduce(lambda batch, part: part.batch(batch), each, batch),
         loss=lambda loss: reduce(lambda loss, part: part.loss(loss), each, loss),

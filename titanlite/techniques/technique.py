@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 from titanlite.schema import Config
 
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from titanlite.runtime.process_group import Ranks
     from titanlite.step import Step
     from titanlite.techniques.average.weights import WeightAverage
+    from titanlite.techniques.offload.updates import HostUpdates
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Value = TypeVar("Value")
@@ -77,6 +78,17 @@ class Observed:
     """Returns the tensors of a checkpoint, by name."""
 
 
+class HostTraffic(NamedTuple):
+    """Bytes of a step."""
+
+    link: float = 0.0
+    """Over the link from a GPU to its host."""
+    memory: float = 0.0
+    """Read and written by the host while the GPU waits."""
+    beside_forward: float = 0.0
+    """Read and written by the host beside the next forward pass, which waits for it."""
+
+
 def unchanged(value: Value) -> Value:
     """Return the value."""
     return value
@@ -98,6 +110,9 @@ class Parts:
     memory: "StateMemory | None" = None
     """Memory of parameters, moments or the average that PyTorch does not allocate. Where it makes the optimizer update
     slice by slice, the technique claims `Claim.UPDATE_KERNEL`."""
+    updates: "Callable[[Model, torch.optim.Optimizer, torch.device], HostUpdates | None]" = nothing
+    """(parallelized model with memory, optimizer, device of training) -> the thread that updates parameters in host
+    memory."""
     average: "Callable[[Model, StateMemory | None, Callable[[], None]], WeightAverage] | None" = None
     """(parallelized model with memory, memory, what must be called when weights have changed) -> the average of weights
     that checkpoints keep and validation measures."""
@@ -217,15 +232,14 @@ class Technique:
         """
         return []
 
-    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
-        """Return the bytes that go over the link from a GPU to its host in a step, and those that the host itself reads
-        and writes.
+    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> HostTraffic:
+        """Return what a step moves in host memory.
 
         Args:
             sizes: bytes of each category of `places`, on one rank.
             accumulation: micro-batches of a step.
         """
-        return 0.0, 0.0
+        return HostTraffic()
 
     facts: ClassVar[dict[str, Any]] = {}
     """What `titanlite inspect` records of each parameter, with the values of one that the technique leaves alone."""

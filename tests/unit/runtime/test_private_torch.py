@@ -62,6 +62,7 @@ from titanlite.runtime.private_torch.compiler import (
 from titanlite.runtime.private_torch.elastic import has_lost_cuda, read_log_level, start_workers_by
 from titanlite.runtime.private_torch.fsdp import (
     _param_group,
+    before_gathering,
     gather_asynchronously,
     gather_in_place,
     gather_local_parts,
@@ -89,6 +90,7 @@ from titanlite.runtime.private_torch.tensors import (
     LocalAdamW,
     add_in_place,
     call_after_backward,
+    call_pre_hooks,
     chosen_attention,
     dump_memory_snapshot,
     factor_of,
@@ -99,6 +101,7 @@ from titanlite.runtime.private_torch.tensors import (
     has_saved_tensor_hooks,
     is_in_backward,
     local_tensor,
+    part_of,
     reads_found_inf,
     record_memory_history,
     reshape_result,
@@ -202,6 +205,47 @@ def test_adamw_updates_local_parts() -> None:
         assert [type(tensor) for tensor in updated] == [Tensor]
     assert isinstance(sharded, DTensor)
     assert torch.equal(plain, sharded.to_local())
+
+
+def test_a_part_of_an_optimizer_has_its_states_and_a_copy_of_its_options() -> None:
+    first, second = (nn.Parameter(torch.ones(2)) for _ in range(2))
+    whole = LocalAdamW([{"params": [first, second], "lr": 0.5}], fused=True, weight_decay=0.0)
+    called: list[Any] = []
+    whole.register_step_pre_hook(lambda optimizer, *_: called.append(optimizer))
+    call_pre_hooks(whole)
+    assert called == [whole]
+    part = part_of(whole, [[second]])
+    whole.param_groups[0]["lr"] = 0.0
+    first.grad, second.grad = torch.ones(2), torch.ones(2)
+    part.step()
+    assert called == [whole], "the part has no hooks"
+    assert whole.state.keys() == {second}
+    assert torch.equal(first, torch.ones(2))
+    assert torch.allclose(second, torch.full((2,), 0.5))
+    part.zero_grad()
+    assert first.grad is not None
+    assert second.grad is None
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("prefetches", [False, True])
+def test_before_an_fsdp_unit_gathers_its_parameters(prefetches: bool) -> None:
+    """The call comes before FSDP reads them: what it writes is used."""
+    model: Any = small_model()
+    if prefetches:
+        model[0].set_modules_to_forward_prefetch([model[1]])
+    called = []
+
+    def write(number: int) -> None:
+        called.append(number)
+        for parameter in sharded_parameters(model[number]):
+            local_tensor(parameter).detach().fill_(number + 1)
+
+    for number in (0, 1):
+        before_gathering(model[number], lambda number=number: write(number))
+    x = torch.ones(1, 4)
+    assert torch.equal(model(x), torch.full((1, 4), 32.0))
+    assert called == ([0, 1, 1] if prefetches else [0, 1])
 
 
 class Reduced:

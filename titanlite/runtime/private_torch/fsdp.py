@@ -4,6 +4,7 @@
 - `gather_in_place`: at shard degree 1, where the weights have the compute dtype, FSDP would copy them. What prevents it
   is its public interface for tensors that gather themselves; which tensors that are is not public.
 - `gather_asynchronously`: on CPUs, all-gathers beside compute. FSDP has the setting, and no public name for it.
+- `before_gathering`: parameters that another thread updates must be awaited where FSDP reads them, ahead of use or not.
 - `release_all_reduce_input`: an optimizer within backward would wait for all gradients that FSDP holds.
 - `unit_of`, `sharded_parameters`, `mixed_precision`: which parameters are gathered together, and with which dtypes.
 - `observe_fsdp`: only for the plan, which counts the memory and the collectives of each unit.
@@ -56,6 +57,18 @@ def sharded_parameters(module: FSDPModule) -> list[nn.Parameter]:
     """Return the sharded parameters of an FSDP unit, with the gradients and hooks that the optimizer sees."""
     unit = _param_group(module)
     return [parameter.sharded_param for parameter in unit.fsdp_params] if unit else []
+
+
+def before_gathering(module: FSDPModule, call: Callable[[], None]) -> None:
+    """Call a function whenever the parameters of an FSDP unit are about to be gathered, before it reads them."""
+    unit = _param_group(module)
+    unshard = unit.unshard
+
+    def gather(*args: Any, **options: Any) -> None:
+        call()
+        unshard(*args, **options)
+
+    unit.unshard = gather
 
 
 def gather_asynchronously(module: FSDPModule) -> None:

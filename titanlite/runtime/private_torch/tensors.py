@@ -97,6 +97,23 @@ class LocalAdamW(torch.optim.AdamW):
         return has_complex
 
 
+def call_pre_hooks(optimizer: torch.optim.Optimizer) -> None:
+    """Call the hooks that an optimizer calls before its step."""
+    for hook in [*optimizer._optimizer_step_pre_hooks.values()]:
+        hook(optimizer, (), {})
+
+
+def part_of(optimizer: torch.optim.Optimizer, by_group: Sequence[list[nn.Parameter]]) -> torch.optim.Optimizer:
+    """Return the optimizer of some parameters of each group, which has the states of all, a copy of the present
+    options, and no hooks."""
+    part = object.__new__(type(optimizer))
+    hooks = {f"_optimizer_step_{when}_hooks": {} for when in ("pre", "post")}
+    groups = zip(optimizer.param_groups, by_group, strict=True)
+    copies = [{**group, "params": parameters} for group, parameters in groups]
+    part.__dict__ = optimizer.__dict__ | hooks | {"param_groups": copies}
+    return part
+
+
 def foreach_norms(tensors: Sequence[Tensor], *, dtype: torch.dtype) -> list[Tensor]:
     """Return the L2 norm of each tensor, in a few kernels for all."""
     return [*torch._foreach_norm(list(tensors), dtype=dtype)]

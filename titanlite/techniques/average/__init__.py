@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Options, Parts, Technique, reads
+from titanlite.techniques.technique import Conflict, HostTraffic, Options, Parts, Technique, reads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -47,12 +47,12 @@ class AverageOfWeights(Technique):
             cost = "the average of weights in host memory: training waits for a copy of the weights at each update"
             yield 2, {"average.enable_cpu_offload": True}, cost
 
-    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
+    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> HostTraffic:
         """The weights go to the host at each update, which reads the average and writes it."""
         if not _is_on_host(config):
-            return 0.0, 0.0
+            return HostTraffic()
         copy = sizes["average"] / max(config.average.window, 1) / config.average.freq
-        return (0.0 if config.training.enable_cpu_offload else copy), 3 * copy
+        return HostTraffic(0.0 if config.training.enable_cpu_offload else copy, 3 * copy)
 
 
 def _is_on_host(config: Config) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from titanlite.schema import Config, Distill, Teacher
-from titanlite.techniques.technique import Conflict, Technique, reads
+from titanlite.techniques.technique import Conflict, HostTraffic, Technique, reads
 
 
 class Distillation(Technique):
@@ -31,8 +31,8 @@ class Distillation(Technique):
     def places(self, config: Config) -> dict[str, str]:
         return {"teacher": "host"} if config.teacher.enable_cpu_offload else {}
 
-    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
-        return accumulation * sizes["teacher"] if self.places(config) else 0.0, 0.0
+    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> HostTraffic:
+        return HostTraffic(accumulation * sizes["teacher"] if self.places(config) else 0.0)
 
     def summary(self, config: Config) -> str:
         return f"a teacher ({config.teacher.path})"

@@ -17,6 +17,7 @@ from titanlite.models.base import Model, head_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor, wrapped_tensors
 from titanlite.schema import Float8
+from titanlite.techniques.technique import nothing
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ def weight_scaler(model: Model, float8: Float8) -> Callable[[], None]:
     offload, where the copy on the GPU loses the scale.
     """
     if not float8.precompute_float8_dynamic_scale_for_fsdp or not any(map(_has_scale, model.parameters())):
-        return lambda: None
+        return nothing
     return partial(_import(PACKAGE).precompute_float8_dynamic_scale_for_fsdp, model)
 
 

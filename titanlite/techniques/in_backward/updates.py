@@ -2,7 +2,8 @@
 
 FSDP calls the hook of a parameter when its reduced gradient is in place, on the stream that reduced it, and later work
 waits for that stream. The gradients of a unit share their memory, and arrive together: the last one's hook updates the
-unit. States, groups and learning rates are those of any other step.
+unit. States, groups and learning rates are those of any other step. In host memory, a thread updates one unit while
+backward computes the next.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -52,12 +53,16 @@ class StepInBackward(Step):
         self._unit_of = {parameter: unit for unit in units for parameter in unit.parameters}
         self._reducing: _Unit | None = None
         """Unit whose gradients arrived last."""
+        self._updating: FSDPModule | None = None
+        """Unit that the thread of `updates` has got last."""
         self._skip: Tensor | None = None
         self._norms: dict[nn.Parameter, Tensor] = {}
         for parameter in self._parameters:
             parameter.register_post_accumulate_grad_hook(self._arrive)
 
     def before_backward(self, losses: Tensor) -> None:
+        if self.updates is not None:
+            self.updates.prepare()
         losses = losses.clone()
         dist.all_reduce(losses, group=self.group)
         self._skip = self.should_skip(losses)
@@ -70,7 +75,7 @@ class StepInBackward(Step):
         norms, self._norms, self._skip, self._reducing = self._norms, {}, None, None
         return {parameter: norms[parameter] for parameter in self._parameters if parameter in norms}
 
-    def update(self, *, skip: Tensor) -> None:
+    def update(self, gradients: Sequence[Tensor], *, norm: Tensor, skip: Tensor) -> None:
         """Do nothing: backward made the step."""
 
     def _arrive(self, parameter: Tensor) -> None:
@@ -93,8 +98,16 @@ class StepInBackward(Step):
         norms = gradient_norms([local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None])
         self._norms.update(zip(parameters, norms, strict=True))
         is_finite = torch.cat([norm.flatten() for norm in norms]).isfinite().all()
+        skip = self._skip.to(is_finite.device) | ~is_finite
+        if self.updates is not None:
+            if self._updating is not None:
+                self.updates.wait(self._updating)  # so that gradients of two units exist
+            assert unit.module is not None
+            self.updates.start_unit(unit.module, skip=skip)
+            self._updating = unit.module
+            return
         with _only(self.optimizer, unit.by_group):
-            update(self.optimizer, skip=self._skip.to(is_finite.device) | ~is_finite)
+            update(self.optimizer, skip=skip)
         for parameter in parameters:
             parameter.grad = None
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.runtime.files import why_not_writable
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Options, Parts, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, HostTraffic, Options, Parts, Technique, reads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -50,7 +50,9 @@ class CPUOffload(Technique):
 
     def parts(self, config: Config, mesh: "DeviceMesh", run: Path) -> Parts:
         if not config.offload.is_used:
-            return Parts()
+            from titanlite.techniques.offload.updates import host_updates
+
+            return Parts(updates=host_updates)
         from titanlite.techniques.offload.disk import DiskMemory
 
         return Parts(memory=DiskMemory(_folder(config, run), _on_disk(config)))
@@ -59,13 +61,17 @@ class CPUOffload(Technique):
         states = ("parameters", "gradients", "optimizer") if config.training.enable_cpu_offload else ()
         return dict.fromkeys(states, "host") | dict.fromkeys(_on_disk(config), "disk")
 
-    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> tuple[float, float]:
+    def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> HostTraffic:
         """Parameters go to the device twice a micro-batch, and gradients come back. The update reads parameters,
-        gradients and moments, and writes all but the gradients."""
+        gradients and moments, and writes all but the gradients; beside the next forward pass if `updates.py` makes it.
+        """
         if not config.training.enable_cpu_offload:
-            return 0.0, 0.0
+            return HostTraffic()
         states = sum(sizes[category] for category in ("parameters", "gradients", "optimizer"))
-        return accumulation * 3 * sizes["parameters"], 1.75 * states
+        average, is_adamw = config.average, config.optimizer.names == {"AdamW"}
+        waits = config.offload.is_used or average.decay or average.window or config.debug.reproducible_layouts
+        memory = (0.0, 1.75 * states) if is_adamw and not waits else (1.75 * states, 0.0)
+        return HostTraffic(accumulation * 3 * sizes["parameters"], *memory)
 
     def summary(self, config: Config) -> str:
         return "CPU offload" if config.training.enable_cpu_offload else ""

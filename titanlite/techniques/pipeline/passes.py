@@ -99,6 +99,7 @@ class PipelineStep(Step):
             schedule.step(*first, target=places, return_outputs=False)
         except RuntimeError as error:  # the schedule wraps what a stage raises
             raise error.__cause__ or error from None
+        self.finish_updates()
         zeros = torch.zeros(2, device=self.device)
         nothing = MeanParts(zeros, dict.fromkeys(self._names_of_metrics(), zeros[0]))
         return stacked(self.means or [nothing] * len(batches))

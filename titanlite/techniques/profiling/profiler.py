@@ -46,6 +46,8 @@ class Profiler(StepObserver):
         not_training: excludes a block from step time.
     """
 
+    reads_weights = False
+
     def __init__(
         self,
         config: Profiling,

@@ -23,7 +23,7 @@ from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
 from titanlite.tools.plan.pipeline import blocks_of_ends, pipeline_time, stage_work, traced_ranks, with_buffers
-from titanlite.tools.plan.time import CLOCK_SPREAD, StepTime, host_time, step_time
+from titanlite.tools.plan.time import CLOCK_SPREAD, StepTime, host_time, kernel_time, step_time
 from titanlite.tools.plan.trace import trace_step, traced_micro_batches
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 
@@ -343,11 +343,10 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     sizes = {category: traced.profile.most(category) for category in away}
     host, disk = (sum(sizes[name] for name in away if away[name] == place) for place in ("host", "disk"))
     if host:
-        time = replace(
-            time,
-            total=time.total
-            + host_time(used(config), config, sizes, accumulation, ranks=min(layout.world_size, layout.gpus_per_node)),
-        )
+        forward = sum(kernel_time(kernel, layout.slowest) for unit in workload.units for kernel in unit.forward)
+        ranks = min(layout.world_size, layout.gpus_per_node)
+        added = host_time(used(config), config, sizes, accumulation, ranks=ranks, forward=forward)
+        time = replace(time, total=time.total + added)
     state = sum(traced.profile.most(part) for part in ("parameters", "optimizer", "average")) // degrees.replicate
     tokens = training.global_batch_size * training.seq_len
     model_flops = traced.flops_per_token * tokens

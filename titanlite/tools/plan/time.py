@@ -170,15 +170,24 @@ def _all_to_all_time(collective: Collective, hardware: Hardware) -> float:
 
 
 def host_time(
-    techniques: Iterable[Technique], config: Config, sizes: Mapping[str, float], accumulation: int, *, ranks: int
+    techniques: Iterable[Technique],
+    config: Config,
+    sizes: Mapping[str, float],
+    accumulation: int,
+    *,
+    ranks: int,
+    forward: float,
 ) -> float:
-    """Return the seconds that host memory adds to a step, if nothing of it is hidden; see `Technique.host_traffic`.
+    """Return the seconds that host memory adds to a step, see `Technique.host_traffic`. Copies over the link hide
+    behind nothing.
 
     Args:
         ranks: of a machine, which share its memory.
+        forward: seconds of the kernels of a forward pass.
     """
-    link, memory = zip(*(technique.host_traffic(config, sizes, accumulation) for technique in techniques), strict=True)
-    return sum(link) / HOST_LINK + sum(memory) * ranks / HOST_MEMORY
+    traffic = [technique.host_traffic(config, sizes, accumulation) for technique in techniques]
+    link, memory, beside = (sum(moved) for moved in zip(*traffic, strict=True))
+    return link / HOST_LINK + memory * ranks / HOST_MEMORY + max(0.0, beside * ranks / HOST_MEMORY - forward)
 
 
 # A step: kernels and collectives in FSDP2's order, and how much of the collectives is hidden

@@ -7,7 +7,7 @@ import pytest
 
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config
-from titanlite.techniques.technique import Technique
+from titanlite.techniques.technique import HostTraffic, Technique
 from titanlite.tools.plan import time as module
 from titanlite.tools.plan.estimate import Layout
 from titanlite.tools.plan.time import (
@@ -285,8 +285,11 @@ def test_nothing_overlaps_on_a_cpu() -> None:
 
 def test_ranks_of_a_machine_share_its_memory() -> None:
     class Moves(Technique):
-        def host_traffic(self, config: Config, sizes: object, accumulation: int) -> tuple[float, float]:
-            return module.HOST_LINK, accumulation * module.HOST_MEMORY
+        def host_traffic(self, config: Config, sizes: object, accumulation: int) -> HostTraffic:
+            return HostTraffic(module.HOST_LINK, accumulation * module.HOST_MEMORY, module.HOST_MEMORY)
 
-    one, eight = (module.host_time([Moves()], Config(), {}, 2, ranks=ranks) for ranks in (1, 8))
-    assert (one, eight) == (1 + 2, 1 + 16)
+    def time_of(ranks: int, forward: float) -> float:
+        return module.host_time([Moves()], Config(), {}, 2, ranks=ranks, forward=forward)
+
+    assert [time_of(ranks, 0.0) for ranks in (1, 8)] == [1 + 2 + 1, 1 + 16 + 8]
+    assert [time_of(ranks, 3.0) for ranks in (1, 8)] == [1 + 2, 1 + 16 + 5], "a part runs beside forward"
