@@ -105,7 +105,7 @@ class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between lines on the console and in metrics.jsonl."""
     loggers: list[Name] = ["tensorboard"]
-    """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
+    """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, mlflow, or a class of your own as
     file.py:Class or package.module:Class. All get the same records."""
     layers: Layers = Layers()
 
