@@ -17,7 +17,7 @@ class Aim:
     """One run at Aim for each run. Aim chooses its name, which is kept in the folder of the run."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
-        import aim
+        import aim  # pyright: ignore[reportMissingImports]
 
         name = folder / "aim.txt"
         known = name.read_text() if name.exists() else None

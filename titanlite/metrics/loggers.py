@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from posixpath import normpath
@@ -143,13 +144,10 @@ class MLflow:
     """
 
     def __init__(self, folder: Path, *, step: int) -> None:
-        from mlflow import MlflowClient
-        from mlflow.entities import Param
-        from mlflow.exceptions import MlflowException
-
-        self._client = MlflowClient()
+        self._mlflow: Any = import_module("mlflow")
+        self._client = self._mlflow.MlflowClient()
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
-        with suppress(MlflowException):  # it is there
+        with suppress(self._mlflow.MlflowException):  # it is there
             self._client.create_experiment(experiment)
         place = self._client.get_experiment_by_name(experiment).experiment_id
         tags = {"titanlite.run_id": _run_id(folder)}
@@ -162,19 +160,17 @@ class MLflow:
             self._client.update_run(self._id, status="RUNNING")
         else:
             texts = flat(_config(folder)).items()
-            options = {key: json.loads(text) if text.startswith('"') else text for key, text in texts}
-            self._client.log_batch(self._id, params=[Param(self._name(key), value) for key, value in options.items()])
+            options = {self._name(key): json.loads(text) if text.startswith('"') else text for key, text in texts}
+            self._client.log_batch(self._id, params=[*map(self._mlflow.entities.Param, options, options.values())])
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
-        from mlflow.entities import Metric
-
         now, points = int(time.time() * 1000), []
         for name, value in ((self._name(name), value) for name, value in metrics.items()):
             if name not in self._logged:
                 history = self._client.get_metric_history(self._id, name)
                 self._logged[name] = max((point.step for point in history), default=-1)
             if step > self._logged[name]:
-                points.append(Metric(name, float(value), now, step))
+                points.append(self._mlflow.entities.Metric(name, float(value), now, step))
         self._client.log_batch(self._id, metrics=points)
 
     def close(self) -> None:

@@ -7,11 +7,12 @@ import sys
 import time
 from collections import namedtuple
 from collections.abc import Sequence
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from posixpath import normpath
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -116,19 +117,13 @@ def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "runs")
     if find_spec("mlflow"):
-        from mlflow import MlflowClient
-
-        return MlflowClient()
+        return import_module("mlflow").MlflowClient()
     FakeMlflow.runs = {}
-    point = namedtuple("Metric", "key value timestamp step")
-    parts: dict[str, dict[str, Any]] = {
-        "mlflow": {"MlflowClient": FakeMlflow},
-        "mlflow.entities": {"Metric": point, "Param": namedtuple("Param", "key value")},
-        "mlflow.exceptions": {"MlflowException": OSError},
-    }
-    for name, content in parts.items():
-        monkeypatch.setitem(sys.modules, name, ModuleType(name))
-        vars(sys.modules[name]).update(content)
+    entities = SimpleNamespace(
+        Metric=namedtuple("Metric", "key value timestamp step"), Param=namedtuple("Param", "key value")
+    )
+    fake = SimpleNamespace(MlflowClient=FakeMlflow, MlflowException=OSError, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", cast(ModuleType, fake))
     return FakeMlflow()
 
 

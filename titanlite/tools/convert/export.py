@@ -230,7 +230,7 @@ def export_folder(
     tensors = export_tensors(source, form.tensors, dtype=dtype, drop=drop)
     files = split(tensors, max_shard_bytes)
     others = {"model.safetensors.index.json": index_json(files)} if len(files) > 1 else {}
-    others |= _other_files(source, form, tensors, with_tokenizer=with_tokenizer) | more
+    others |= {**_other_files(source, form, tensors, with_tokenizer=with_tokenizer), **more}
     target.begin()
     values = values_of(source)
     with progress_bar("writing", sum(tensor.bytes for tensor in tensors)) as advance:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from threading import Thread
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -29,10 +29,9 @@ class FakeHub(ThreadingHTTPServer):
 
 
 class Handler(BaseHTTPRequestHandler):
-    server: FakeHub
     protocol_version = "HTTP/1.1"
 
-    def log_message(self, *args: object) -> None: ...
+    def log_message(self, format: str, *args: object) -> None: ...
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -44,10 +43,11 @@ class Handler(BaseHTTPRequestHandler):
         self.wfile.write(data)
 
     def answer(self, path: list[str], body: bytes) -> tuple[int, dict[str, Any]]:
-        repos = self.server.repos
+        hub = cast(FakeHub, self.server)
+        repos = hub.repos
         if self.headers["Authorization"] != "Bearer hf_mine":
             return 401, {"error": "Invalid credentials"}
-        if self.server.fails_at and self.server.fails_at in self.path:
+        if hub.fails_at and hub.fails_at in self.path:
             return 400, {"error": "no more room"}
         if path == ["validate-yaml"]:  # of README.md
             return 200, {"errors": [], "warnings": []}
