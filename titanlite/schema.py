@@ -766,6 +766,15 @@ class Config(Section):
         """Parts of each sequence that are computed apart, by one process or several."""
         return max(self.parallelism.context_parallel_degree, self.debug.reproducible_context_degree)
 
+    def __repr__(self) -> str:
+        """Return what differs from the defaults, as TOML."""
+        import tomlkit
+
+        changed = tomlkit.dumps(self.model_dump(exclude_defaults=True, exclude_none=True))
+        return f"# options that differ from their defaults; titanlite.dump returns all\n{changed}"
+
+    __str__ = __repr__
+
 
 def dump(config: Config) -> str:
     """Return TOML text with every option, which loads to the same Config. Options that are None are left out."""

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -93,7 +94,7 @@ def test_llms_txt_lists_the_pages_of_the_site_with_what_each_is_about(tmp_path: 
     (tmp_path / "docs").mkdir()
     for name, text in texts.items():
         (tmp_path / "docs" / f"{name}.md").write_text(text)
-    config = MkDocsConfig(str(tmp_path / "mkdocs.yml"))
+    config: Any = MkDocsConfig(str(tmp_path / "mkdocs.yml"))
     config.load_dict(
         {"site_name": "name", "site_description": "What it is", "use_directory_urls": False, "plugins": [],
          "nav": [{"Home": "index.md"}, {"Train": ["run.md", "list.md"]}]}

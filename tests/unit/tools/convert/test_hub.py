@@ -91,7 +91,7 @@ def facts(card: str) -> tuple[dict[str, Any], dict[str, str]]:
     """The card's metadata and table."""
     _, header, body = card.split("---\n", 2)
     rows = [line.strip("| ").split(" | ") for line in body.splitlines() if line.startswith("| ") and " | " in line]
-    return yaml.safe_load(header), dict(row for row in rows if len(row) == 2)
+    return cast(dict[str, Any], yaml.safe_load(header)), dict(row for row in rows if len(row) == 2)
 
 
 @pytest.mark.long
