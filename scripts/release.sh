@@ -30,14 +30,14 @@ mkdir "$SOURCE/unpacked"
 tar -x -C "$SOURCE/unpacked" --strip-components=1 -f dist/*.tar.gz
 build "$SOURCE/unpacked" wheel
 diff <(names .) <(names "$SOURCE/unpacked") || die "the source archive makes another wheel, see above"
-"$PYTHON" -m pytest -q tests/distributed/test_installed.py -m "slow or not slow" # contents of a wheel, and a run from it
+"$PYTHON" -m pytest -q tests/distributed/test_installed.py # contents of a wheel
 
 make_venv "$SOURCE/venv"
 install_packages "$SOURCE/venv" --quiet "$(echo dist/*.whl)[report]"
 mkdir "$SOURCE/empty"
 cd "$SOURCE/empty"
 titanlite() { echo "\$ titanlite $*" && "$SOURCE/venv/bin/titanlite" "$@"; }
-[[ $("$SOURCE/venv/bin/titanlite" --version) == *" $VERSION" ]] || die "titanlite --version is not $VERSION"
+[[ $("$SOURCE/venv/bin/titanlite" --version) == "$VERSION" ]] || die "titanlite --version is not $VERSION"
 titanlite init mine
 titanlite check mine.toml
 titanlite train mine.toml --training.steps=2 --validation.enable=false
