@@ -180,13 +180,14 @@ def test_weights_and_texts_are_those_of_the_command(trained: TinyRun, capsys: py
     assert not model.training
     assert next(model.parameters()).dtype == torch.float32
     assert {weight.dtype for weight in titanlite.load_model(run, dtype="bfloat16").parameters()} == {torch.bfloat16}
-    options = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 3}
+    options: dict[str, Any] = {"max_new_tokens": 12, "temperature": 0.8, "top_p": 0.9, "seed": 3}
     words = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
     assert cli.run(["generate", str(run), "--prompt", "def ", *words]) == 0
     text = capsys.readouterr().out.removesuffix("\n")
     assert text
     assert titanlite.generate(run, "def ", **options) == titanlite.generate(run, "def ", model=model, **options) == text
-    for wrong in ({"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"seed": -1}):
+    wrongs: list[dict[str, Any]] = [{"max_new_tokens": 0}, {"temperature": -1.0}, {"top_p": 0.0}, {"seed": -1}]
+    for wrong in wrongs:
         with pytest.raises(titanlite.UserError):
             titanlite.generate(run, "def ", model=model, **wrong)
     with pytest.raises(titanlite.UserError):

@@ -15,7 +15,7 @@ import yaml
 from huggingface_hub import constants
 
 from tests.support.helpers import TinyRun, mentions
-from tests.support.weights import save_random
+from tests.support.weights import one_process, random_model, save_model, save_random, small_toml
 from titanlite.tools import cli
 
 
@@ -182,3 +182,23 @@ def test_what_goes_wrong_is_one_line_and_the_export_stays(
         assert export(checkpoint, "--out", tmp_path / "hf", f"--push={name}") == 2
         assert mentions(capsys.readouterr().err, "--push", "USER/NAME", repr(name))
         assert not (tmp_path / "hf").exists()
+
+
+@pytest.mark.long
+def test_cards_of_adapters_and_of_other_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    toml = tmp_path / "small.toml"
+    toml.write_text(small_toml("llama3") + "[lora]\nrank = 3\n")
+    with one_process():
+        checkpoint = save_model(tmp_path, random_model(toml), toml)
+    rest = ("--no-tokenizer", "--push", "me/model", "--dry-run")
+    assert export(checkpoint, "--out", tmp_path / "a", *rest) == 0
+    shown = capsys.readouterr().out
+    metadata, _ = facts(shown)
+    assert (metadata["library_name"], "AutoModelForCausalLM" in shown) == ("peft", False)
+    assert export(checkpoint, "--out", tmp_path / "hf", "--merge", "--no-tokenizer") == 0
+    assert "README.md" not in {path.name for path in (tmp_path / "hf").iterdir()}, "only what is pushed has a card"
+    capsys.readouterr()
+    assert export(tmp_path / "hf", "--out", tmp_path / "b", *rest) == 0
+    metadata, table = facts(capsys.readouterr().out)
+    assert (metadata["library_name"], [*table]) == ("transformers", ["model"]), "nothing is known of their training"
+    assert not [*tmp_path.glob("[ab]")]
