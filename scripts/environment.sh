@@ -20,20 +20,39 @@ sys.exit(any(importlib.util.find_spec(name) is None for name in sys.argv[1:]))' 
     return 1
 }
 
-# make_venv FOLDER: make an empty environment, if it is not there.
+# make_venv FOLDER: make an empty environment with pip, if it is not there. uv, if it is on PATH, is faster, and downloads
+# a Python where there is none.
 make_venv() {
     local base
     [[ -x $1/bin/python ]] && return
     for base in python3 python3.13 python3.12 python3.11 ""; do
-        [[ -z $base ]] && die "titanlite needs Python 3.11 or newer, and none was found"
         "$base" -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && break
     done
+    if command -v uv >/dev/null; then
+        echo "setting up $1 with uv (once)" >&2
+        uv venv --quiet --seed --allow-existing --python "${base:-3.11}" "$1" && return
+    fi
+    [[ -n $base ]] || die "titanlite needs Python 3.11 or newer, and none was found"
     echo "setting up $1 with $("$base" --version) (once)" >&2
     "$base" -m venv "$1" || die "cannot create $1 (Debian and Ubuntu: apt install python3-venv)"
 }
 
-# set_up EXTRA: install titanlite with an extra into .venv, once for each version of the pinned packages. pip shows how
-# far it is, on standard error: standard output is that of the command.
+# install_packages FOLDER ARGUMENT ...: install into an environment, with the versions of constraints.txt, by uv if it is
+# on PATH. Where uv fails, pip follows, because an index or a proxy may be set up for pip only.
+install_packages() {
+    local python=$1/bin/python
+    shift
+    set -- --constraint "$ROOT/constraints.txt" "$@"
+    if command -v uv >/dev/null; then
+        uv pip install --python "$python" "$@" && return
+        echo "uv failed, see above; trying pip" >&2
+    fi
+    # Python compiles what it imports. All 20,000 files of these packages would take a minute and a half.
+    "$python" -m pip install --disable-pip-version-check --no-compile "$@" || die "the installation failed; see above"
+}
+
+# set_up EXTRA: install titanlite with an extra into .venv, once for each version of the pinned packages. pip or uv shows
+# how far it is, on standard error: standard output is that of the command.
 set_up() {
     local extra=$1 stamp wanted
     stamp=$ROOT/.venv/.titanlite-$extra
@@ -44,9 +63,9 @@ set_up() {
     make_venv "$ROOT/.venv"
     {
         echo "installing titanlite[$extra] into $ROOT/.venv, once: PyTorch, with CUDA where its package has it, takes minutes"
-        # Python compiles what it imports. All 20,000 files of these packages would take a minute and a half.
-        "$ROOT/.venv/bin/python" -m pip install --disable-pip-version-check --no-compile \
-            --constraint "$ROOT/constraints.txt" --editable "$ROOT[$extra]" || die "the installation failed; see above"
+        install_packages "$ROOT/.venv" --editable "$ROOT[$extra]"
+        # Compile what a run imports. Where PYTHONDONTWRITEBYTECODE is set, which -I ignores, each run would do it again.
+        "$ROOT/.venv/bin/python" -I -c 'import torch._dynamo, titanlite.train' || die "importing titanlite failed; see above"
         echo "installed, in $((SECONDS / 60)) min $((SECONDS % 60)) s"
     } >&2
     echo "$wanted" >"$stamp"

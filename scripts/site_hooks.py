@@ -1,4 +1,5 @@
-"""Hooks of the site (mkdocs.yml): pages made from the code, files outside docs/ that are pages, and links out of docs/.
+"""Hooks of the site (mkdocs.yml): pages made from the code, files outside docs/ that are pages, links out of docs/, and
+llms.txt (https://llmstxt.org), the index of the site for language models.
 
 Links in the Markdown are those of the repository, so that they work there. On the site, a link to another page of the
 site leads to that page. A link to any other file leads to the repository, if TITANLITE_REPOSITORY has its address.
@@ -11,6 +12,8 @@ from posixpath import normpath, relpath
 from typing import Any
 
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.nav import Navigation
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
@@ -61,3 +64,28 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         return text[1:-1]
 
     return LINK.sub(pointed, markdown)
+
+
+def on_page_context(context: Any, page: Page, config: Any, nav: Navigation) -> None:
+    """Write llms.txt with the landing page: every page of the navigation, with its first sentence."""
+    if not page.is_homepage:
+        return
+    lines = [f"# {config.site_name}", "", f"> {config.site_description}"]
+    for entry in nav.items:
+        lines += [] if isinstance(entry, Page) else ["", f"## {entry.title}", ""]
+        for one in [entry] if isinstance(entry, Page) else entry.children or ():
+            if isinstance(one, Page) and not one.is_homepage:
+                about = first_sentence(one.markdown or "")
+                lines.append(f"- [{one.title}]({one.canonical_url or one.url})" + (about and f": {about}"))
+    Path(config.site_dir).mkdir(parents=True, exist_ok=True)
+    Path(config.site_dir, "llms.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def first_sentence(markdown: str) -> str:
+    """Return the first sentence below the title, without its markup; "" if no prose is there."""
+    paragraphs = (text for text in re.split(r"\n\s*\n", markdown) if not re.match(r"# |<!--|!\[", text.strip()))
+    prose = next(paragraphs, "")
+    if not re.match(r"[\w`*\[]", prose):
+        return ""
+    plain = re.sub(r"!?\[([^\]]*)\]\([^)]*\)|[`*]", r"\1", " ".join(prose.split()))
+    return re.split(r"(?<=[\w)]\.)\s", plain)[0].rstrip(":")

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from titanlite.models.base import Model, ModelArgs
     from titanlite.runtime.errors import ConfigError, RunStopped, UserError
     from titanlite.schema import Config, dump
-    from titanlite.tools.api import build_model, build_run, load_config, run_training
+    from titanlite.tools.api import build_model, build_run, generate, load_config, load_model, run_training
     from titanlite.tools.report.run_records import RunRecords, read_run
 
 PUBLIC = {
@@ -20,6 +20,8 @@ PUBLIC = {
     "run_training": "titanlite.tools.api",
     "build_run": "titanlite.tools.api",
     "build_model": "titanlite.tools.api",
+    "load_model": "titanlite.tools.api",
+    "generate": "titanlite.tools.api",
     "read_run": "titanlite.tools.report.run_records",
     "RunRecords": "titanlite.tools.report.run_records",
     "Config": "titanlite.schema",
@@ -44,7 +46,9 @@ __all__ = [
     "build_model",
     "build_run",
     "dump",
+    "generate",
     "load_config",
+    "load_model",
     "read_run",
     "run_training",
 ]

@@ -105,7 +105,7 @@ class Metrics(Section):
     log_freq: PositiveInt = 10
     """Steps between lines on the console and in metrics.jsonl."""
     loggers: list[Name] = ["tensorboard"]
-    """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, or a class of your own as
+    """Loggers beside metrics.jsonl: tensorboard, wandb (Weights & Biases), trackio, mlflow, or a class of your own as
     file.py:Class or package.module:Class. All get the same records."""
     layers: Layers = Layers()
 
@@ -768,6 +768,15 @@ class Config(Section):
     def sequence_parts(self) -> int:
         """Parts of each sequence that are computed apart, by one process or several."""
         return max(self.parallelism.context_parallel_degree, self.debug.reproducible_context_degree)
+
+    def __repr__(self) -> str:
+        """Return what differs from the defaults, as TOML."""
+        import tomlkit
+
+        changed = tomlkit.dumps(self.model_dump(exclude_defaults=True, exclude_none=True))
+        return f"# options that differ from their defaults; titanlite.dump returns all\n{changed}"
+
+    __str__ = __repr__
 
 
 def dump(config: Config) -> str:

@@ -11,8 +11,7 @@ if [[ ! -f $STAMP || $(cat "$STAMP") != "$WANTED" ]]; then
     echo "installing the CUDA build of PyTorch $TORCH into $VENV: about 5 GB, once" >&2
     make_venv "$VENV"
     # Two = signs would accept a CPU build too, such as 2.13.0+cpu.
-    "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check --constraint "$ROOT/constraints.txt" \
-        "torch===$TORCH" torchao pytest pytest-xdist --editable "$ROOT" || die "the installation failed; see above"
+    install_packages "$VENV" --quiet "torch===$TORCH" torchao pytest pytest-xdist --editable "$ROOT"
     echo "$WANTED" >"$STAMP"
 fi
 cd "$ROOT"

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGES = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "AGENTS.md", "examples/README.md")),
     *sorted((ROOT / "docs").glob("*.md")),
 ]
 SHELL = ("", "sh", "bash", "console", "text")

@@ -1,12 +1,15 @@
 """scripts/slurm.sh with programs in place of Slurm's, the Kubernetes manifest, the Dockerfile, and docs/cluster.md."""
 
 import os
+import shutil
 import subprocess
+import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from jsonschema import Draft202012Validator
 
 from tests.support.helpers import mentions
 from titanlite.config.load import load
@@ -92,6 +95,165 @@ def container() -> "tuple[dict[str, Any], dict[str, Any], dict[str, Any]]":
     [job] = jobset["spec"]["replicatedJobs"]
     [train] = job["template"]["spec"]["template"]["spec"]["containers"]
     return jobset, job, train
+
+
+def table(required: str = "", **fields: Any) -> dict[str, Any]:
+    """Return the JSON schema of a table that has these fields only; one whose name is in `required` must be there."""
+    return {"type": "object", "properties": fields, "required": required.split(), "additionalProperties": False}
+
+
+TEXT, NUMBER, SWITCH, ANY = (
+    {"type": "string"},
+    {"type": "integer", "minimum": 0},
+    {"type": "boolean"},
+    {"type": "object"},
+)
+TEXTS = {"type": "array", "items": TEXT}
+JOBSET = table(
+    "apiVersion kind metadata spec",
+    apiVersion={"const": "jobset.x-k8s.io/v1alpha2"},
+    kind={"const": "JobSet"},
+    metadata=table("name", name=TEXT, namespace=TEXT, labels=ANY, annotations=ANY),
+    spec=table(
+        "replicatedJobs",
+        network=table(enableDNSHostnames=SWITCH, subdomain=TEXT, publishNotReadyAddresses=SWITCH),
+        failurePolicy=table(
+            maxRestarts=NUMBER,
+            restartStrategy={"enum": ["Recreate", "BlockingRecreate", "InPlaceRestart"]},
+            rules={
+                "type": "array",
+                "items": table(
+                    "name action",
+                    name={"type": "string", "pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+                    action={"enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts", "RestartJob"]},
+                    onJobFailureReasons=TEXTS,
+                    onJobFailureMessagePatterns=TEXTS,
+                    targetReplicatedJobs=TEXTS,
+                ),
+            },
+        ),
+        successPolicy=table("operator", operator={"enum": ["All", "Any"]}, targetReplicatedJobs=TEXTS),
+        coordinator=table("replicatedJob", replicatedJob=TEXT, jobIndex=NUMBER, podIndex=NUMBER),
+        suspend=SWITCH,
+        ttlSecondsAfterFinished=NUMBER,
+        replicatedJobs={
+            "type": "array",
+            "minItems": 1,
+            "items": table(
+                "name template",
+                name=TEXT,
+                groupName=TEXT,
+                replicas=NUMBER,
+                template=table(
+                    "spec",
+                    metadata=ANY,
+                    spec=table(
+                        "template",
+                        parallelism=NUMBER,
+                        completions=NUMBER,
+                        completionMode={"enum": ["Indexed", "NonIndexed"]},
+                        backoffLimit=NUMBER,
+                        activeDeadlineSeconds=NUMBER,
+                        podFailurePolicy=table(
+                            "rules",
+                            rules={
+                                "type": "array",
+                                "items": table(
+                                    "action",
+                                    action={"enum": ["FailJob", "FailIndex", "Ignore", "Count"]},
+                                    onExitCodes=table(
+                                        "operator values",
+                                        containerName=TEXT,
+                                        operator={"enum": ["In", "NotIn"]},
+                                        values={"type": "array", "items": NUMBER},
+                                    ),
+                                    onPodConditions={"type": "array"},
+                                ),
+                            },
+                        ),
+                        template=table("spec", metadata=ANY, spec=ANY),
+                    ),
+                ),
+            ),
+        },
+    ),
+)
+"""Fields of a JobSet (kubernetes-sigs/jobset, api/jobset/v1alpha2) and of a Job (batch/v1), as far as they are used."""
+SKYPILOT = table(
+    "resources run",
+    name=TEXT,
+    workdir=TEXT,
+    num_nodes=NUMBER,
+    setup=TEXT,
+    run=TEXT,
+    envs={"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+    secrets={"type": "object", "additionalProperties": {"type": ["string", "null"]}},
+    file_mounts=ANY,
+    volumes=ANY,
+    resources=table(
+        infra=TEXT,
+        accelerators={"type": "string", "pattern": r"^[\w-]+(:\d+)?$"},
+        cpus=TEXT,
+        memory=TEXT,
+        instance_type=TEXT,
+        use_spot=SWITCH,
+        disk_size=NUMBER,
+        disk_tier=TEXT,
+        network_tier=TEXT,
+        image_id=TEXT,
+        labels=ANY,
+        job_recovery=table(
+            strategy=TEXT,
+            max_restarts_on_errors=NUMBER,
+            recover_on_exit_codes={"type": "array", "items": {"type": "integer", "minimum": 0, "maximum": 255}},
+        ),
+    ),
+)
+"""Fields of a task of SkyPilot (docs.skypilot.co, reference/yaml-spec), as far as they are likely to be used."""
+
+
+@pytest.mark.parametrize(("name", "schema"), [("kubernetes/jobset.yaml", JOBSET), ("skypilot.yaml", SKYPILOT)])
+def test_launchers_have_the_fields_of_their_schema(name: str, schema: dict[str, Any]) -> None:
+    validator = Draft202012Validator(schema)
+    content = yaml.safe_load((ROOT / "scripts" / name).read_text())
+    assert [error.message for error in validator.iter_errors(content)] == []
+    for error in ({**content, "speck": {}}, {**content, "metadata": 1, "num_nodes": "2"}):
+        assert not validator.is_valid(error)
+
+
+def test_skypilot_runs_the_same_command_on_each_machine(tmp_path: Path) -> None:
+    """Its texts run as SkyPilot runs them, with programs in place of those that install and train."""
+    task = yaml.safe_load((ROOT / "scripts" / "skypilot.yaml").read_text())
+    assert task["resources"]["job_recovery"]["recover_on_exit_codes"] == [75]
+    for folder in ("scripts", "titanlite/bin", "bin"):
+        (tmp_path / folder).mkdir(parents=True)
+    shutil.copy(ROOT / "scripts" / "environment.sh", tmp_path / "scripts")
+    (tmp_path / "titanlite" / "bin" / "activate").write_text("")
+    show = '#!/bin/bash\nprintf "%s\\n" "$0" "$@" "$NNODES" "$RDZV_ENDPOINT"\n'
+    for program in ("run_train.sh", "bin/uv", "titanlite/bin/python"):
+        (tmp_path / program).write_text(show)
+        (tmp_path / program).chmod(0o755)
+    given = {"CONFIG": task["envs"]["CONFIG"], "CHECKPOINTS": "s3://bucket/run", "HOME": str(tmp_path)}
+    machine = {
+        "SKYPILOT_NUM_NODES": "2",
+        "SKYPILOT_NODE_IPS": "10.0.0.1\n10.0.0.2",
+        "PATH": f"{tmp_path}/bin:/usr/bin:/bin",
+    }
+
+    def lines(text: str) -> list[str]:
+        command = ["bash", "-euc", text]
+        return subprocess.run(
+            command, env=given | machine, cwd=tmp_path, capture_output=True, text=True, check=True
+        ).stdout.splitlines()
+
+    installed = lines(task["setup"])
+    assert installed[1:5] == ["pip", "install", "--python", f"{tmp_path}/titanlite/bin/python"]
+    extras = installed[installed.index("--editable") + 1].removeprefix(".[").removesuffix("]").split(",")
+    known = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert {*extras} <= {*known}
+    _, option, config, *overrides, nodes, endpoint = lines(task["run"])
+    assert (option, nodes, endpoint) == ("--config", "2", "10.0.0.1:29500")
+    assert load(ROOT / "train_configs" / config, overrides).checkpoint.folder == "s3://bucket/run"
 
 
 def test_the_manifest_starts_as_many_pods_as_it_names(tmp_path: Path) -> None:

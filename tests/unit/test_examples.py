@@ -4,6 +4,8 @@ import runpy
 import sys
 import zipfile
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -36,6 +38,38 @@ def test_a_sweep_and_a_sweep_that_is_repeated(
         pytest.approx(tiny.losses(name)[-1], abs=1e-4) for name in ("tiny-lr-0.001", "tiny-lr-0.01")
     ]
     assert tables[1][1:] == tables[0][1:]
+
+
+class FakeAimRun:
+    """aim.Run: one hash, or a new one; a step that comes again replaces itself."""
+
+    runs: ClassVar[dict[str, dict[str, dict[int, float]]]] = {}
+
+    def __init__(self, run_hash: str | None, *, experiment: str, capture_terminal_logs: bool) -> None:
+        self.hash = run_hash or f"{experiment}-{len(self.runs)}"
+        self.points = self.runs[self.hash] if run_hash else self.runs.setdefault(self.hash, {})
+
+    def __setitem__(self, name: str, value: dict[str, Any]) -> None:
+        assert (name, value["training"]["steps"]) == ("config", 6)
+
+    def track(self, metrics: dict[str, float], *, step: int) -> None:
+        for name, value in metrics.items():
+            self.points.setdefault(name, {})[step] = value
+
+    def close(self) -> None: ...
+
+
+def test_the_logger_for_aim_has_one_run_for_each_run(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "aim", cast(ModuleType, SimpleNamespace(Run=FakeAimRun)))
+    logger_cls = find_object(f"{EXAMPLES}/aim_logger.py:Aim")
+    for name in ("a", "b", "a"):
+        folder = tiny.folder / name
+        folder.mkdir(exist_ok=True)
+        (folder / "config.toml").write_text(titanlite.dump(tiny.config()))
+        logger = logger_cls(folder, step=0)
+        logger.log({"loss": 2.0}, step=1)
+        logger.close()
+    assert FakeAimRun.runs == {f"{name}-{number}": {"loss": {1: 2.0}} for number, name in enumerate("ab")}
 
 
 def test_the_recipe_reads_the_source_of_packages(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from os.path import normpath
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -89,3 +90,39 @@ def test_the_architecture_names_functions_that_exist() -> None:
     assert len(named) > 40
     modules = {file: {*names_in(ast.parse(Path("titanlite", file).read_text()))} for file, _ in named}
     assert [(file, name) for file, name in named if name not in modules[file]] == []
+
+
+def test_llms_txt_lists_the_pages_of_the_site_with_what_each_is_about(tmp_path: Path) -> None:
+    pytest.importorskip("mkdocs")
+    from mkdocs.config.defaults import MkDocsConfig
+    from mkdocs.structure.files import get_files
+    from mkdocs.structure.nav import get_navigation
+
+    from scripts.site_hooks import first_sentence, on_page_context
+
+    texts = {
+        "index": "# Home",
+        "run": "# Run\n\n<!-- not run: all -->\n\n`run.sh` trains on [one](a.md)\nGPU (or 2.5). More.",
+        "list": "# List\n\n| a | b |\n|---|---|\n",
+    }
+    (tmp_path / "docs").mkdir()
+    for name, text in texts.items():
+        (tmp_path / "docs" / f"{name}.md").write_text(text)
+    config: Any = MkDocsConfig(str(tmp_path / "mkdocs.yml"))
+    config.load_dict(
+        {"site_name": "name", "site_description": "What it is", "use_directory_urls": False, "plugins": [],
+         "nav": [{"Home": "index.md"}, {"Train": ["run.md", "list.md"]}]}
+    )  # fmt: skip
+    assert config.validate() == ([], [])
+    files = get_files(config)
+    nav = get_navigation(files, config)
+    for page in nav.pages:
+        page.read_source(config)
+    on_page_context({}, page=nav.pages[1], config=config, nav=nav)
+    assert not (tmp_path / "site" / "llms.txt").exists(), "with the landing page only"
+    on_page_context({}, page=nav.pages[0], config=config, nav=nav)
+    assert (tmp_path / "site" / "llms.txt").read_text().splitlines() == [
+        "# name", "", "> What it is", "", "## Train", "",
+        "- [Run](run.html): run.sh trains on one GPU (or 2.5).", "- [List](list.html)",
+    ]  # fmt: skip
+    assert first_sentence("# A\n\n    code") == first_sentence("") == ""

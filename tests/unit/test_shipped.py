@@ -88,22 +88,50 @@ def test_init_overwrites_nothing(folder: Path, refused: Callable[..., str]) -> N
     assert not (folder / "new.toml").exists()
 
 
-def test_the_first_command_shows_what_pip_does(tmp_path: Path) -> None:
+@pytest.mark.parametrize("uv", ["", "exit 0", "exit 1"], ids=["pip", "uv", "uv_fails"])
+def test_the_first_command_shows_what_pip_or_uv_does(tmp_path: Path, uv: str) -> None:
     """On standard error, so that the output of the command stays its own; the second call is silent."""
     (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / "bin").mkdir()
     (tmp_path / "scripts").mkdir()
     for name in ("pyproject.toml", "constraints.txt", "scripts/environment.sh"):
         shutil.copy(ROOT / name, tmp_path / name)
     python = tmp_path / ".venv" / "bin" / "python"
-    python.write_text('#!/bin/sh\necho "pip: $*"\n')
-    python.chmod(0o755)
+    for path, code in [(python, "exit 0"), (tmp_path / "bin" / "uv", uv)]:
+        if code:
+            path.write_text(f'#!/bin/sh\necho "{path.name}: $*"\n{code}\n')
+            path.chmod(0o755)
     find = "find_python start no_such_module; echo $PYTHON"
-    script = f"source {tmp_path}/scripts/environment.sh; PATH=/usr/bin:/bin; {find}; echo again >&2; {find}"
+    script = (
+        f"source {tmp_path}/scripts/environment.sh; PATH={tmp_path}/bin:/usr/bin:/bin; {find}; echo again >&2; {find}"
+    )
     shown = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True)
     assert shown.stdout == f"{python}\n" * 2
-    beginning, pip, end, *more = shown.stderr.splitlines()
+    beginning, *installed, compiled, end, again = shown.stderr.splitlines()
     assert mentions(beginning, "titanlite[start]", tmp_path / ".venv")
-    assert pip.endswith(f"--editable {tmp_path}[start]")
-    assert "--quiet" not in pip
+    by_uv = [f"uv: pip install --python {python} "] if uv else []
+    by_pip = ["python: -m pip install "] if uv != "exit 0" else []
+    commands = [line for line in installed if "install" in line]
+    assert all(line.startswith(by) for line, by in zip(commands, by_uv + by_pip, strict=True))
+    assert all(
+        line.endswith(f"--constraint {tmp_path}/constraints.txt --editable {tmp_path}[start]") for line in commands
+    )
+    assert not any("--quiet" in line for line in commands)
+    assert mentions(compiled, "-I", "titanlite.train"), "what a run imports, even with PYTHONDONTWRITEBYTECODE"
     assert end.startswith("installed, in 0 min ")
-    assert more == ["again"]
+    assert again == "again"
+
+
+@pytest.mark.parametrize("uv", ["exit 0", "exit 1", ""], ids=["uv", "uv_fails", "venv"])
+def test_an_environment_has_pip_by_uv_as_well(tmp_path: Path, uv: str) -> None:
+    """So that `pip install` in an activated environment reaches it, whichever made it."""
+    (tmp_path / "bin").mkdir()
+    for name, code in {"uv": uv, "python3": "exit 0"}.items():
+        if code:
+            (tmp_path / "bin" / name).write_text(f'#!/bin/sh\necho "{name} $*"\n{code}\n')
+            (tmp_path / "bin" / name).chmod(0o755)
+    script = f"source {ROOT}/scripts/environment.sh; PATH={tmp_path}/bin:/usr/bin:/bin; make_venv {tmp_path}/new"
+    shown = subprocess.run(["bash", "-euc", script], capture_output=True, text=True, check=True).stdout
+    lines = [line for line in shown.splitlines() if "new" in line]
+    by_uv = [f"uv venv --quiet --seed --allow-existing --python python3 {tmp_path}/new"] if uv else []
+    assert lines == by_uv + ([] if uv == "exit 0" else [f"python3 -m venv {tmp_path}/new"])

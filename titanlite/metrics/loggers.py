@@ -1,23 +1,27 @@
 """Loggers of metrics beside the console and metrics.jsonl: those that `metrics.loggers` names.
 
-TensorBoard, Weights & Biases, trackio and classes of the user's own get the same records. A resumed run keeps its id
-with each of them, and no step is there twice.
+TensorBoard, Weights & Biases, trackio, MLflow and classes of the user's own get the same records. A resumed run keeps
+its id with each of them, and no step is there twice.
 """
 
 import json
 import logging
 import os
+import re
 import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from posixpath import normpath
 from queue import Full, Queue
 from typing import Any, Protocol
 
 import tomli
 
+from titanlite.run.versions import flat
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.runtime.files import read_small, write_atomically
@@ -132,9 +136,60 @@ class Trackio:
         self._run.finish()
 
 
+class MLflow:
+    """MLflow, as its own environment variables set it up (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME).
+
+    A tag of its run has the id of the run, by which a resumed run finds it. MLflow would keep a step that comes again
+    twice, and changes no parameter: those of the first start stay.
+    """
+
+    def __init__(self, folder: Path, *, step: int) -> None:
+        self._mlflow: Any = import_module("mlflow")
+        self._client = self._mlflow.MlflowClient()
+        experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", PROJECT)
+        with suppress(self._mlflow.MlflowException):  # it is there
+            self._client.create_experiment(experiment)
+        place = self._client.get_experiment_by_name(experiment).experiment_id
+        tags = {"titanlite.run_id": _run_id(folder)}
+        found = self._client.search_runs([place], f"tags.`titanlite.run_id` = '{_run_id(folder)}'")
+        run = found[0] if found else self._client.create_run(place, tags=tags, run_name=folder.name)
+        self._id = run.info.run_id
+        self._logged: dict[str, int] = {}
+        """Last step of each metric that earlier starts have logged."""
+        if found:
+            self._client.update_run(self._id, status="RUNNING")
+        else:
+            texts = flat(_config(folder)).items()
+            options = {self._name(key): json.loads(text) if text.startswith('"') else text for key, text in texts}
+            self._client.log_batch(self._id, params=[*map(self._mlflow.entities.Param, options, options.values())])
+
+    def log(self, metrics: dict[str, float], *, step: int) -> None:
+        now, points = int(time.time() * 1000), []
+        for name, value in ((self._name(name), value) for name, value in metrics.items()):
+            if name not in self._logged:
+                history = self._client.get_metric_history(self._id, name)
+                self._logged[name] = max((point.step for point in history), default=-1)
+            if step > self._logged[name]:
+                points.append(self._mlflow.entities.Metric(name, float(value), now, step))
+        self._client.log_batch(self._id, metrics=points)
+
+    def close(self) -> None:
+        self._client.set_terminated(self._id)
+
+    @staticmethod
+    def _name(name: str) -> str:
+        """Return a name without the characters that MLflow refuses, such as those of a file that names a source."""
+        return normpath(re.sub(r"[^\w/. -]", "_", name))
+
+
 PROJECT = "titanlite"
-"""Project at Weights & Biases and trackio that the environment does not name."""
-BUILT_IN: dict[str, type[Logger]] = {"tensorboard": TensorBoard, "wandb": WeightsAndBiases, "trackio": Trackio}
+"""Project at Weights & Biases and trackio, and experiment at MLflow, that the environment does not name."""
+BUILT_IN: dict[str, type[Logger]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+    "mlflow": MLflow,
+}
 """Loggers by their names in `metrics.loggers`. The name is also that of the package."""
 
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from importlib.metadata import requires
+from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import TextIO, cast
@@ -80,12 +81,14 @@ def install_hint(extra: str) -> str:
 
     titanlite is on no package index, so its name alone installs nothing.
     """
-    pip = shell_command("pip")
+    install = f"{shell_command('pip')} install"
+    if not find_spec("pip") and shutil.which("uv"):  # uv makes environments without pip
+        install = f"uv pip install --python {quote(sys.executable)}"
     if (CHECKOUT / "pyproject.toml").exists():
-        return f"{pip} install -e {quote(f'{CHECKOUT}[{extra}]')}"
+        return f"{install} -e {quote(f'{CHECKOUT}[{extra}]')}"
     needs = (entry.partition(";") for entry in requires("titanlite") or ())
     names = [name.strip() for name, _, marker in needs if re.search(rf"extra == ['\"]{extra}['\"]", marker)]
-    return " ".join([pip, "install", *map(quote, names)])
+    return " ".join([install, *map(quote, names)])
 
 
 class ConsoleHandler(logging.StreamHandler):

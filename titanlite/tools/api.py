@@ -7,12 +7,12 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from titanlite.config.keys import toml_text
 from titanlite.config.load import Draft, load
 from titanlite.config.shipped import find_config
-from titanlite.runtime.errors import ConfigError, Place, Problem
+from titanlite.runtime.errors import ConfigError, Place, Problem, UserError
 from titanlite.schema import Config
 
 if TYPE_CHECKING:
@@ -84,7 +84,6 @@ def build_run(config: Config) -> Iterator["Run"]:
     from titanlite.parallelize.compile import use_cache
     from titanlite.runtime.allocator import use_expandable_segments
     from titanlite.runtime.console import start_logging
-    from titanlite.runtime.errors import UserError
     from titanlite.runtime.process_group import pick_device, process_group, read_ranks
     from titanlite.tools.assemble import assemble, resolve
 
@@ -112,6 +111,61 @@ def build_run(config: Config) -> Iterator["Run"]:
     finally:
         if dist.is_initialized() and ranks.world_size == 1:  # after an error; other ranks may wait in a collective
             dist.destroy_process_group()
+
+
+def load_model(path: str | Path, *, dtype: Literal["bfloat16", "float32"] | None = None) -> "Model":
+    """Return a model with its weights, in this process alone: on a GPU if there is one.
+
+    Args:
+        path: a checkpoint, the folder of a run (its newest complete one), a URL of either, or a Hugging Face folder.
+        dtype: of the weights. Default: bfloat16 on a GPU, float32 on a CPU.
+
+    Raises:
+        UserError: there is no checkpoint, it is damaged, or its model is unknown.
+    """
+    from titanlite.tools.convert.generate import load_here
+    from titanlite.tools.convert.source import open_source
+
+    return load_here(open_source(str(path)), dtype=dtype)
+
+
+def generate(
+    path: str | Path,
+    prompt: str,
+    *,
+    model: "Model | None" = None,
+    max_new_tokens: int = 256,
+    temperature: float = 0.0,
+    top_p: float = 1.0,
+    seed: int = 0,
+) -> str:
+    """Return the text with which a model continues a prompt, as `titanlite generate` does.
+
+    Args:
+        path: of the weights and the tokenizer, as in `load_model`.
+        model: from `load_model`, so that the weights are not read again.
+        max_new_tokens: longest answer.
+        temperature: 0 takes the most probable token; above, tokens are drawn.
+        top_p: draw among the most probable tokens that together have this probability.
+        seed: of the draws.
+
+    Raises:
+        UserError: the prompt, the checkpoint or its tokenizer cannot be used.
+    """
+    from titanlite.tools.convert.generate import generator_of, load_here
+    from titanlite.tools.convert.generation import Sampler, stream_text
+    from titanlite.tools.convert.prompts import prompt_encoder, stop_ids
+    from titanlite.tools.convert.source import open_source, tokenizer_of
+
+    if not (max_new_tokens >= 1 and temperature >= 0 and 0 < top_p <= 1 and seed >= 0):
+        raise UserError("generate: expected max_new_tokens from 1, temperature and seed from 0, top_p up to 1")
+    source = open_source(str(path))
+    tokenizer = tokenizer_of(source)
+    ids = prompt_encoder(tokenizer, config=source.config, chat=None)(prompt)
+    generator = generator_of(source, tokenizer, model or load_here(source))
+    sampler = Sampler(temperature=temperature, top_p=top_p, seed=seed)
+    tokens = generator.stream(ids, max_new_tokens=max_new_tokens, sampler=sampler, stop_ids=stop_ids(tokenizer))
+    return "".join(stream_text(tokenizer, tokens, context=ids))
 
 
 def _toml(key: str, value: Any) -> str:

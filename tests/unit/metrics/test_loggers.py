@@ -1,9 +1,18 @@
 """Loggers of other programs get each step once, under the id of the run."""
 
 import json
+import math
 import re
+import sys
 import time
+from collections import namedtuple
+from collections.abc import Sequence
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
+from posixpath import normpath
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -55,6 +64,93 @@ def test_trackio_has_each_step_once_after_a_kill(folder: Path, monkeypatch: pyte
     assert (SQLiteStorage.get_run_config("project", run) or {})["training"]["steps"] == 6
 
 
+class FakeRun:
+    """A run of a store that refuses what MLflow refuses."""
+
+    def __init__(self, tags: dict[str, str], name: str) -> None:
+        self.info = SimpleNamespace(run_id=name, status="RUNNING", run_name=name)
+        self.data = SimpleNamespace(tags=tags, params={})
+        self.points: dict[str, list[Any]] = {}
+
+
+class FakeMlflow:
+    """MlflowClient of an MLflow that is not installed."""
+
+    runs: dict[str, FakeRun]
+
+    def create_experiment(self, name: str) -> None: ...
+
+    def get_experiment_by_name(self, name: str) -> SimpleNamespace:
+        return SimpleNamespace(experiment_id=f"id of {name}")
+
+    def search_runs(self, experiments: list[str], words: str = "") -> list[FakeRun]:
+        assert experiments == ["id of runs"]
+        _, name, _, value, *_ = re.split(r"[`']", words) if words else [""] * 5
+        return [run for run in self.runs.values() if not words or run.data.tags[name] == value]
+
+    def create_run(self, experiment: str, tags: dict[str, str], run_name: str) -> FakeRun:
+        return self.runs.setdefault(run_name, FakeRun(tags, run_name))
+
+    def update_run(self, run: str, status: str) -> None:
+        self.runs[run].info.status = status
+
+    def set_terminated(self, run: str) -> None:
+        self.runs[run].info.status = "FINISHED"
+
+    def log_batch(self, run: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()) -> None:
+        for entry in (*metrics, *params):
+            assert re.fullmatch(r"[/\w.\- ]*", entry.key)
+            assert normpath(entry.key) == entry.key
+        for point in metrics:
+            self.runs[run].points.setdefault(point.key, []).append(point)
+        for param in params:
+            assert self.runs[run].data.params.setdefault(param.key, param.value) == param.value
+
+    def get_metric_history(self, run: str, name: str) -> list[Any]:
+        return self.runs[run].points.get(name, [])
+
+
+@pytest.fixture
+def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The client of MLflow's file store, else of one in memory."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"file://{tmp_path}/store")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "runs")
+    if find_spec("mlflow"):
+        return import_module("mlflow").MlflowClient()
+    FakeMlflow.runs = {}
+    entities = SimpleNamespace(
+        Metric=namedtuple("Metric", "key value timestamp step"), Param=namedtuple("Param", "key value")
+    )
+    fake = SimpleNamespace(MlflowClient=FakeMlflow, MlflowException=OSError, entities=entities)
+    monkeypatch.setitem(sys.modules, "mlflow", cast(ModuleType, fake))
+    return FakeMlflow()
+
+
+def test_mlflow_has_one_run_and_each_step_once_after_a_kill(folder: Path, mlflow_client: Any) -> None:
+    log("mlflow", folder, resumed=0, last=4).close()  # killed after the step 4, and resumed from step 3
+    [run] = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("runs").experiment_id])
+    assert run.info.status == "FINISHED"
+    (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("steps = 6", "steps = 7"))
+    loggers = log("mlflow", folder, resumed=3, last=7)
+    loggers.log({"step": 7, "loss": math.nan, "data_shares": {"c4 (en)/../x": 0.5}}, prefix="validation/")
+    loggers.close()
+    [run] = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("runs").experiment_id])
+    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert run.data.tags["titanlite.run_id"] == RUN_ID
+    options = {"training.steps": "6", "optimizer.name": "AdamW", "checkpoint.enable": "true"}
+    assert {key: run.data.params[key] for key in options} == options, "those of the first start"
+
+    def points(name: str) -> list[tuple[int, float]]:
+        return [(point.step, point.value) for point in mlflow_client.get_metric_history(run.info.run_id, name)]
+
+    assert sorted(points("loss")) == [(step, 10.0 - step) for step in range(1, 8)]
+    assert sorted(points("data_shares/text")) == [(step, 1.0) for step in range(1, 8)]
+    assert points("validation/loss")[0] == (4, 5.5)
+    assert [step for step, _ in points("validation/loss")] == [4, 7]
+    assert points("validation/data_shares/x") == [(7, 0.5)]
+
+
 STUCK = """
 import threading
 
@@ -84,7 +180,7 @@ def test_a_logger_that_hangs_loses_records_and_nothing_else(
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("tensorbord", ["tensorbord", "tensorboard?", "tensorboard, wandb, trackio"]),
+        ("tensorbord", ["tensorbord", "tensorboard?", "tensorboard, wandb, trackio, mlflow"]),
         ("os.path:sep", ["os.path:sep"]),
     ],
 )

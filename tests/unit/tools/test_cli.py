@@ -11,6 +11,7 @@ import torch
 
 from tests.support.helpers import TinyRun, closed_stdout, mentions
 from titanlite.metrics import run_summary
+from titanlite.runtime import console
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.files import lock_file
 from titanlite.tools import cli
@@ -20,6 +21,18 @@ def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
     """Lines of standard error of a command that exits with 2."""
     assert cli.run(list(arguments)) == 2
     return capfd.readouterr().err.splitlines()
+
+
+def test_packages_are_installed_by_uv_where_the_environment_has_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`pip` alone would be that of another environment."""
+    for has_pip, has_uv, command in [(True, True, "pip"), (False, False, "pip"), (False, True, "uv")]:
+        monkeypatch.setattr(console, "find_spec", lambda name, there=has_pip: there)
+        monkeypatch.setattr(
+            "shutil.which", lambda name, there=has_uv: f"/bin/{name}" if there and name == "uv" else None
+        )
+        words = install_hint("report").split()
+        assert (Path(words[0]).name, "[report]" in words[-1]) == (command, True)
+        assert (sys.executable in words) == (command == "uv")
 
 
 def test_a_run_folder_records_how_it_was_made(

@@ -21,6 +21,7 @@ from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.arguments import ModelFile, OfAverage, RunConfig, RunTokenizer, Weights
 from titanlite.tools.checkpoints.command import explaining_damage
 from titanlite.tools.convert.check import CheckFailed, check_folder
+from titanlite.tools.convert.hub import check_repo, model_card, upload
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import ExportTensor, export_tensors, values_of
 from titanlite.tools.convert.reader import read_whole
@@ -96,6 +97,18 @@ class OutputFolder:
         shutil.rmtree(self.staging, ignore_errors=True)
 
 
+class Listing(OutputFolder):
+    """Prints the files that would be written, with their sizes, and writes nothing."""
+
+    def begin(self) -> None: ...
+
+    def write(self, name: str, content: bytes | Mapping[str, Tensor]) -> None:
+        size = len(content) if isinstance(content, bytes) else sum(tensor.nbytes for tensor in content.values())
+        print(f"{size:>16,}  {name}")
+
+    def commit(self) -> None: ...
+
+
 @explaining_damage()
 def export(
     path: Weights,
@@ -111,6 +124,8 @@ def export(
     merge: bool = False,
     check: bool = False,
     no_tokenizer: bool = False,
+    push: str | None = None,
+    dry_run: bool = False,
 ) -> None:
     """Write the weights of a checkpoint as a Hugging Face folder.
 
@@ -125,6 +140,8 @@ def export(
         merge: of a run with [lora]: write the whole model, with the adapters merged
         check: compare what transformers computes with our model, block by block
         no_tokenizer: write no files of the tokenizer
+        push (USER/NAME): upload the folder to a new private repository of the Hugging Face Hub, with a model card
+        dry_run: write and upload nothing; print the files and the model card
 
     Raises:
         UserError: a mistake in the input, or a damaged checkpoint.
@@ -133,34 +150,44 @@ def export(
     Example:
         outputs/debug --out debug_hf --dtype bfloat16
         s3://bucket/run --out run_hf --max-shard-size 2GB
+        outputs/debug --out debug_hf --push me/debug --dry-run
     """
+    if push:
+        check_repo(push)
     max_shard_bytes = parse_size(max_shard_size)
     wanted = getattr(torch, dtype) if dtype else None
     source = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     if merge and source.adapters is None:
         raise UserError(f"--merge: {source.where} has no adapters")
-    if source.adapters is not None and not merge:
-        if check:
-            raise UserError("--check is for whole models: add --merge")
-        size = export_adapters(source, OutputFolder(out), dtype=wanted, drop=drop)
-        print(f"wrote {out}: {len(source.adapters.layers)} adapters in PEFT's format, {size / 2**20:,.1f} MiB")
-        print(f"from  {source.where}")
-        return
-    exported = export_folder(
-        source,
-        OutputFolder(out),
-        dtype=wanted,
-        max_shard_bytes=max_shard_bytes,
-        drop=drop,
-        with_tokenizer=not no_tokenizer,
-        check=check,
-    )
-    print(
-        f"wrote {out}: {exported.architecture}, {exported.bytes / 2**20:,.1f} MiB in {exported.files} files of weights"
-    )
+    is_whole = merge or source.adapters is None
+    if check and not is_whole:
+        raise UserError("--check is for whole models: add --merge")
+    target = Listing(out) if dry_run else OutputFolder(out)
+    more = {"README.md": model_card(source, path, push, is_whole=is_whole)} if push else {}
+    if is_whole:
+        exported = export_folder(
+            source,
+            target,
+            dtype=wanted,
+            max_shard_bytes=max_shard_bytes,
+            drop=drop,
+            with_tokenizer=not no_tokenizer,
+            more=more,
+            check=check and not dry_run,
+        )
+        content = f"{exported.architecture}, {exported.bytes / 2**20:,.1f} MiB in {exported.files} files of weights"
+        report = exported.report
+    else:
+        count, size = export_adapters(source, target, dtype=wanted, drop=drop, more=more)
+        report, content = "", f"{count} adapters in PEFT's format, {size / 2**20:,.1f} MiB"
+    if dry_run:
+        print(*(text.decode() for text in more.values()), sep="\n")
+    print(f"{'would write' if dry_run else 'wrote'} {out}: {content}")
     print(f"from  {source.where}")
-    if exported.report:
-        print(f"check: {exported.report}")
+    if report:
+        print(f"check: {report}")
+    if push:
+        print(f"would push to a new private repository, {push}" if dry_run else f"pushed {upload(out, push)}")
 
 
 @dataclass(frozen=True)
@@ -184,6 +211,7 @@ def export_folder(
     max_shard_bytes: int,
     drop: Sequence[str] = (),
     with_tokenizer: bool = True,
+    more: Mapping[str, bytes] = {},
     check: bool = False,
 ) -> Exported:
     """Write a Hugging Face folder. Memory peaks at the largest file of weights, and the last tensor as it is stored.
@@ -191,6 +219,7 @@ def export_folder(
     Args:
         dtype: of the weights; None keeps the stored ones.
         drop: globs of the model's tensors to leave out.
+        more: further files.
         check: read the folder back, and compare it with the model, before it counts.
 
     Raises:
@@ -201,7 +230,7 @@ def export_folder(
     tensors = export_tensors(source, form.tensors, dtype=dtype, drop=drop)
     files = split(tensors, max_shard_bytes)
     others = {"model.safetensors.index.json": index_json(files)} if len(files) > 1 else {}
-    others |= _other_files(source, form, tensors, with_tokenizer=with_tokenizer)
+    others |= {**_other_files(source, form, tensors, with_tokenizer=with_tokenizer), **more}
     target.begin()
     values = values_of(source)
     with progress_bar("writing", sum(tensor.bytes for tensor in tensors)) as advance:
@@ -300,13 +329,19 @@ def index_json(files: dict[str, list[ExportTensor]]) -> bytes:
 
 
 def export_adapters(
-    source: OpenedWeights, target: OutputFolder, *, dtype: torch.dtype | None = None, drop: Sequence[str] = ()
-) -> int:
-    """Write the adapters of a checkpoint, and return their size in bytes. They must fit in memory.
+    source: OpenedWeights,
+    target: OutputFolder,
+    *,
+    dtype: torch.dtype | None = None,
+    drop: Sequence[str] = (),
+    more: Mapping[str, bytes] = {},
+) -> tuple[int, int]:
+    """Write the adapters of a checkpoint, and return their number and their size in bytes. They must fit in memory.
 
     Args:
         dtype: of the adapters; None keeps the stored one.
         drop: globs of the model's tensors that the format may leave out.
+        more: further files.
 
     Raises:
         UserError: the format has no place for a layer with an adapter, or for another tensor.
@@ -334,9 +369,10 @@ def export_adapters(
     }
     target.begin()
     target.write(ADAPTERS, tensors)
-    target.write(ADAPTERS_CONFIG, json_bytes(config))
+    for name, data in {**more, ADAPTERS_CONFIG: json_bytes(config)}.items():
+        target.write(name, data)
     target.commit()
-    return sum(tensor.nbytes for tensor in tensors.values())
+    return len(modules), sum(tensor.nbytes for tensor in tensors.values())
 
 
 def _peft_name(form: HuggingFace, layer: str) -> str:

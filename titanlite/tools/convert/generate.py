@@ -2,6 +2,8 @@
 
 from typing import Annotated, Literal
 
+from titanlite.data.tokenizer import Tokenizer
+from titanlite.models.base import Model
 from titanlite.ops import pick_kernels
 from titanlite.parallelize.fsdp import DTYPES
 from titanlite.runtime.errors import UserError
@@ -9,7 +11,7 @@ from titanlite.runtime.process_group import Ranks, pick_device
 from titanlite.tools.arguments import AnyWeights, Count, Index, ModelFile, OfAverage, RunConfig, RunTokenizer, between
 from titanlite.tools.convert.generation import Generator, Sampler, stream_text
 from titanlite.tools.convert.prompts import prompt_encoder, read_prompts, stop_ids
-from titanlite.tools.convert.source import default_dtype, load_model, note, open_source, tokenizer_of
+from titanlite.tools.convert.source import OpenedWeights, default_dtype, load_model, note, open_source, tokenizer_of
 from titanlite.tools.ingest.chat_template import Chat
 
 
@@ -72,13 +74,7 @@ def generate(
     prompts = map(encode, texts)
     if prompt_file != "-":
         prompts = [*prompts]
-    device = pick_device(Ranks(0, 1, 0, 1))
-    generator = Generator(
-        load_model(source, dtype=DTYPES[dtype or default_dtype(device)], device=device),
-        kernels=pick_kernels(device),
-        vocab_size=known.vocab_size,
-        max_seq_len=source.spec.args.max_seq_len,
-    )
+    generator = generator_of(source, known, load_here(source, dtype=dtype))
     if isinstance(prompts, list):
         for ids in prompts:
             generator.check(ids)  # the first answer may take minutes
@@ -96,3 +92,19 @@ def generate(
             print(flush=True)
         if generator.is_full:
             note(f"stopped: the model's max_seq_len of {generator.max_seq_len:,} tokens is reached")
+
+
+def load_here(source: OpenedWeights, *, dtype: str | None = None) -> Model:
+    """Return the model with its weights, on the device of this process."""
+    device = pick_device(Ranks(0, 1, 0, 1))
+    return load_model(source, dtype=DTYPES[dtype or default_dtype(device)], device=device)
+
+
+def generator_of(source: OpenedWeights, tokenizer: Tokenizer, model: Model) -> Generator:
+    """Return a generator of texts with a model that has the weights."""
+    return Generator(
+        model,
+        kernels=pick_kernels(next(model.parameters()).device),
+        vocab_size=tokenizer.vocab_size,
+        max_seq_len=source.spec.args.max_seq_len,
+    )

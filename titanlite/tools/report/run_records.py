@@ -5,8 +5,10 @@ import logging
 import os
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from math import fsum
+from dataclasses import dataclass, fields
+from html import escape
+from importlib import import_module
+from math import fsum, nan
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,8 @@ import tomli
 from titanlite.metrics.clock import CATEGORIES
 from titanlite.run.records import MOST_RECORDS, SCHEMA
 from titanlite.run.versions import flat
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.console import shell_command
+from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.runtime.files import file_inside, read_small
 
 logger = logging.getLogger(__name__)
@@ -25,9 +28,9 @@ FILES = ("metrics", "validation", "checkpoints", "skipped", "layers", "hashes")
 """Files that a report reads."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RunRecords:
-    """All records of a run."""
+    """All records of a run. A notebook shows them as a table."""
 
     name: str
     path: Path
@@ -50,6 +53,73 @@ class RunRecords:
     def steps(self) -> list[int]:
         """Steps of the records, ascending."""
         return [record["step"] for record in self.metrics]
+
+    def to_pandas(self, records: str = "metrics") -> Any:
+        """Return records as a DataFrame by step. Nested metrics have names such as "data_shares/text".
+
+        Args:
+            records: metrics, validation, saves, skipped, layers or hashes.
+
+        Raises:
+            UserError: pandas is not installed, or there are no such records.
+        """
+        pandas = _optional("pandas")
+        kinds = {field.name for field in fields(self) if field.type == list[Record]} - {"starts"}
+        if records not in kinds:
+            raise UserError(
+                f"no records {records!r}{did_you_mean(records, kinds)}: there are {', '.join(sorted(kinds))}"
+            )
+        frame = pandas.json_normalize(getattr(self, records), sep="/")
+        return frame.set_index("step") if len(frame) else frame
+
+    def plot(self, metric: str = "loss", *, ax: Any = None) -> Any:
+        """Draw a metric over the steps, the loss with that of validations. Return matplotlib's axes.
+
+        Args:
+            metric: name in the records.
+            ax: axes to draw into, such as those of another run.
+
+        Raises:
+            UserError: matplotlib is not installed, or there is no such metric.
+        """
+        pyplot = _optional("matplotlib.pyplot")
+        found = {record["step"]: record.get(metric) for record in self.metrics}
+        known = {name for record in self.metrics for name, value in record.items() if isinstance(value, int | float)}
+        if metric not in known:
+            raise UserError(f"no metric {metric!r} in the records{did_you_mean(metric, known)}")
+        ax = ax or pyplot.subplots()[1]
+        numbers = [value if isinstance(value, int | float) else nan for value in found.values()]
+        [line] = ax.plot([*found], numbers, label=self.name)
+        if metric == "loss" and (validated := [one for one in self.validation if one.get("loss") is not None]):
+            steps, losses = zip(*((one["step"], one["loss"]) for one in validated), strict=True)
+            ax.plot(steps, losses, "o", color=line.get_color(), label=f"{self.name}, validation")
+        ax.set(xlabel="step", ylabel=metric)
+        ax.legend()
+        return ax
+
+    def _facts(self) -> dict[str, str]:
+        last = self.metrics[-1]
+        values = {
+            "step": last["step"],
+            "loss": last.get("loss"),
+            "validation loss": next(
+                (one["loss"] for one in self.validation[::-1] if one.get("loss") is not None), None
+            ),
+            "tokens/s": last.get("tokens_per_second"),
+        }
+        known = {name: value for name, value in values.items() if isinstance(value, int | float)}
+        return {
+            "run": self.name,
+            **{name: f"{value:,.4f}" if "loss" in name else f"{value:,.0f}" for name, value in known.items()},
+            "starts": str(len(self.starts)),
+        }
+
+    def __repr__(self) -> str:
+        return f"RunRecords({', '.join(f'{name} {value}' for name, value in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        cells = "".join(f"<tr><th>{name}</th><td>{escape(value)}</td></tr>" for name, value in self._facts().items())
+        return f"<table>{cells}</table>"
 
 
 def read_run(path: str | Path) -> RunRecords:
@@ -89,6 +159,15 @@ def read_run(path: str | Path) -> RunRecords:
         hashes=files["hashes"],
         config=_read_tree(file_inside(path, "config.toml"), tomli.loads),
     )
+
+
+def _optional(package: str) -> Any:
+    """Return a module of a package that titanlite does without."""
+    try:
+        return import_module(package)
+    except ImportError:
+        name = package.partition(".")[0]
+        raise UserError(f"{name} is not installed: {shell_command('pip')} install {name}") from None
 
 
 def _read_lines(path: Path) -> list[Record]:
