@@ -40,7 +40,7 @@ class Row:
 
 
 ROWS = {
-    "A": Row("a.toml", 1.55, most_characters=1_536_000, most_parameters=810_000),
+    "A": Row("a.toml", 1.56, most_characters=1_536_000, most_parameters=810_000),
     "C": Row("c.toml", 1.88),
 }
 
