@@ -226,7 +226,7 @@ FAULTS = {
         ("Llama 3", "s2"), "titanlite.step.clip", own_norm
     ),
     "each process numbers the tokens for dropout anew": Fault(
-        ("dropout", "s2"), "titanlite.models.decoder.draws_of_blocks",
+        ("dropout", "s2"), "titanlite.ops.dropout.draws_of_blocks",
         lambda right: lambda draws_BL, blocks: right(draws_BL - draws_BL.min(), blocks),
     ),
     "positions begin anew in the part of each process": Fault(

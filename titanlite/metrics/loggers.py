@@ -21,7 +21,6 @@ from typing import Any, Protocol
 
 import tomli
 
-from titanlite.run.versions import flat
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.runtime.files import read_small, write_atomically
@@ -159,6 +158,8 @@ class MLflow:
         if found:
             self._client.update_run(self._id, status="RUNNING")
         else:
+            from titanlite.run.versions import flat
+
             texts = flat(_config(folder)).items()
             options = {self._name(key): json.loads(text) if text.startswith('"') else text for key, text in texts}
             self._client.log_batch(self._id, params=[*map(self._mlflow.entities.Param, options, options.values())])

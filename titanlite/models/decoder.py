@@ -6,7 +6,7 @@ Shape suffixes: see `layers`.
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -33,10 +33,12 @@ from titanlite.models.layers import (
     rope_cos_sin,
 )
 from titanlite.ops.attention import of_whole_sequences
-from titanlite.ops.dropout import Dropout, draws_of_blocks
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.schema import Config
+
+if TYPE_CHECKING:
+    from titanlite.ops.dropout import Dropout
 
 MAX_LAYERS = 10_000
 
@@ -106,7 +108,7 @@ class DecoderArgs(ModelArgs):
 class Block(nn.Module):
     """One pre-norm transformer block."""
 
-    dropout: Dropout | None = None
+    dropout: "Dropout | None" = None
 
     def __init__(self, args: DecoderArgs, *, attention: nn.Module, feed_forward: nn.Module) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ class Decoder(Model):
     roles: ClassVar[Roles] = BRANCHES_OF_DECODER
     rope_cos: Tensor
     rope_sin: Tensor
-    dropout: Dropout | None = None
+    dropout: "Dropout | None" = None
     further_weight: float = 0.0
     """Weight of the loss of the token after the next. 0: it is not predicted."""
     norm_offset: ClassVar[float] = 0.0
@@ -190,7 +192,7 @@ class Decoder(Model):
         self.further_weight = weight
         self._offset_norms()
 
-    def set_dropout(self, dropout: Dropout) -> None:
+    def set_dropout(self, dropout: "Dropout") -> None:
         """Drop some of the hidden states in passes that get draws."""
         for module in self.modules():
             if isinstance(module, Block | Decoder):
@@ -271,6 +273,8 @@ class Decoder(Model):
             return forward_of_pairs(self, x_BLD, loss, further, documents)
         inputs = self.block_inputs(x_BLD, documents)
         if draws is not None and self.dropout:
+            from titanlite.ops.dropout import draws_of_blocks  # few runs have it
+
             first, *of_blocks = draws_of_blocks(draws, len(inputs))
             x_BLD = self.dropout(x_BLD, first)
             inputs = [(*of_block, draws_BL) for of_block, draws_BL in zip(inputs, of_blocks, strict=True)]
