@@ -99,10 +99,11 @@ def draw() -> None:
     for file in sorted(CURVES.glob("*.jsonl")):
         points = [json.loads(line) for line in file.read_text().splitlines()]
         characters, losses = ([point[name] for point in points] for name in ("characters", "loss"))
-        axes.plot(characters, losses, marker=".", label=file.stem)
+        axes.plot(characters, losses, marker=".", label=file.stem.replace("_", " "))
     for name, (characters, loss) in PUBLISHED.items():
         axes.plot(characters, loss, "x", markersize=10, color="black")
-        axes.annotate(f"{name}: {loss}", (characters, loss), (-6, 6), textcoords="offset points", ha="right")
+        side, offset = ("right", (-8, 6)) if characters > 10**7 else ("left", (10, -4))
+        axes.annotate(f"{name}: {loss}", (characters, loss), offset, textcoords="offset points", ha=side)
     axes.set(xscale="log", xlabel="characters seen", ylabel="validation loss, nats a character")
     axes.legend()
     axes.grid(alpha=0.3)
