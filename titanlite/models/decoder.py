@@ -125,9 +125,16 @@ class Block(nn.Module):
         mask: AttentionMask | None = None,
         draws_BL: Tensor | None = None,
     ) -> Tensor:
-        attended_BLD = self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask)
-        x_BLD = x_BLD + self.dropped(attended_BLD, draws_BL, 0)
-        return x_BLD + self.dropped(self.feed_forward(self.ffn_norm(x_BLD)), draws_BL, 1)
+        x_BLD = x_BLD + self.dropped(self.attended(x_BLD, cos_LH, sin_LH, mask), draws_BL, 0)
+        return x_BLD + self.dropped(self.fed_forward(x_BLD), draws_BL, 1)
+
+    def attended(self, x_BLD: Tensor, *inputs: Any) -> Tensor:
+        """Return what attention adds to the residual stream."""
+        return self.attention(self.attention_norm(x_BLD), *inputs)
+
+    def fed_forward(self, x_BLD: Tensor) -> Tensor:
+        """Return what the feed-forward layer adds to the residual stream."""
+        return self.feed_forward(self.ffn_norm(x_BLD))
 
     def dropped(self, out_BLD: Tensor, draws_BL: Tensor | None, place: int) -> Tensor:
         """Return the output of a layer with dropout, if the block gets draws."""

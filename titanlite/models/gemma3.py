@@ -23,7 +23,7 @@ from titanlite.models.decoder_formats import (
     write_layer_types,
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.layers import AttentionMask, FeedForward, RMSNorm, Rope, geglu, linear_of_each
+from titanlite.models.layers import FeedForward, RMSNorm, Rope, geglu, linear_of_each
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.windows import WindowedArgs
 
@@ -81,18 +81,11 @@ class SandwichBlock(Block):
         self.post_attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.post_ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
 
-    def forward(
-        self,
-        x_BLD: Tensor,
-        cos_LH: Tensor,
-        sin_LH: Tensor,
-        mask: AttentionMask | None = None,
-        draws_BL: Tensor | None = None,
-    ) -> Tensor:
-        out_BLD = self.post_attention_norm(self.attention(self.attention_norm(x_BLD), cos_LH, sin_LH, mask))
-        x_BLD = x_BLD + self.dropped(out_BLD, draws_BL, 0)
-        out_BLD = self.post_ffn_norm(self.feed_forward(self.ffn_norm(x_BLD)))
-        return x_BLD + self.dropped(out_BLD, draws_BL, 1)
+    def attended(self, x_BLD: Tensor, *inputs: Any) -> Tensor:
+        return self.post_attention_norm(super().attended(x_BLD, *inputs))
+
+    def fed_forward(self, x_BLD: Tensor) -> Tensor:
+        return self.post_ffn_norm(super().fed_forward(x_BLD))
 
 
 def _write_rest(args: Gemma3Args) -> ConfigJson:

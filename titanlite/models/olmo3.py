@@ -23,7 +23,7 @@ from titanlite.models.decoder_formats import (
     write_layer_types,
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.layers import AttentionMask, Rope, yarn_size
+from titanlite.models.layers import Rope, yarn_size
 from titanlite.models.windows import WindowedArgs
 
 
@@ -54,16 +54,11 @@ class Olmo3Args(WindowedArgs):
 class PostNormBlock(Block):
     """Block whose norms are behind its layers (arXiv:2501.00656)."""
 
-    def forward(
-        self,
-        x_BLD: Tensor,
-        cos_LH: Tensor,
-        sin_LH: Tensor,
-        mask: AttentionMask | None = None,
-        draws_BL: Tensor | None = None,
-    ) -> Tensor:
-        x_BLD = x_BLD + self.dropped(self.attention_norm(self.attention(x_BLD, cos_LH, sin_LH, mask)), draws_BL, 0)
-        return x_BLD + self.dropped(self.ffn_norm(self.feed_forward(x_BLD)), draws_BL, 1)
+    def attended(self, x_BLD: Tensor, *inputs: Any) -> Tensor:
+        return self.attention_norm(self.attention(x_BLD, *inputs))
+
+    def fed_forward(self, x_BLD: Tensor) -> Tensor:
+        return self.ffn_norm(self.feed_forward(x_BLD))
 
 
 def _write_rest(args: Olmo3Args) -> ConfigJson:
