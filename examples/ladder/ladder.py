@@ -163,11 +163,17 @@ def train(rung: Rung) -> None:
     toml.parent.mkdir(parents=True, exist_ok=True)
     toml.write_text(titanlite.dump(rung.config))
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}"
+    received: list[int] = []
+
+    def pass_on(number: int, _: Any) -> None:
+        received.append(number)
+        process.send_signal(number)
+
     with subprocess.Popen([RUN_TRAIN, "--config", toml], env=os.environ | {"PATH": path}) as process:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
-            signal.signal(number, lambda number, _: process.send_signal(number))
-    if process.returncode:
-        sys.exit(process.returncode)
+            signal.signal(number, pass_on)
+    if process.returncode or received:  # a run that was in its last step when the signal came has ended well
+        sys.exit(process.returncode or 75)
 
 
 def loss_of(run: titanlite.RunRecords) -> float:
