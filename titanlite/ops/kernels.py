@@ -74,6 +74,8 @@ class Kernels:
     ) -> None:
         self.compiles = compiles
         self.attention = attention
+        self.packs_groups = True
+        """Whether attention of packed documents lets query heads share key heads: since torch 2.12."""
         self.chunk_bytes = chunk_bytes
 
     def is_gpu(self, device: torch.device) -> bool:
@@ -161,6 +163,10 @@ class Kernels:
         """
         if key_source is not None:
             return key_source.attend(self, q_BNLH, k_BKLH, v_BKLH, mask, scores)
+        grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
+        if grouped and isinstance(mask, Boundaries | tuple) and not self.packs_groups:
+            k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
+            grouped = False
         if scores.sinks_N is not None:
             if mask is None and self.has_packed_attention(q_BNLH.device, q_BNLH.dtype, q_BNLH.shape[-1]):
                 mask = _whole_sequences(q_BNLH.shape[0], q_BNLH.shape[2], q_BNLH.device)
@@ -171,7 +177,6 @@ class Kernels:
                 by = attend_on_cpu if has_kernel else attend_by_formula
                 return by(q_BNLH, k_BKLH, v_BKLH, scores.sinks_N, mask, scores.scale)
             return attend(q_BNLH, k_BKLH, v_BKLH, mask, scores)
-        grouped = q_BNLH.shape[1] != k_BKLH.shape[1]
         is_masked = isinstance(mask, Tensor)
         if grouped and self.is_gpu(q_BNLH.device) and not self.has_grouped_attention(q_BNLH.dtype, masked=is_masked):
             k_BKLH, v_BKLH = (repeat_heads(x, q_BNLH.shape[1]) for x in (k_BKLH, v_BKLH))
@@ -298,8 +303,10 @@ class Kernels:
             documents: None: each sequence is one.
             window: tokens that a token sees, itself included. None: all before it.
         """
-        part = key_source.part if key_source is not None else None
         B, L, _ = x_BLD.shape
+        part = key_source.part if key_source is not None else None
+        if part is not None and documents is not None:
+            part = part.of_masks(documents.ids_BS.shape[1], window)
         if not self.has_packed_attention(x_BLD.device, x_BLD.dtype, head_dim):
             ids_BS = documents.ids_BS if documents else torch.zeros(1, L, dtype=torch.int32, device=x_BLD.device)
             mask_B1LS = additive_mask(ids_BS, x_BLD.dtype, part, window=window)
@@ -313,8 +320,8 @@ class Kernels:
         return masks
 
     def has_packed_attention(self, device: torch.device, dtype: torch.dtype, head_dim: int) -> bool:
-        """Return True if PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on, half
-        precision, and for grouped queries torch 2.12, which its arguments show."""
+        """Return True if PyTorch's flash attention of variable length runs. It needs an NVIDIA GPU from Ampere on and
+        half precision. Its arguments show what it can do."""
         if self.attention not in ("auto", "flash"):
             return False
         if not self.is_gpu(device) or dtype not in (torch.bfloat16, torch.float16) or head_dim % 8 or head_dim > 256:
@@ -326,7 +333,9 @@ class Kernels:
             return False
         from torch.nn.attention.varlen import varlen_attn
 
-        return {"window_size", "enable_gqa"} <= inspect.signature(varlen_attn).parameters.keys()
+        arguments = inspect.signature(varlen_attn).parameters
+        self.packs_groups = "enable_gqa" in arguments
+        return "window_size" in arguments
 
     def logits_dtype(self, hidden_TD: Tensor) -> torch.dtype:
         """Return the dtype of the operands that make the logits. CPUs cannot sum bfloat16 operands into a float32

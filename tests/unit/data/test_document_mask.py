@@ -26,12 +26,14 @@ from titanlite.models.decoder import Decoder
 from titanlite.models.layers import Documents, rope_at
 from titanlite.models.llama3 import Llama3Args
 from titanlite.ops.attention import Boundaries, document_arguments
-from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels, set_kernels
 from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint, recompute_policies
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import ActivationCheckpoint
 
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+has_packed_attention = Kernels.has_packed_attention
 GROUPED = SMALL
 ALL_HEADS = replace(SMALL, n_kv_heads=4)
 ROWS = [[5, 1, 10], [16]]
@@ -180,7 +182,8 @@ def kernel_calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter[str]]:
     def forward(query: Tensor, key: Tensor, value: Tensor, starts: Tensor, *options: Any) -> tuple[Tensor, ...]:
         calls["forward"] += 1
         _, max_q, max_k, is_causal, scale, window, grouped, *rest = options
-        assert (max_q, max_k, is_causal, scale, window, grouped) == (16, 16, True, None, [-1, 0], True)
+        assert (max_q, max_k, is_causal, scale, window) == (16, 16, True, None, [-1, 0])
+        assert grouped == (query.shape[1] != key.shape[1])
         assert starts.dtype == torch.int32
         assert all(x is None for x in rest)
         return packed_kernel.forward(query, key, value, starts, *options)
@@ -201,6 +204,32 @@ def test_the_packed_kernel_gets_the_documents_of_the_mask(args: Llama3Args, kern
     assert isinstance(mask, Boundaries)
     check_against_documents_alone(model)
     assert kernel_calls == {"forward": 4, "backward": 2}
+
+
+def test_heads_are_repeated_where_the_packed_kernel_knows_no_groups(
+    kernel_calls: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As torch 2.11, whose function has no argument for them. The losses are those of kernels that share heads."""
+    inputs = tokens_for(ROWS), labels_for(ROWS), documents(ROWS)
+    loss, gradients = loss_and_gradients(built(GROUPED), *inputs)
+    of_grouped = kernel_calls.copy()
+    own = varlen.varlen_attn
+
+    def without_groups(query: Tensor, key: Tensor, *options: Any, scale: Any = None, window_size: Any = None) -> Any:
+        assert query.shape[1] == key.shape[1]
+        return own(query, key, *options, scale=scale, window_size=window_size)
+
+    monkeypatch.setattr(varlen, "varlen_attn", without_groups)
+    kernels = Kernels()
+    pretend_gpu(monkeypatch, (9, 0))
+    assert has_packed_attention(kernels, CUDA, BF16, 64)
+    assert not kernels.packs_groups
+    model = built(GROUPED)
+    set_kernels(model, kernels)
+    other_loss, others = loss_and_gradients(model, *inputs)
+    assert kernel_calls - of_grouped == of_grouped
+    assert torch.equal(other_loss, loss)
+    assert all(close(others[name], gradient) for name, gradient in gradients.items())
 
 
 @pytest.mark.parametrize(("mode", "forwards"), [("full", 4), ("op", 2), ("each second", 3)])
@@ -237,9 +266,6 @@ def test_another_number_of_documents_recompiles_nothing(kernel_calls: Counter[st
         assert float(found_loss) == pytest.approx(float(loss), rel=1e-6)
         assert all(close(found[name], gradient) for name, gradient in gradients.items())
     assert counter.frame_count == 1
-
-
-CUDA, BF16 = torch.device("cuda"), torch.bfloat16
 
 
 @pytest.mark.parametrize(

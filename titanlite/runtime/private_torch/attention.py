@@ -64,8 +64,9 @@ def packed_attention(
     """
     from torch.nn.attention import varlen  # registers the operators; the import takes a second
 
+    groups = {"enable_gqa": True} if q_TNH.shape[1] != k_TKH.shape[1] else {}  # torch 2.11 does not know it
     out_TNH, lse_NT, _ = varlen._varlen_attn(
-        q_TNH, k_TKH, v_TKH, *offsets, *longest, sides == (-1, 0), scale, list(sides), enable_gqa=True
+        q_TNH, k_TKH, v_TKH, *offsets, *longest, sides == (-1, 0), scale, list(sides), **groups
     )
     return out_TNH, lse_NT
 
