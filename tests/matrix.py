@@ -93,6 +93,7 @@ OLMO2 = (
     "num_attention_heads=4,num_key_value_heads=2}}"
 )
 OWN_LOSS = "tests.support.layouts:smoothed_loss"
+ULYSSES = "--parallelism.context_parallel_method=ulysses"
 OWN = f"--model.file={own_models.__file__} --model.name="
 VARIANTS = f"--model={{name='Variants',flavor='debug',file='{own_models.__file__}'}}"
 
@@ -114,7 +115,7 @@ COMPLETEP = (
     f"--model.args={{{SIZES}}} --optimizer.parametrization=completep --optimizer.base_width=24 --optimizer.base_depth=1"
 )
 RESUMED, AVERAGE = "--checkpoint.enable=true", "--average.decay=0.75"
-OFFLOAD = "--training.enable_cpu_offload"
+OFFLOAD, ON_HOST = "--training.enable_cpu_offload", "--activation_checkpoint.offload"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01"
 DROPOUT = "--training.dropout=0.2"
@@ -230,6 +231,9 @@ SAME_BITS = {
     "weights and moments on disk": Row(DISK, ON_SPLIT, like=SAME, slow="s2", refused={"p2": "offload"}),
     "every block recomputed": Row(FULL, ON_STAGES, like=SAME, slow="s2,c2"),
     "recomputed but for matmuls": Row(OP, ON_STAGES, like=SAME, quick="c2", slow="s2"),
+    "activations on the host": Row(ON_HOST, ON_STAGES, like=SAME, quick="s2"),
+    "activations on the host, every block recomputed": Row(f"{ON_HOST} {FULL}", ON_STAGES, like=SAME, slow="s2"),
+    "activations on the host, compiled": Row(f"{ON_HOST} {COMPILE} {OP}", "s2,c2,t2", like="compiled, recomputed"),
     "weights gathered by two processes": Row(
         f"{MESH}fsdp_reshard_after_forward=2", "s4,s2 c2", like=SAME,
         refused=dict.fromkeys(("s4 e2", "s2 t2"), "parallelism.fsdp_reshard_after_forward"),
@@ -337,6 +341,17 @@ TECHNIQUES = {
     ),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
     "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
+    "heads for tokens": Row(ULYSSES, "c2,s2 c2,r2 c2,c2 p2", quick="c2", refused={"c4": OF_CONTEXT, "c2 t2": OF_CONTEXT}),
+    **rows("c2,s2 c2", {
+        "heads for tokens, recomputed": f"{ULYSSES} {FULL}", "heads for tokens, compiled": f"{ULYSSES} {COMPILE} {OP}",
+        "heads for tokens, two predicted tokens": f"{ULYSSES} {FURTHER}",
+    }),
+    **rows("c2,c4,c2 t2", {
+        f"heads for tokens, {family}": f"{MODELS[family].words} {ULYSSES}"
+        for family in ("Gemma 3", "OLMo 3", "gpt-oss", "DeepSeek-V3", "GLM-4.5", "SmolLM3")
+    }),
+    "heads for tokens, Qwen3-MoE": Row(f"{SPARSE} {ULYSSES}", "c2,s2 c2 e2"),
+    "heads for tokens, Qwen3-Next": Row(f"{QWEN_NEXT} {ULYSSES}", "c2,s2 c2", tolerance=ROUGH),
     "dropout": Row(f"{DROPOUT} {EACH}", UNSPLIT, slow="s2", refused=dict.fromkeys(("t2", "p2"), "training.dropout")),
     **rows("s2,c2", {
         "dropout, recomputed": f"{DROPOUT} {EACH} {FULL}",

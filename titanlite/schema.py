@@ -621,6 +621,10 @@ class Parallelism(Section):
     context_parallel_degree: PositiveInt = 1
     """Processes that split each sequence. Parameters are sharded over them, too. training.seq_len must be a multiple of
     twice the degree."""
+    context_parallel_method: Literal["ring", "ulysses"] = "ring"
+    """What attention sends over a context axis. ring lets each process see the keys and values of all tokens, in one
+    all-gather a layer. ulysses exchanges tokens for heads, in two all-to-alls (arXiv:2309.14509), so the degree must
+    divide the query heads. It sends less where key heads are as many as query heads; `titanlite plan` tells."""
     expert_parallel_degree: PositiveInt = 1
     """Neighbouring processes that have different experts of a layer, and send each other tokens. They read different
     data, and shard all other parameters. It must divide the experts, and the shard degree times the context degree."""
@@ -698,6 +702,9 @@ class ActivationCheckpoint(Section):
     selective_ac_option: Literal["op"] | PositiveInt = "op"
     """Choice of mode selective: a number n checkpoints every n-th block. op checkpoints every block, and keeps the
     results that are expensive to recompute (attention and every second matmul)."""
+    offload: bool = False
+    """Keep what backward needs of blocks in pinned host memory: it goes there behind the forward pass, and comes back
+    ahead of the backward pass. With mode full that is the input of each block. The last block stays on the device."""
 
 
 class Compile(Section):

@@ -162,6 +162,14 @@ def in_the_order_of_ranks(right: Any) -> Any:
     return swap
 
 
+def in_another_order(right: Any) -> Any:
+    def kept(*args: Any) -> Any:
+        *first, size, _, offset = args
+        return right(*first, size, torch.empty(size, device="meta").stride(), offset)
+
+    return kept
+
+
 def one_document(documents: Any, part: Any) -> Any:
     ids_BS = documents.ids_BS
     return documents._replace(positions_BL=torch.arange(ids_BS.shape[1]).expand_as(ids_BS))
@@ -243,6 +251,16 @@ FAULTS = {
     ),
     "a state goes through the chunks in the order of processes": Fault(
         (NEXT, "c2"), f"{CONTEXT}_swap", in_the_order_of_ranks
+    ),
+    "queries meet the keys of another group of heads": Fault(
+        ("heads for tokens, SmolLM3", "c4"), f"{CONTEXT}repeat_heads",
+        lambda right: lambda x, n_heads: x.repeat(1, n_heads // x.shape[1], 1, 1),
+    ),
+    "heads are in the order of another process": Fault(
+        ("heads for tokens", "c2"), f"{CONTEXT}_swap", in_the_order_of_ranks
+    ),
+    "what comes back from the host is read in another order": Fault(
+        ("activations on the host", "s2"), "titanlite.techniques.activations.host.Kept", in_another_order
     ),
     "a state goes on in the next document where sequences are split": Fault(
         (NEXT, "c2"), "titanlite.models.decoder.of_whole_sequences", lambda right: one_document

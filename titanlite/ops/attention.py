@@ -24,6 +24,9 @@ class SequencePart(NamedTuple):
     ranks: int
     computed: int = 1
     """Number of ranks, from `rank` on, whose tokens these are."""
+    exchanges_heads: bool = False
+    """Whether attention computes whole sequences of a part of the heads, unless a window makes keys of neighbouring
+    chunks cheaper."""
 
     def chunks(self, seq_len: int) -> list[tuple[int, int]]:
         """Return the first token of both chunks of each rank, and the one behind the last."""
@@ -34,6 +37,11 @@ class SequencePart(NamedTuple):
     def indices(self, seq_len: int, device: torch.device) -> Tensor:
         """Return the places of these tokens in a sequence: int64 [computed * S / R]."""
         return torch.cat([torch.arange(*chunk, device=device) for chunk in self.chunks(seq_len)])
+
+    def of_masks(self, seq_len: int, window: int | None) -> "SequencePart | None":
+        """Return the tokens whose queries a mask is for. None: those of whole sequences."""
+        sees_neighbours_only = first_key(*self.chunks(seq_len)[-1], window) > 0
+        return self if sees_neighbours_only or not self.exchanges_heads else None
 
 
 class Documents(NamedTuple):
@@ -255,6 +263,7 @@ def _packed_attention(
 
         out_TNH = attend_packed(*operands, scores.sinks_N, offsets, longest, sides=sides, scale=scores.scale)
     else:
-        out_TNH = varlen_attn(*operands, *offsets, *longest, scale=scores.scale, window_size=sides, enable_gqa=True)
+        groups = {"enable_gqa": True} if q_BNLH.shape[1] != k_BKSH.shape[1] else {}  # torch 2.11 does not know it
+        out_TNH = varlen_attn(*operands, *offsets, *longest, scale=scores.scale, window_size=sides, **groups)
     assert isinstance(out_TNH, Tensor)
     return out_TNH.unflatten(0, (B, L)).transpose(1, 2)

@@ -9,6 +9,7 @@ it is.
 
 from functools import partial
 
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.mesh import build_mesh, context_group, expert_meshes, pipeline_mesh, shard_degree_of, tensor_mesh
@@ -47,11 +48,11 @@ def parallelize(
     set_dtype(model, DTYPES[training.dtype])
     choose_trained(model, config)
     set_kernels(model, kernels)
-    # Attention to keys of other ranks. It replaces no layer.
+    # Attention to keys of other ranks, or for heads of theirs. It replaces no layer.
     if context_group(mesh) and debug.reproducible_context_degree == 1:
         from titanlite.techniques.context.sequences import split_attention
 
-        split_attention(model, mesh)
+        split_attention(model, mesh, exchanges_heads=parallelism.context_parallel_method == "ulysses")
     # Float8 replaces linear layers before they are split.
     if float8.enable:
         from titanlite.techniques.float8.layers import convert_to_float8
@@ -101,6 +102,11 @@ def parallelize(
     if debug.reproducible_layouts:
         from titanlite.techniques.reproducible.sums import tree_reduce_scatter as reduce_scatter
     shard(model, config, mesh=mesh, kernels=kernels, expert_units=expert_units, reduce_scatter=reduce_scatter)
+    if recomputed.offload:  # hooks that run within FSDP's, whose parameters are gathered then
+        from titanlite.techniques.activations.host import LEAST_BYTES, HostActivations
+
+        is_gpu = kernels.is_gpu(torch.device(mesh.device_type))
+        model.kept_on_host = HostActivations(model, least_bytes=LEAST_BYTES if is_gpu else 1)
     if tensor_mesh(mesh):  # hooks that run within FSDP's
         from titanlite.techniques.tensor.layers import use_local_parts
 

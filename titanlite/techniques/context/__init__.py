@@ -6,13 +6,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.schema import Config
-from titanlite.techniques.technique import Conflict, Parts, Technique, reads
+from titanlite.techniques.technique import Conflict, Options, Parts, Technique, reads
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
     from titanlite.models.base import Model
     from titanlite.models.registry import ModelSpec
+    from titanlite.runtime.hardware import Hardware
+
+
+METHOD = "parallelism.context_parallel_method"
+
+
+def exchanges_heads(config: Config) -> bool:
+    """Return True if attention exchanges tokens for heads."""
+    parallelism = config.parallelism
+    return parallelism.context_parallel_degree > 1 and parallelism.context_parallel_method == "ulysses"
 
 
 class ContextParallel(Technique):
@@ -27,6 +37,12 @@ class ContextParallel(Technique):
             yield (
                 "debug.reproducible_context_degree",
                 "needs debug.reproducible_layouts = true: set that, or leave it out",
+            )
+        if exchanges_heads(config) and config.debug.reproducible_context_degree > 1:
+            yield (
+                METHOD,
+                "ulysses cannot be combined with debug.reproducible_context_degree, whose parts attend one by one: "
+                "set ring",
             )
         degree = config.sequence_parts
         is_shared = degree == config.parallelism.context_parallel_degree
@@ -58,7 +74,29 @@ class ContextParallel(Technique):
         from titanlite.techniques.context.sequences import check_context
 
         degrees = config.parallelism
-        check_context(model, degree=degrees.context_parallel_degree, tensor=degrees.tensor_parallel_degree)
+        degree, tensor = degrees.context_parallel_degree, degrees.tensor_parallel_degree
+        check_context(model, degree=degree, tensor=tensor, exchanges_heads=exchanges_heads(config))
+
+    def summary(self, config: Config) -> str:
+        return "attention by heads of whole sequences (ulysses)" if exchanges_heads(config) else ""
+
+    def variants(self, config: Config, spec: "ModelSpec", hardware: "Hardware") -> list[tuple[str, Options]]:
+        if config.parallelism.context_parallel_degree == 1 or config.debug.reproducible_context_degree > 1:
+            return []
+        return [("", {METHOD: "ring"}), ("ulysses", {METHOD: "ulysses"})][: 1 + can_exchange_heads(config, spec)]
+
+
+def can_exchange_heads(config: Config, spec: "ModelSpec") -> bool:
+    """Return True if the context degree divides the heads of a model."""
+    from titanlite.runtime.errors import UserError
+    from titanlite.techniques.context.sequences import check_context
+
+    degrees = config.parallelism.context_parallel_degree, config.parallelism.tensor_parallel_degree
+    try:
+        check_context(spec.build(), degree=degrees[0], tensor=degrees[1], exchanges_heads=True)
+    except UserError:
+        return False
+    return True
 
 
 TECHNIQUE = ContextParallel()

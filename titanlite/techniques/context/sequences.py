@@ -1,9 +1,9 @@
 """Context parallelism: several ranks compute one sequence (arXiv:2407.21783, section 3.3.2).
 
 Each rank has two chunks of every sequence, see `SequencePart`. Keys and values of each layer are all-gathered, and
-their gradients reduce-scattered. Layers that need whole sequences exchange tokens for heads. All else works on single
-tokens, so that it needs no change: the model computes as if the sequences were short. Positions and documents come with
-the batch. Losses are summed over all ranks as ever.
+their gradients reduce-scattered; or attention exchanges tokens for heads (`HeadSplit`), as layers do that need whole
+sequences. All else works on single tokens, so that it needs no change: the model computes as if the sequences were
+short. Positions and documents come with the batch. Losses are summed over all ranks as ever.
 """
 
 import math
@@ -28,6 +28,7 @@ from titanlite.ops.attention import (
     ChunkMask,
     Scores,
     SequencePart,
+    repeat_heads,
 )
 from titanlite.ops.kernels import Kernels, set_key_source
 from titanlite.runtime.errors import UserError
@@ -96,6 +97,47 @@ class ContextSplit:
             torch.cat([before[rank - 1], first], dim=2) if rank else first,
             torch.cat([before.get(rank + 1, ends[rank + 1]), second], dim=2),
         ]
+
+
+class HeadSplit(ContextSplit):
+    """`SequenceSource` whose attention computes whole sequences of a part of the heads, too (Ulysses,
+    arXiv:2309.14509)."""
+
+    def attend(
+        self,
+        kernels: Kernels,
+        q_BNLH: Tensor,
+        k_BKLH: Tensor,
+        v_BKLH: Tensor,
+        mask: AttentionMask | None,
+        scores: Scores,
+    ) -> Tensor:
+        """Exchange tokens of queries, keys and values for heads, attend, and exchange the result back.
+
+        Each rank has as many key heads. Where there are fewer than ranks, or the ranks do not divide them, they are
+        repeated first. Where a window shows neighbouring chunks only, their keys are less to send.
+        """
+        if isinstance(mask, tuple) and not isinstance(mask, Boundaries):  # of chunks
+            return super().attend(kernels, q_BNLH, k_BKLH, v_BKLH, mask, scores)
+        heads, head_dim = math.lcm(k_BKLH.shape[1], self.part.ranks), q_BNLH.shape[3]
+        if q_BNLH.shape[1] % heads:
+            raise UserError(
+                f"parallelism.context_parallel_method: {self.part.ranks} processes do not divide "
+                f"{q_BNLH.shape[1]} query heads: set ring"
+            )
+        if heads != k_BKLH.shape[1]:
+            k_BKLH, v_BKLH = repeat_heads(k_BKLH, heads), repeat_heads(v_BKLH, heads)
+        # The queries of each key head lie side by side, so that one all-to-all sends all three.
+        q_BKLX = q_BNLH.unflatten(1, (heads, -1)).transpose(2, 3).flatten(3)
+
+        def attend_whole(inputs: Sequence[Tensor], sinks: Sequence[Tensor]) -> Tensor:
+            q_BYSX, k_BYSH, v_BYSH = inputs  # Y of the K key heads
+            q_BMSH = q_BYSX.unflatten(3, (-1, head_dim)).transpose(2, 3).flatten(1, 2)
+            own = scores._replace(sinks_N=sinks[0]) if sinks else scores
+            return kernels.attend(q_BMSH, k_BYSH, v_BYSH, mask, scores=own)
+
+        sinks = [] if scores.sinks_N is None else [scores.sinks_N]
+        return self.by_heads(attend_whole, [q_BKLX, k_BKLH, v_BKLH], sinks)
 
 
 def attend_to(
@@ -183,11 +225,13 @@ def part_of(mesh: DeviceMesh, parts: int) -> SequencePart:
     return SequencePart(rank * (parts // ranks), parts, parts // ranks)
 
 
-def split_attention(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Let the attention of a model gather keys and values of whole sequences, which ranks of the mesh split."""
+def split_attention(model: nn.Module, mesh: DeviceMesh, *, exchanges_heads: bool = False) -> None:
+    """Let the attention of a model gather keys and values of whole sequences, which ranks of the mesh split, or
+    exchange tokens for heads."""
     group = context_group(mesh)
     assert group is not None, "the mesh has no context axis"
-    set_key_source(model, ContextSplit(part_of(mesh, group.size()), group))
+    part = part_of(mesh, group.size())._replace(exchanges_heads=exchanges_heads)
+    set_key_source(model, (HeadSplit if exchanges_heads else ContextSplit)(part, group))
 
 
 def split_batch(batch: Batch, part: SequencePart) -> Batch:
@@ -208,12 +252,13 @@ def split_batch(batch: Batch, part: SequencePart) -> Batch:
     return batch | own
 
 
-def check_context(model: Model, *, degree: int = 2, tensor: int = 1) -> None:
+def check_context(model: Model, *, degree: int = 2, tensor: int = 1, exchanges_heads: bool = False) -> None:
     """Check that several processes can split the sequences of a model on the meta device.
 
     Args:
         degree: number of them.
         tensor: processes that split its layers.
+        exchanges_heads: attention exchanges tokens for heads.
 
     Raises:
         UserError: they cannot.
@@ -231,9 +276,11 @@ def check_context(model: Model, *, degree: int = 2, tensor: int = 1) -> None:
                 "processes: use titanlite.models.layers.Attention or see docs/add_a_model.md, or set 1"
             )
     for where, layer in model.named_modules():
-        if not isinstance(layer, LayerOfHeads) or not layer.computes_whole_sequences:
+        if not isinstance(layer, LayerOfHeads) or not (layer.computes_whole_sequences or exchanges_heads):
             continue
         for kind, number in layer.heads().items():
+            if kind == "key/value" and not layer.computes_whole_sequences:
+                continue  # attention repeats them
             if number % (degree * tensor):
                 of_tensor = f" x tensor_parallel_degree {tensor}" if tensor > 1 else ""
                 raise UserError(

@@ -12,12 +12,14 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import json_text
 from titanlite.runtime.hardware import Hardware
 from titanlite.schema import Config
+from titanlite.techniques.context import METHOD
+from titanlite.techniques.context import TECHNIQUE as CONTEXT_PARALLEL
 from titanlite.tools.arguments import Amount, Count
-from titanlite.tools.plan.estimate import Layout, plan, with_vocab_size
+from titanlite.tools.plan.estimate import Layout, Plan, model_of, plan, with_options, with_vocab_size
 from titanlite.tools.plan.goodput import goodput
 from titanlite.tools.plan.hardware import find_hardware, load_hardware
 from titanlite.tools.plan.layouts import check_techniques
-from titanlite.tools.plan.output import plan_lines, plan_record, search_lines, search_record
+from titanlite.tools.plan.output import format_size, plan_lines, plan_record, search_lines, search_record
 from titanlite.tools.plan.search import search as find_layouts
 from titanlite.tools.plan.suggestions import suggest as find_suggestions
 from titanlite.tools.plan.suggestions import suggestion_lines
@@ -72,6 +74,7 @@ def plan_config(
     torch.set_num_threads(1)
     check_techniques(loaded, world_size)
     planned = plan(loaded, layout, whole=True)
+    others = _other_methods(loaded, layout)
     found = find_suggestions(loaded, layout, planned) if suggest else []
     effect = None
     if failures_a_day:
@@ -79,15 +82,32 @@ def plan_config(
     if json_:
         record = {"suggestions": [asdict(candidate) for candidate in found]} if suggest else {}
         record |= {"goodput": asdict(effect)} if effect else {}
+        record |= {"context_parallel_methods": {name: asdict(other.time) for name, other in others.items()}}
         print(json_text(plan_record(planned) | record, indent=1))
     else:
         print("\n".join([*plan_lines(planned, loaded), *(suggestion_lines(found) if suggest else ())]))
+        for method, other in others.items():
+            print(
+                f"context  {other.time.total / planned.time.total - 1:+.1%} step time with "
+                f'parallelism.context_parallel_method = "{method}", reserved {format_size(other.reserved)}'
+            )
         if effect:
             print(
                 f"goodput  {effect.share:.1%} of the time with {failures_a_day:g} failures a day: each costs "
                 f"{effect.steps_lost:g} steps and {start_seconds:g} s; best are saves, or local copies, every "
                 f"{effect.best_interval:,.0f} steps"
             )
+
+
+def _other_methods(config: Config, layout: Layout) -> dict[str, Plan]:
+    """Return the plans with other values of parallelism.context_parallel_method, by these."""
+    spec, own = model_of(config), config.parallelism.context_parallel_method
+    variants = [options for _, options in CONTEXT_PARALLEL.variants(config, spec, layout.hardware)]
+    return {
+        options[METHOD]: plan(with_options(config, options), layout, whole=True)
+        for options in variants
+        if options[METHOD] != own
+    }
 
 
 def _search(config: Config, layout: Layout, *, as_json: bool) -> None:
