@@ -56,6 +56,7 @@ FLOAT8 = [*COMPILE, "--quantize.linear.float8.enable=true"]
 ROWWISE = [*FLOAT8, "--quantize.linear.float8.recipe_name=rowwise"]
 CUDNN = "--training.attention_backend=cudnn"
 DOCUMENTS = "--data.document_mask=true"
+ON_HOST = "--activation_checkpoint.offload=true"
 CUDA_GRAPHS = [*COMPILE, "mode=reduce-overhead"]
 """Of the plain loop."""
 ONE = "--training.local_batch_size=1"
@@ -120,6 +121,8 @@ def cases() -> list[Case]:
                 "compiled": [*ac("none"), *COMPILE],
                 "compiled, selective AC": [*ac("selective"), *COMPILE],
                 "compiled, full AC": [*ac("full"), *COMPILE],
+                "compiled, activations on the host": [*ac("none"), *COMPILE, ON_HOST],
+                "compiled, full AC, activations on the host": [*ac("full"), *COMPILE, ON_HOST],
                 "compiled, float8 tensorwise": [*ac("none"), *FLOAT8],
                 "compiled, float8 rowwise": [*ac("none"), *ROWWISE],
                 "compiled, cuDNN attention": [*ac("none"), *COMPILE, CUDNN],

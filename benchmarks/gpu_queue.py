@@ -49,6 +49,7 @@ ITEMS = {
     7: "The delta rule's kernels",
     8: "Reproducible layouts with a context degree",
     9: "The plan",
+    10: "Activations on the host",
 }
 CHANGES: dict[str, list[str]] = {}
 """Changes that options of this checkout switch off: a name for the page, and the words. Each is a side of item 2."""
@@ -110,6 +111,8 @@ def groups(old: Path | None, tests: Sequence[str] = ()) -> Iterator[Group]:
     yield Group([Unit(7, "delta rule", 45, run_delta_rule)])
     yield from (Group([units[name]]) for name in context)
     yield turns(8, [f"{eight}reproducible layouts", f"{eight}reproducible layouts, context degree 2"])
+    moved = (name for mode in ("", ", full AC") for name in (f"compiled{mode}", f"compiled{mode}, activations on the host"))
+    yield turns(10, [f"{one}{name}" for name in moved])
 
 
 def turns(

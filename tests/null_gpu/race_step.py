@@ -247,6 +247,20 @@ def update_of_what_is_gathered() -> None:
     module.HostUpdates.wait = lambda self, module: None
 
 
+def memory_that_is_still_copied() -> None:
+    """Activations are freed while they are copied to the host."""
+    import titanlite.techniques.activations.host as module
+
+    module._let_go = lambda block: block.leaving.clear()
+
+
+def activations_on_their_way() -> None:
+    """Backward reads activations while they are copied to the device."""
+    import titanlite.techniques.activations.host as module
+
+    module._wait = lambda block: None
+
+
 def tokens_that_nobody_waits_for() -> None:
     import titanlite.techniques.expert.exchange as module
 
@@ -274,6 +288,7 @@ PLANTS: dict[str, Callable[[], None]] = {
         gradient_on_another_stream, freed_block, recorded_block, share_without_its_condition, no_wait_at_the_end,
         no_wait_before_a_reduction, another_thread, another_thread_without_a_wait, backward_raises,
         backward_raises_and_nothing_waits, gradients_on_their_way, update_of_what_is_gathered,
+        memory_that_is_still_copied, activations_on_their_way,
         tokens_that_nobody_waits_for, tokens_of_another_exchange,
     )
 }  # fmt: skip

@@ -22,6 +22,7 @@ TENSOR = (
 LORA = ("--lora.rank=4", "--lora.alpha=8")
 IN_BACKWARD = ("--optimizer.in_backward=true", "--training.max_norm=0")
 OFFLOAD = (SHORT, "--training.enable_cpu_offload=true")
+ON_HOST = ("--training.seq_len=2048", "--activation_checkpoint.mode=none", "--activation_checkpoint.offload=true")
 BFLOAT16 = ("--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16")
 
 CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
@@ -47,6 +48,10 @@ CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
     "always resharded": (2, ("--parallelism.fsdp_reshard_after_forward=always",)),
     "resharded to 2 of 4": (4, ("--parallelism.fsdp_reshard_after_forward=2",)),
     "prefetch": (2, ("--parallelism.fsdp_forward_prefetch=2", "--parallelism.fsdp_backward_prefetch=2")),
+    "activations on the host": (2, ON_HOST),
+    "activations on the host on one rank": (1, ON_HOST),
+    "activations on the host, accumulation": (2, (*ON_HOST, ACCUMULATES)),
+    "inputs of blocks on the host": (2, (*ON_HOST, "--activation_checkpoint.mode=full", "--training.seq_len=8192")),
     "CPU offload": (2, OFFLOAD),
     "CPU offload on one rank": (1, OFFLOAD),
     "CPU offload, accumulation": (2, (*OFFLOAD, ACCUMULATES)),
@@ -71,6 +76,7 @@ CLEAN: dict[str, tuple[int, tuple[str, ...]]] = {
             "--data.document_mask=true",
         ),
     ),
+    "context 2, heads for tokens": (4, (*CONTEXT, SHORT, "--parallelism.context_parallel_method=ulysses")),
     "tensor 2": (4, TENSOR),
     "tensor 2, documents": (4, (*TENSOR, SHORT, "--data.document_mask=true")),
     "experts": (2, MOE),
@@ -115,6 +121,8 @@ FREED, SAME = "memory that was freed", "the same tensor"
         ("tokens_of_another_exchange", ("--world=4", *SHARED), f"read after write of {SAME}", "titanlite."),
         ("backward_raises_and_nothing_waits", (), f"write after read of {FREED}", "reduce_scatter"),
         ("gradients_on_their_way", OFFLOAD, f"read after write of {SAME}", "aten.linalg_vector_norm"),
+        ("memory_that_is_still_copied", ON_HOST, f"write after read of {FREED}", "aten."),
+        ("activations_on_their_way", ON_HOST, f"read after write of {SAME}", "aten."),
         ("update_of_what_is_gathered", OFFLOAD, f"write after read of {SAME}", "aten._fused_adamw_"),
     ],
 )

@@ -6,8 +6,10 @@ COMPILE = ("--compile.enable=true",)
 FLOAT8 = (*COMPILE, "--quantize.linear.float8.enable=true")
 BATCH_2 = ("--training.global_batch_size=16", "--training.local_batch_size=2")
 FULL, NONE = "--activation_checkpoint.mode=full", "--activation_checkpoint.mode=none"
+ON_HOST = "--activation_checkpoint.offload=true"
 EXPERT = "--parallelism.expert_parallel_degree="
 CONTEXT = "--parallelism.context_parallel_degree="
+ULYSSES = "--parallelism.context_parallel_method=ulysses"
 TENSOR = "--parallelism.tensor_parallel_degree="
 REPLICATE = "--parallelism.data_parallel_replicate_degree="
 PIPELINE, SCHEDULE = "--parallelism.pipeline_parallel_degree=", "--parallelism.pipeline_parallel_schedule="
@@ -52,6 +54,8 @@ VARIANTS = [
     Variant("full AC", (FULL,)),
     Variant("full AC, compiled", (FULL, *COMPILE)),
     Variant("no AC, seq 4096", (NONE, "--training.seq_len=4096")),
+    Variant("no AC, seq 4096, activations on the host", (NONE, ON_HOST, "--training.seq_len=4096")),
+    Variant("full AC, activations on the host, compiled", (FULL, ON_HOST, *COMPILE)),
     Variant("no AC, seq 4096, compiled", (NONE, "--training.seq_len=4096", *COMPILE)),
     Variant("accumulation 2", ("--training.global_batch_size=16",)),
     Variant(
@@ -99,6 +103,10 @@ VARIANTS = [
         "context 64, 1,048,576 tokens, full AC",
         (CONTEXT + "64", "--training.seq_len=1048576", "--training.global_batch_size=1", FULL),
         world_size=64,
+    ),
+    Variant(
+        "context 2, 16,384 tokens, heads for tokens",
+        (CONTEXT + "2", ULYSSES, "--training.seq_len=16384", "--training.global_batch_size=4"),
     ),
     Variant(
         "70B, 64 GPUs, context 2",

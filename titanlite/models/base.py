@@ -290,6 +290,9 @@ class Model(nn.Module):
     stages: Sequence[nn.Module] = ()
     """Modules that compute the stages of a pipeline which this process has. `techniques/pipeline` sets it."""
 
+    kept_on_host: Any = None
+    """Moves what blocks keep for backward to host memory. `techniques/activations/host.py` sets it."""
+
     args: Any
     """Arguments that the model was built with."""
 

@@ -35,6 +35,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "tensor": ("parallelism.tensor_parallel_degree",),
     "expert": ("parallelism.expert_parallel_degree",),
     "pipeline": ("parallelism.pipeline_parallel_degree",),
+    "activations": ("activation_checkpoint.offload",),
     "offload": ("offload", "training.enable_cpu_offload"),
     "in_backward": ("optimizer.in_backward",),
     "average": ("average",),

@@ -87,6 +87,8 @@ class HostTraffic(NamedTuple):
     """Read and written by the host while the GPU waits."""
     beside_forward: float = 0.0
     """Read and written by the host beside the next forward pass, which waits for it."""
+    beside_passes: float = 0.0
+    """Over the link, of a micro-batch: to the host beside its forward pass, and back beside its backward."""
 
 
 def unchanged(value: Value) -> Value:

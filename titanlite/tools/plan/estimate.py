@@ -343,9 +343,12 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
     sizes = {category: traced.profile.most(category) for category in away}
     host, disk = (sum(sizes[name] for name in away if away[name] == place) for place in ("host", "disk"))
     if host:
-        forward = sum(kernel_time(kernel, layout.slowest) for unit in workload.units for kernel in unit.forward)
+        forward, backward = (
+            sum(kernel_time(kernel, layout.slowest) for unit in workload.units for kernel in getattr(unit, name))
+            for name in ("forward", "backward")
+        )
         ranks = min(layout.world_size, layout.gpus_per_node)
-        added = host_time(used(config), config, sizes, accumulation, ranks=ranks, forward=forward)
+        added = host_time(used(config), config, sizes, accumulation, ranks=ranks, forward=forward, backward=backward)
         time = replace(time, total=time.total + added)
     state = sum(traced.profile.most(part) for part in ("parameters", "optimizer", "average")) // degrees.replicate
     tokens = training.global_batch_size * training.seq_len

@@ -177,6 +177,7 @@ def host_time(
     *,
     ranks: int,
     forward: float,
+    backward: float = 0.0,
 ) -> float:
     """Return the seconds that host memory adds to a step, see `Technique.host_traffic`. Copies over the link hide
     behind nothing.
@@ -184,10 +185,13 @@ def host_time(
     Args:
         ranks: of a machine, which share its memory.
         forward: seconds of the kernels of a forward pass.
+        backward: the same of a backward pass.
     """
     traffic = [technique.host_traffic(config, sizes, accumulation) for technique in techniques]
-    link, memory, beside = (sum(moved) for moved in zip(*traffic, strict=True))
-    return link / HOST_LINK + memory * ranks / HOST_MEMORY + max(0.0, beside * ranks / HOST_MEMORY - forward)
+    link, memory, beside, passes = (sum(moved) for moved in zip(*traffic, strict=True))
+    copied = sum(max(0.0, passes / HOST_LINK - seconds) for seconds in (forward, backward))
+    updated = memory * ranks / HOST_MEMORY + max(0.0, beside * ranks / HOST_MEMORY - forward)
+    return link / HOST_LINK + updated + accumulation * copied
 
 
 # A step: kernels and collectives in FSDP2's order, and how much of the collectives is hidden

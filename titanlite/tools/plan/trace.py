@@ -86,6 +86,8 @@ def trace_step(
             recorder = Recorder(
                 fakes, gpu=gpu, flash=attention in ("flash", *FLASH_PACKAGES) or config.debug.is_deterministic
             )
+            if model.kept_on_host:
+                model.kept_on_host.allocate = recorder.during("offloaded", model.kept_on_host.allocate)
             recorder.name_group(world_group(mesh), "world")
             for axis, group in (_groups_of_parameters(model) | axis_groups(mesh)).items():
                 recorder.name_group(group, axis, inside=axis in ACTIVATION_AXES)
