@@ -41,6 +41,7 @@ def main() -> None:
     folder.mkdir(parents=True, exist_ok=True)
     parts = {
         "train.txt": text[:OF_TRAINING],
+        "passes.txt": 3 * text[:OF_TRAINING],  # row B: sequences begin elsewhere in each pass
         "validation.txt": text[OF_TRAINING:],
         "tokenizer.json": tokenizer_of(text),
     }

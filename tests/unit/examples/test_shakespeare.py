@@ -55,7 +55,7 @@ def test_each_character_is_a_token(texts: dict[str, Any]) -> None:
     assert (tokenizer.decode(ids), tokenizer.vocab_size, tokenizer.bos_id) == (text, len(LETTERS), None)
 
 
-@pytest.mark.parametrize("name", ["a", "c"])
+@pytest.mark.parametrize("name", ["a", "b", "c"])
 def test_the_loss_is_that_of_plain_pytorch_over_the_whole_text(
     name: str, tmp_path: Path, texts: dict[str, Any]
 ) -> None:
