@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-class Outer(Technique):
+class OuterRounds(Technique):
     option = "outer"
 
     def is_used(self, config: Config) -> bool:
@@ -44,4 +44,4 @@ class Outer(Technique):
         return HostTraffic(memory=3 * sizes.get("outer", 0.0) / config.outer.every)
 
 
-TECHNIQUE = Outer()
+TECHNIQUE = OuterRounds()
