@@ -114,7 +114,7 @@ SEVERAL = (
 COMPLETEP = (
     f"--model.args={{{SIZES}}} --optimizer.parametrization=completep --optimizer.base_width=24 --optimizer.base_depth=1"
 )
-RESUMED, AVERAGE = "--checkpoint.enable=true", "--average.decay=0.75"
+RESUMED, AVERAGE, OUTER = "--checkpoint.enable=true", "--average.decay=0.75", "--outer.every=3"
 OFFLOAD, ON_HOST = "--training.enable_cpu_offload", "--activation_checkpoint.offload"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01"
@@ -220,6 +220,7 @@ SAME_BITS = {
         "weights kept": f"{MESH}fsdp_reshard_after_forward=never",
         "stopped and resumed": RESUMED,
         "trained beside an average": AVERAGE,
+        "an outer optimizer that changes nothing": f"{OUTER} --outer.lr=1 --outer.momentum=0",
     }, like=SAME, slow="s2"),
     "float8, trained beside an average": Row(
         f"{EVEN} {FLOAT8} {GATHERED} {AVERAGE}", "s2", like="float8, gathered in float8", slow="s2"
@@ -248,6 +249,9 @@ SAME_BITS = {
     ),
     "updates in backward, bfloat16 reduced": Row(
         f"{REDUCED} {IN_BACKWARD} {FULL}", "r2,r2 s2", like="bfloat16 reduced", slow="r2"
+    ),
+    "an outer optimizer, stopped and resumed": Row(
+        f"{RESUMED} {OUTER}", ON_STAGES, like="an outer optimizer", slow="s2"
     ),
     "stopped and resumed, bfloat16": Row(f"{RESUMED} {NARROW}", TECHNIQUE, like="bfloat16 weights", slow="s2"),
     **{f"{family}, recomputed": Row(f"{MODELS[family].words} {OP}", ON_FOUR, like=family) for family in FAMILIES},
@@ -283,6 +287,18 @@ TECHNIQUES = {
         "average of weights, LoRA": f"{AVERAGE} {LORA}",
     }, tolerance=ROUGH, slow="s2"),
     "average of weights, bfloat16 weights": Row(f"{AVERAGE} {NARROW}", "s2", tolerance=ROUNDED, slow="s2"),
+    "an outer optimizer": Row(OUTER, TECHNIQUE, tolerance=ROUGH, slow="c2,t2,s2 e2,p2"),
+    **rows("s2,r2", {
+        "an outer optimizer, updates in backward": f"{OUTER} {IN_BACKWARD}",
+        "an outer optimizer, CPU offload": f"{OUTER} {OFFLOAD}",
+        "an outer optimizer, moments on disk": f"{OUTER} --offload.optimizer=disk",
+        "an outer optimizer, LoRA": f"{OUTER} {LORA}",
+        "an outer optimizer, an average of weights": f"{OUTER} {AVERAGE}",
+    }, tolerance=ROUGH, slow="s2"),
+    "an outer optimizer, bfloat16 weights": Row(f"{OUTER} {NARROW}", "s2", tolerance=ROUNDED, slow="s2"),
+    "an outer optimizer, float8": Row(
+        f"{OUTER} {EVEN} {FLOAT8} {GATHERED}", "s2", tolerance=ROUNDED, slow="s2"
+    ),
     "tied head": Row("--model.args.tied_head=true", ON_SPLIT, slow="s2,t2", refused={"p2": OF_STAGES}),
     "Muon": Row(MUON, f"{TECHNIQUE},{WITH_EXPERTS}", slow="p2"),
     "Muon, and AdamW for the rest": Row(
@@ -441,7 +457,7 @@ REPRODUCIBLE = {
         for title, words in {
             "recomputed": FULL, "Muon": "--optimizer.name=Muon", "LoRA": "--lora.rank=4", "CPU offload": OFFLOAD,
             "compiled": COMPILE, "bfloat16 weights": NARROWEST, "a teacher": TEACHER, "pairs": f"{MOE} {PAIRS}",
-            "two predicted tokens": FURTHER, "dropout": DROPOUT,
+            "two predicted tokens": FURTHER, "dropout": DROPOUT, "an outer optimizer": OUTER,
         }.items()
     }, tolerance=0),
     **rows("s2 e2,s4 e4", {

@@ -79,8 +79,9 @@ class Checkpoint(Section):
     """Weights to start from while this run has no checkpoint of its own. The path is a checkpoint, the folder of a
     run's checkpoints, or weights of Hugging Face (a folder) or torchtitan (a step)."""
     initial_load: list[Name] = ["model"]
-    """Parts to load from initial_load_path, as globs (model, optimizer, model.layers.*), or progress: then the run goes
-    on at the step, the position in the data and the state of the guard of that checkpoint, as a branch of its run."""
+    """Parts to load from initial_load_path, as globs (model, optimizer, outer, model.layers.*), or progress: then the
+    run goes on at the step, the position in the data and the state of the guard of that checkpoint, as a branch of its
+    run."""
     allow_missing: list[Name] = []
     """Tensors that initial_load_path may lack or have in another shape, as globs. They keep their initial values."""
     allow_unexpected: list[Name] = []
@@ -398,6 +399,18 @@ class Average(Section):
     """Steps between updates of the average, or between snapshots."""
     enable_cpu_offload: bool = False
     """Keep the average in host memory."""
+
+
+class Outer(Section):
+    """Outer optimizer (DiLoCo, arXiv:2311.08105): SGD with Nesterov momentum, whose gradient is the difference between
+    the weights at the beginning and at the end of a round of steps."""
+
+    every: Count = 0
+    """Steps of a round, which ends at each multiple; 0 is no outer optimizer."""
+    lr: Positive = 0.7
+    """Learning rate of the outer optimizer. 1 without momentum changes nothing."""
+    momentum: Decay = 0.9
+    """Momentum of the outer optimizer."""
 
 
 class LRScheduler(Section):
@@ -762,6 +775,7 @@ class Config(Section):
     distill: Distill = Distill()
     optimizer: Optimizer = Optimizer()
     offload: Offload = Offload()
+    outer: Outer = Outer()
     average: Average = Average()
     lr_scheduler: LRScheduler = LRScheduler()
     checkpoint: Checkpoint = Checkpoint()

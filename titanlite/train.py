@@ -16,7 +16,7 @@ from titanlite.checkpoint.initial import OpenWeights
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress
 from titanlite.checkpoint.resume import newest_saved, resume_settings
-from titanlite.checkpoint.state import flat
+from titanlite.checkpoint.state import AVERAGE, OUTER, flat
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
@@ -53,6 +53,7 @@ if TYPE_CHECKING:
     from titanlite.models.frozen import FrozenModel
     from titanlite.techniques.average.weights import WeightAverage
     from titanlite.techniques.offload.updates import HostUpdates
+    from titanlite.techniques.outer.optimizer import OuterOptimizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,6 +83,7 @@ class Trained:
     """The same object; with a pipeline, the model with the stages of all ranks, on the meta device."""
     optimizer: torch.optim.Optimizer
     updates: "HostUpdates | None"
+    outer: "OuterOptimizer | None"
     average: "WeightAverage | None"
     after_update: Callable[[], None]
     """Is called at the start, and whenever weights have changed."""
@@ -262,6 +264,7 @@ def build_trained(setup: Setup) -> Trained:
         all_stages=all_stages,
         optimizer=optimizer,
         updates=setup.techniques.updates(model, optimizer, setup.device),
+        outer=setup.techniques.outer(model) if setup.techniques.outer else None,
         average=average(model, memory, after_update) if average else None,
         after_update=after_update,
     )
@@ -272,6 +275,7 @@ def build_checkpoints(
 ) -> CheckpointManager:
     config, inputs, folder, memory = setup.config, setup.inputs, setup.folder, setup.techniques.memory
     spec, allow_changes = inputs.model, config.checkpoint.allow_changes
+    further = {OUTER: trained.outer, AVERAGE: trained.average}
 
     def settings(samples_seen: int) -> dict[str, Any]:
         of_targets = inputs.targets.settings.items() if inputs.targets else ()
@@ -284,7 +288,7 @@ def build_checkpoints(
         model=trained.model,
         optimizer=trained.optimizer,
         before_read=trained.updates.finish if trained.updates else nothing,
-        average=trained.average.tensors if trained.average else None,
+        further={part: kept.tensors for part, kept in further.items() if kept},
         mesh=setup.mesh,
         device=setup.device,
         settings=settings,
@@ -458,6 +462,8 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
+    if outer := run.trained.outer:
+        outer.begin()
     run.trained.after_update()
     metrics.clock.follow(run.model)
     observer, leaves_updates = Observers(*run.observers, run.phase), not run.reads_weights
@@ -476,6 +482,8 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             on_phase=observer.phase,
             leaves_updates=leaves_updates,
         )
+        if outer:
+            outer.update(step, result.skip_reason, run.train_step.finish_updates)
         if average := run.trained.average:
             average.update(step, result.skip_reason)
         observer.phase(Phase.METRICS)

@@ -127,13 +127,17 @@ def run_on(
 
 
 def test_two_ranks_and_a_resume_on_them_have_the_bits_of_one(tiny: TinyRun, capfd: pytest.CaptureFixture[str]) -> None:
-    """The average of weights is part of the state: a moving one on shards, and that of a window on replicas."""
+    """The average of weights is part of the state: a moving one on shards, and that of a window on replicas. So is the
+    outer optimizer, of a run that two ranks leave to one within a round."""
     ema, window = KINDS.values()
+    outer = ["--outer.every=3"]
     own = {"one": ema, "moved": ema, "sharded": ema, "one-window": window, "replicas": window}
-    first = own | {"moved": [*ema, "--training.steps=2"]}
-    run_on(tiny, {"one": (1, 1), "one-window": (1, 1), "moved": (1, 1)}, own=first)
-    run_on(tiny, {"moved": (1, 2), "sharded": (1, 2), "replicas": (2, 1)}, own=own)
-    for name, others in (("one", ("moved", "sharded")), ("one-window", ("replicas",))):
+    own |= {"one-outer": outer, "left": outer}
+    first = own | {"moved": [*ema, "--training.steps=2"], "left": [*outer, "--training.steps=2"]}
+    ones = ("one", "one-window", "one-outer", "moved")
+    run_on(tiny, dict.fromkeys(ones, (1, 1)) | {"left": (1, 2)}, own=first)
+    run_on(tiny, {"left": (1, 1), "moved": (1, 2), "sharded": (1, 2), "replicas": (2, 1)}, own=own)
+    for name, others in (("one", ("moved", "sharded")), ("one-window", ("replicas",)), ("one-outer", ("left",))):
         one = hashes(tiny, name)
         assert len({*one}) == 4
         values = [(record["loss"], record["grad_norm"]) for record in tiny.records(name)]
@@ -144,7 +148,7 @@ def test_two_ranks_and_a_resume_on_them_have_the_bits_of_one(tiny: TinyRun, capf
             assert cli.run(["checkpoint", "hash", str(tiny.folder / "outputs" / run)]) == 0
             assert capfd.readouterr().out.strip() == one[-1]
         tensors = stored(checkpoint(tiny, name, 4))
-        assert any(name.startswith("average.") and tensor.any() for name, tensor in tensors)
+        assert any(name.startswith(("average.", "outer.momentum.")) and tensor.any() for name, tensor in tensors)
 
 
 @pytest.mark.slow

@@ -123,6 +123,14 @@ def new_buffers(right: Any) -> Any:
     return load
 
 
+def begun_anew(right: Any) -> Any:
+    def begin(self: Any) -> None:
+        self.tensors["begun"].zero_()
+        right(self)
+
+    return begin
+
+
 def summed_again(right: Any) -> Any:
     joins = []
 
@@ -286,6 +294,10 @@ FAULTS = {
     ),
     "a resume makes buffers anew": Fault(
         ("stopped and resumed, experts", "s2 e2"), "titanlite.checkpoint.manager.CheckpointManager.load", new_buffers
+    ),
+    "a resume begins a round of the outer optimizer anew": Fault(
+        ("an outer optimizer, stopped and resumed", "s2"), "titanlite.techniques.outer.optimizer.OuterOptimizer.begin",
+        begun_anew,
     ),
     "a stage reads a micro-batch twice": Fault(
         ("schedule 1F1B", "p2"), "titanlite.techniques.pipeline.passes.PipelineStep.forward", used_twice

@@ -25,7 +25,7 @@ from titanlite.checkpoint.manifest import History, Manifest, Progress, Settings,
 from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
-from titanlite.checkpoint.state import AVERAGE, State, complete_optimizer_state, put_back_numbers, state_of
+from titanlite.checkpoint.state import State, complete_optimizer_state, put_back_numbers, state_of
 from titanlite.models.base import added_parameters
 from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
@@ -48,6 +48,7 @@ class CheckpointManager:
     Args:
         storage: where the run's checkpoints are.
         before_read: returns when the state may be read.
+        further: tensors in use of further parts of the state, by the part and their names; see `FURTHER`.
         settings: returns the settings that must match on resume, by the samples that the run has seen by then.
         may_change: globs of settings that need not match.
         whole_config: resolved config of the run as TOML, of which each checkpoint keeps a copy.
@@ -66,7 +67,7 @@ class CheckpointManager:
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         before_read: Callable[[], None] = lambda: None,
-        average: Mapping[str, Tensor] | None = None,
+        further: Mapping[str, Mapping[str, Tensor]] | None = None,
         mesh: DeviceMesh,
         device: torch.device,
         settings: Callable[[int], Settings],
@@ -81,7 +82,7 @@ class CheckpointManager:
         self.storage = storage
         self.model = model
         self.optimizer = optimizer
-        self.average = average
+        self._further = further or {}
         self._before_read = before_read
         self.mesh = mesh
         # A save runs in a thread: its collectives must not mix with training's.
@@ -126,8 +127,8 @@ class CheckpointManager:
     def state(self) -> State:
         """Return the tensors of a checkpoint, which nothing changes before the next step."""
         self._before_read()
-        average = {AVERAGE: {**self.average}} if self.average else {}
-        return state_of(self.model, self.optimizer) | average
+        further = {part: {**tensors} for part, tensors in self._further.items()}
+        return state_of(self.model, self.optimizer) | further
 
     def load(self, *, has_saved: bool) -> Progress:
         """Load the newest complete checkpoint of the run in place. Without one, load `initial_load_path` if it is set.
@@ -154,7 +155,7 @@ class CheckpointManager:
             return Progress()
         if any(name.startswith("optimizer") for name in self.config.initial_load):
             complete_optimizer_state(self.model, self.optimizer)
-        state = state_of(self.model, self.optimizer)
+        state = self.state()
         manifest = load_initial(
             self.config, state, settings=self._settings, added=added_parameters(self.model),
             open_weights=self._open_weights, group=self._group, is_cut=self._is_cut,

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, History, Manifest, Settings, folder_name
-from titanlite.checkpoint.state import AVERAGE, Difference, State, difference, flat, names_of_ranks, selected
+from titanlite.checkpoint.state import FURTHER, Difference, State, difference, flat, names_of_ranks, selected
 from titanlite.models.base import ModelArgs
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
@@ -223,12 +223,13 @@ class Resumption:
         where = reader.where
         everywhere = names_of_ranks(state, self.group if self.is_cut else None)
         found = difference(flat(state), reader.metadata, ["*"], everywhere=everywhere)
-        wrong = found.without(missing=[AVERAGE], unexpected=[AVERAGE])
-        if AVERAGE in state and found != wrong:
-            for tensor in state[AVERAGE].values():
-                tensor.zero_()  # a damaged checkpoint may have been read into it
-            state = {part: tensors for part, tensors in state.items() if part != AVERAGE}
-            logger.info(f"{where} has no such average of the weights: it begins anew at step {manifest.step}")
+        wrong = found.without(missing=FURTHER, unexpected=FURTHER)
+        for part in FURTHER:
+            if part in state and found != found.without(missing=[part], unexpected=[part]):
+                for tensor in state[part].values():
+                    tensor.zero_()  # a damaged checkpoint may have been read into it
+                state = {name: tensors for name, tensors in state.items() if name != part}
+                logger.info(f"{where} has no such part of the state, {part}: it begins anew at step {manifest.step}")
         on_each(self.group, lambda: _check_same(wrong, manifest, where))
         read_tensors(reader, flat(state), self.group)
         if self.config.load_step is not None and open_reader is None:

@@ -19,8 +19,8 @@ from titanlite.runtime.private_torch.tensors import non_persistent_buffers
 from titanlite.runtime.ranks import gather
 
 State = dict[str, dict[str, Tensor]]
-AVERAGE = "average"
-"""Part of a state with the average of the weights, which a checkpoint and a run need not have."""
+AVERAGE, OUTER = FURTHER = "average", "outer"
+"""Parts of a state that a checkpoint and a run need not have: the average of the weights, and the outer optimizer."""
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:

@@ -82,6 +82,11 @@ def unwrapped(tensor: Any) -> Any:
     return tensor if inner is None else from_local_like(inner, tensor)
 
 
+def own_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a tensor, without a subclass around it: the memory in use."""
+    return local_tensor(unwrapped(tensor))
+
+
 def slice_like(whole: Tensor, tensor: Tensor) -> Tensor:
     """Return this rank's part of `whole` if that were sharded like another tensor. Nothing is sent.
 

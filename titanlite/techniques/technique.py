@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from titanlite.step import Step
     from titanlite.techniques.average.weights import WeightAverage
     from titanlite.techniques.offload.updates import HostUpdates
+    from titanlite.techniques.outer.optimizer import OuterOptimizer
 
 Hook = TypeVar("Hook", bound=Callable[..., Any])
 Value = TypeVar("Value")
@@ -104,7 +105,7 @@ def nothing(*_: object) -> None:
 class Parts:
     """Parts of a run that techniques provide: those of one technique, or of all that a config uses together.
 
-    Only one technique of a run may provide a step, a memory, an average or a vocabulary.
+    Only one technique of a run may provide a step, a memory, an outer optimizer, an average or a vocabulary.
     """
 
     step_cls: "type[Step] | None" = None
@@ -115,6 +116,8 @@ class Parts:
     updates: "Callable[[Model, torch.optim.Optimizer, torch.device], HostUpdates | None]" = nothing
     """(parallelized model with memory, optimizer, device of training) -> the thread that updates parameters in host
     memory."""
+    outer: "Callable[[Model], OuterOptimizer] | None" = None
+    """(parallelized model with memory) -> the outer optimizer of its weights."""
     average: "Callable[[Model, StateMemory | None, Callable[[], None]], WeightAverage] | None" = None
     """(parallelized model with memory, memory, what must be called when weights have changed) -> the average of weights
     that checkpoints keep and validation measures."""
@@ -216,7 +219,7 @@ class Technique:
 
     def places(self, config: Config) -> dict[str, str]:
         """Return host or disk for each category of memory that the technique keeps elsewhere than on the device:
-        parameters, gradients, optimizer, average, or that of a frozen model."""
+        parameters, gradients, optimizer, outer, average, or that of a frozen model."""
         return {}
 
     # The plan, and what `titanlite inspect` shows

@@ -49,6 +49,12 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     },
     "average.decay": {1: ["--average.decay=0.9 --average.window=2", "--average.decay=1.0"]},
     "average.freq": {1: ["--average.freq=0 --average.window=2"]},
+    "outer": {
+        1: ["--outer.lr=1", f"--outer.every=2 {TRAIN}enable_cpu_offload --offload.parameters=disk"],
+    },
+    "outer.every": {1: ["--outer.every=-1"]},
+    "outer.lr": {1: ["--outer.every=2 --outer.lr=0"]},
+    "outer.momentum": {1: ["--outer.every=2 --outer.momentum=1"]},
     "offload.average": {1: ["--offload.average=disk"]},
     "data.shuffle": {1: [BACKGROUND]},
     "data.packing": {1: [f"{BACKGROUND} --data.shuffle_window=8 --data.packing=best_fit"]},

@@ -79,6 +79,7 @@ def stored(tiny: TinyRun, name: str, step: int) -> dict[str, Tensor]:
         pytest.param(("--lora.rank=4", "--lora.alpha=8"), True, id="LoRA"),
         pytest.param((*MOE, "--checkpoint.local_interval=1"), True, id="experts, local copies"),
         pytest.param(("--average.decay=0.5", *SAVED), False, id="average"),
+        pytest.param(("--outer.every=2", *SAVED), True, id="outer optimizer"),
         pytest.param(("--metrics.layers.freq=2",), False, id="health of layers"),
         pytest.param(("--optimizer.name=Muon",), None, id="Muon"),
         pytest.param(("--compile.enable",), True, id="compiled", marks=pytest.mark.nightly),

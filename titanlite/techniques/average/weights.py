@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from titanlite.models.base import trainable_parameters
 from titanlite.ops.mean import rounded_once, weighted_mean
 from titanlite.optim.state_memory import StateMemory
-from titanlite.runtime.dtensor import unwrapped
+from titanlite.runtime.dtensor import own_part, unwrapped
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Average
 
@@ -86,7 +86,7 @@ class WeightAverage(ABC):
         The weights have the same bits afterwards."""
         if not int(self.tensors["updates"]):
             return {}
-        weights = {name: _weight(parameter) for name, parameter in self._parameters.items()}
+        weights = {name: own_part(parameter) for name, parameter in self._parameters.items()}
         kept = {name: weight.clone() for name, weight in weights.items()}
         try:
             for name, weight in weights.items():
@@ -122,7 +122,7 @@ class MovingAverage(WeightAverage):
         self._updates += is_taken
         for name, parameter in self._parameters.items():
             average = self._average[name]
-            difference = _weight(parameter).to(self._device, torch.float32) - average
+            difference = own_part(parameter).to(self._device, torch.float32) - average
             average += difference.mul_(share)
             self._changed_memory(average)
 
@@ -144,15 +144,10 @@ class WindowAverage(WeightAverage):
             return
         snapshot = self._snapshots[int(self._updates) % len(self._snapshots)]
         for name, parameter in self._parameters.items():
-            snapshot[name].copy_(_weight(parameter))
+            snapshot[name].copy_(own_part(parameter))
             self._changed_memory(snapshot[name])
         self._updates += 1
 
     def value(self, name: str) -> Tensor:
         taken = [snapshot[name] for snapshot in self._snapshots[: int(self._updates)]]
         return rounded_once(weighted_mean(taken, [1.0] * len(taken)), taken[0].dtype)
-
-
-def _weight(parameter: nn.Parameter) -> Tensor:
-    """Return this rank's part of a parameter, without a subclass around it: the memory in use."""
-    return local_tensor(unwrapped(parameter))

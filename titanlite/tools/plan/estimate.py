@@ -350,7 +350,8 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         ranks = min(layout.world_size, layout.gpus_per_node)
         added = host_time(used(config), config, sizes, accumulation, ranks=ranks, forward=forward, backward=backward)
         time = replace(time, total=time.total + added)
-    state = sum(traced.profile.most(part) for part in ("parameters", "optimizer", "average")) // degrees.replicate
+    kept = "parameters", "optimizer", "outer", "average"
+    state = sum(traced.profile.most(part) for part in kept) // degrees.replicate
     tokens = training.global_batch_size * training.seq_len
     model_flops = traced.flops_per_token * tokens
     peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops

@@ -19,7 +19,7 @@ from titanlite.tools.plan.time import Collective, Group, Unit
 MOST_CONTEXT = 64
 """Largest number of ranks that split a sequence in a search."""
 
-STATES = ("parameters", "gradients", "optimizer", "average")
+STATES = ("parameters", "gradients", "optimizer", "outer", "average")
 """Categories of memory that ranks share."""
 COMPUTE_POOL = 0, False
 """The pool of large tensors of the stream that computes."""

@@ -35,11 +35,12 @@ from titanlite.tools.plan.time import CollectiveName, KernelKind
 aten = torch.ops.aten
 CATEGORIES: tuple[str, ...] = (
     *("parameters", "gradients", "optimizer", "activations"),
-    *("logits", "all-gather", "reduce-scatter", "other", "teacher", "average", "offloaded"),
+    *("logits", "all-gather", "reduce-scatter", "other", "teacher", "outer", "average", "offloaded"),
 )
 """Categories of memory. all-gather: gathered parameters and their buffers. reduce-scatter: gradients of whole
 parameters, until they are reduced, and their buffers. other: gradients of activations, temporary tensors of the
-optimizer, inputs, tables. teacher: its parameters. average: that of the weights. offloaded: activations on the host."""
+optimizer, inputs, tables. teacher: its parameters. outer: weights and momentum of the outer optimizer. average: that of
+the weights. offloaded: activations on the host."""
 
 
 @dataclass

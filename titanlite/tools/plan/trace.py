@@ -105,11 +105,14 @@ def trace_step(
                 after_update = recorder.during("other", parts.after_update(model))
                 with recorder.category("other"):
                     fill_states(optimizer, one_by_one=config.optimizer.in_backward)
+                    outer = parts.outer(model) if parts.outer else None
                     average = parts.average(model, None, after_update) if parts.average else None
                     batches = [*map(parts.batch, _batches(config, data_parallel_rank(mesh)[1]))]
                     recorder.micro_batches = len(batches)
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
+                if outer:
+                    recorder.label(outer.tensors.values(), "outer")
                 if average:
                     recorder.label(average.tensors.values(), "average")
                 if config.optimizer.in_backward:

@@ -42,11 +42,12 @@ def test_states_are_exact_arithmetic() -> None:
 
 @pytest.mark.long
 def test_states_in_other_types() -> None:
-    options = "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--average.decay=0.9"
+    options = "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--average.decay=0.9", "--outer.every=5"
     found, elements = profiled(*options, world_size=2), elements_on(2)
     assert found.most("parameters") == 2 * elements
     assert found.most("optimizer") == pytest.approx(4 * elements, abs=8 * len(shapes()))
     assert found.most("average") == pytest.approx(4 * elements, abs=8), "float32"
+    assert found.most("outer") == pytest.approx(8 * elements, abs=8), "weights and momentum in float32"
 
 
 STATES = ("parameters", "gradients", "optimizer")
@@ -261,14 +262,15 @@ def test_mxfp8_matmuls_have_the_rate_of_float8() -> None:
 
 @pytest.mark.long
 def test_offload_moves_states_to_the_host() -> None:
-    average = "--average.window=3"
-    off, on = planned(average), planned(average, "--training.enable_cpu_offload", "--average.enable_cpu_offload")
+    kept = "--average.window=3", "--outer.every=2"
+    off, on = planned(*kept), planned(*kept, "--training.enable_cpu_offload", "--average.enable_cpu_offload")
     assert off.host == 0
     assert off.breakdown["average"] == pytest.approx(12 * elements_on(8), abs=8)
-    on_device = [max(phase[category] for phase in off.phases.values()) for category in (*STATES, "average")]
+    assert off.breakdown["outer"] == pytest.approx(8 * elements_on(8), abs=8)
+    on_device = [max(phase[category] for phase in off.phases.values()) for category in (*STATES, "outer", "average")]
     assert on.host == sum(on_device)
     assert all(size > 0 for size in on_device)
-    assert on.breakdown["parameters"] == on.breakdown["optimizer"] == on.breakdown["average"] == 0
+    assert [on.breakdown[category] for category in ("parameters", "optimizer", "outer", "average")] == [0] * 4
     assert on.peak < off.peak
     assert on.time.total > off.time.total
 
