@@ -111,7 +111,9 @@ def groups(old: Path | None, tests: Sequence[str] = ()) -> Iterator[Group]:
     yield Group([Unit(7, "delta rule", 45, run_delta_rule)])
     yield from (Group([units[name]]) for name in context)
     yield turns(8, [f"{eight}reproducible layouts", f"{eight}reproducible layouts, context degree 2"])
-    moved = (name for mode in ("", ", full AC") for name in (f"compiled{mode}", f"compiled{mode}, activations on the host"))
+    moved = (
+        name for mode in ("", ", full AC") for name in (f"compiled{mode}", f"compiled{mode}, activations on the host")
+    )
     yield turns(10, [f"{one}{name}" for name in moved])
 
 

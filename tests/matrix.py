@@ -371,7 +371,9 @@ TECHNIQUES = {
     }),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
     "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
-    "heads for tokens": Row(ULYSSES, "c2,s2 c2,r2 c2,c2 p2", quick="c2", refused={"c4": OF_CONTEXT, "c2 t2": OF_CONTEXT}),
+    "heads for tokens": Row(
+        ULYSSES, "c2,s2 c2,r2 c2,c2 p2", quick="c2", refused={"c4": OF_CONTEXT, "c2 t2": OF_CONTEXT}
+    ),
     **rows("c2,s2 c2", {
         "heads for tokens, recomputed": f"{ULYSSES} {FULL}", "heads for tokens, compiled": f"{ULYSSES} {COMPILE} {OP}",
         "heads for tokens, two predicted tokens": f"{ULYSSES} {FURTHER}",

@@ -141,8 +141,8 @@ def attend_by_heads(rank: int, ranks: int, key_heads: list[int], packed: bool) -
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_heads_for_tokens(packed: bool) -> None:
-    """Four query heads on four processes: key heads are as many, or repeated. Keys of windows of 11 tokens are more than
-    those of neighbouring chunks."""
+    """Four query heads on four processes: key heads are as many, or repeated. A window of 11 tokens sees more than
+    neighbouring chunks."""
     for found in run_ranks(attend_by_heads, 4, [4, 2, 1], packed):
         assert [error for error, _ in found] == pytest.approx([0] * 12, abs=5e-6)
         assert {count for _, count in found} == {2}

@@ -80,7 +80,10 @@ def assert_gradients_equal(
 
 
 def assert_same(
-    gradients: dict[str, Tensor], model: Decoder, theirs: Any, theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+    gradients: dict[str, Tensor],
+    model: Decoder,
+    theirs: Any,
+    theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]],
 ) -> None:
     """Compare the gradients of all parameters with those of transformers' model."""
     assert len(gradients) == len([*model.parameters()])
