@@ -2,9 +2,9 @@
 
     python benchmarks/beside_transformers.py [--section.key=value ...]
 
-The config is debug. Both begin with the weights that transformers draws, and read the same batches. Writes the
-losses of each step to benchmarks/beside_transformers.jsonl and their picture to docs/images/beside_transformers.svg, and prints
-the largest relative difference. Needs the extra `test`, and matplotlib for the picture.
+The config is debug. Both begin with the weights that transformers draws, and read the same batches. The losses of each
+step go to benchmarks/beside_transformers.jsonl, their picture to docs/images/beside_transformers.svg, and the largest
+relative difference is printed. Needs the extra `test`, and matplotlib for the picture.
 """
 
 import json
