@@ -194,6 +194,9 @@ REPLACED = {
     "parallelize/compile.py": {
         "block.forward": "Module.compile() compiles the hooks of FSDP too; only the forward is compiled here",
     },
+    "techniques/activations/host.py": {
+        "network.forward": "as block.forward: hooks of autograd stand around the whole pass",
+    },
     "techniques/pipeline/passes.py": {
         "model.forward": "validation and tasks call the model, and go through all stages without knowing of them",
     },
