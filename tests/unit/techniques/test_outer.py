@@ -1,5 +1,6 @@
 """The outer optimizer on one process: its values, where it does nothing, its state in checkpoints."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
@@ -18,6 +19,7 @@ from titanlite.runtime.dtensor import own_part
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import learning_rate
 from titanlite.schema import Outer
+from titanlite.step import count_valid_tokens
 from titanlite.techniques.outer.optimizer import OuterOptimizer
 from titanlite.techniques.technique import nothing
 
@@ -133,7 +135,7 @@ def test_bfloat16_weights_are_rounded_outer_weights_which_do_not_drift() -> None
 
 def test_only_trained_parameters_have_outer_weights() -> None:
     model = nn.Linear(2, 3)
-    model.bias.requires_grad_(requires_grad=False)
+    model.bias.requires_grad = False
     assert OuterOptimizer(Outer(every=1), model).tensors.keys() == {"begun", "weights.weight", "momentum.weight"}
 
 
@@ -152,6 +154,27 @@ def test_a_run_that_stopped_within_a_round_has_the_bits_of_one_that_did_not(tiny
     assert all(tensor.any() for tensor in momentum)
     for name in ("parts", "branch"):
         assert_equal(dict(stored(checkpoint(tiny, name, 6))), whole)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+def test_a_run_that_the_guard_stops_at_the_end_of_a_round_saves_the_step_before(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loss of step 3 is not finite, and a run that resumes makes that step with the outer weights of its round."""
+    trained(tiny, "whole", THREE)
+    counts: list[float] = []
+
+    def counted(*arguments: Any) -> Tensor:
+        counts.append(math.nan if len(counts) == 2 else 1)
+        return count_valid_tokens(*arguments) * counts[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr("titanlite.step.count_valid_tokens", counted)
+        trained(tiny, "stopped", THREE)
+    assert checkpoint(tiny, "stopped", 2).exists()
+    trained(tiny, "stopped", THREE)
+    assert_equal(dict(stored(checkpoint(tiny, "stopped", 6))), dict(stored(checkpoint(tiny, "whole", 6))))
 
 
 @pytest.mark.long

@@ -14,6 +14,7 @@ from tests.support.plans import layout_of, planned, profiled, read, shapes, trac
 from titanlite.tools.plan.estimate import Layout, model_of, trace
 from titanlite.tools.plan.memory import profile
 from titanlite.tools.plan.recorder import Recorder
+from titanlite.tools.plan.search import Layouts
 from titanlite.tools.plan.trace import trace_step
 
 
@@ -269,10 +270,21 @@ def test_offload_moves_states_to_the_host() -> None:
     assert off.breakdown["outer"] == pytest.approx(8 * elements_on(8), abs=8)
     on_device = [max(phase[category] for phase in off.phases.values()) for category in (*STATES, "outer", "average")]
     assert on.host == sum(on_device)
+    assert off.state == on.host - on_device[STATES.index("gradients")]
     assert all(size > 0 for size in on_device)
     assert [on.breakdown[category] for category in ("parameters", "optimizer", "outer", "average")] == [0] * 4
     assert on.peak < off.peak
     assert on.time.total > off.time.total
+
+
+@pytest.mark.long
+def test_a_search_knows_which_part_of_a_state_each_rank_has() -> None:
+    config, layout = read("--average.decay=0.9", "--outer.every=2", world_size=8), layout_of(8)
+    searching, work = Layouts(config, layout, share=4), ("none", "", 1)
+    for candidate in searching.expect(work, trace(searching.traced_config(work), layout)):
+        found, elements = candidate.expected, elements_on(candidate.expected.degrees.shard)
+        assert found.breakdown["average"] == pytest.approx(4 * elements, rel=0.02), candidate.title
+        assert found.breakdown["outer"] == pytest.approx(8 * elements, rel=0.02), candidate.title
 
 
 @pytest.mark.long
