@@ -1,4 +1,4 @@
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 """One optimizer step: accumulate, clip, update. Returns tensors and never waits for the device."""
 
 from collections.abc import Callable, Mapping, Sequence

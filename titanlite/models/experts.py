@@ -324,8 +324,10 @@ class DecoderOfExperts(Decoder):
     def init_buffers(self) -> None:
         super().init_buffers()
         for experts in self.experts():  # new ones: with offload, the old ones are where parameters are
-            for name, _ in [*experts.named_buffers(recurse=False)]:
-                setattr(experts, name, torch.zeros(self.args.n_experts))
+            size = self.args.n_experts
+            experts.bias_E, experts.load_E = torch.zeros(size), torch.zeros(size)
+            if experts.balance_E is not None:
+                experts.probability_E, experts.balance_E = torch.zeros(size), torch.zeros(size)
 
     def experts(self) -> list[Experts]:
         layers = (block.feed_forward for block in self.layers)

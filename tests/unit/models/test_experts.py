@@ -261,7 +261,7 @@ def test_copies_of_rows_and_their_sums(dtype: torch.dtype, share: float) -> None
     torch.library.opcheck(torch.ops.titanlite.places_of_copies, (is_copied_TN, len(row_S)))
 
 
-def recomputed(layer: Experts) -> Callable[[Tensor], Tensor]:
+def checkpointed(layer: Experts) -> Callable[[Tensor], Tensor]:
     return lambda x: checkpoint(layer, x, use_reentrant=False)
 
 
@@ -271,9 +271,9 @@ def compiled(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
 
 
 WAYS: dict[str, Callable[[Experts], Callable[[Tensor], Tensor]]] = {
-    "recomputed": recomputed,
+    "recomputed": checkpointed,
     "compiled": compiled,
-    "compiled, recomputed": lambda layer: compiled(recomputed(layer)),
+    "compiled, recomputed": lambda layer: compiled(checkpointed(layer)),
 }
 ROWS = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
 
