@@ -143,6 +143,25 @@ def reads_of(hook: Callable[..., Any]) -> tuple[str, ...]:
     return getattr(hook, "reads", ())
 
 
+def refuse_accumulation(key: str, reason: str, config: Config, world_size: int) -> Iterator[Conflict]:
+    """Yield a problem if a step has several forward passes on each process.
+
+    Args:
+        reason: what the option `key` does or needs, beginning with the verb.
+    """
+    try:
+        ranks = config.parallelism.degrees(world_size).data_parallel
+        size, _ = config.training.batch_split(ranks)
+    except ValueError:  # reported of the degrees, or of the batch
+        return
+    if (passes := max(config.training.batch_sizes) // (size * ranks)) > 1:
+        yield (
+            key,
+            f"{reason}, and a step has {passes} forward passes of {size} sequences on each of the {world_size} "
+            f"processes: set training.global_batch_size = {size * ranks}, or raise training.local_batch_size",
+        )
+
+
 class Technique:
     """A technique. Its methods are called for configs that set one of its options."""
 

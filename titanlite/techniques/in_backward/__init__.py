@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
-from titanlite.techniques.technique import Claim, Conflict, Options, Parts, Technique, reads
+from titanlite.techniques.technique import Claim, Conflict, Options, Parts, Technique, reads, refuse_accumulation
 
 if TYPE_CHECKING:
     import torch
@@ -41,19 +41,7 @@ class UpdatesInBackward(Technique):
 
     @reads(option, "training.global_batch_size", "training.local_batch_size", "training.batch_ramp")
     def layout_conflicts(self, config: Config, world_size: int) -> Iterator[Conflict]:
-        try:
-            ranks = config.parallelism.degrees(world_size).data_parallel
-            micro, _ = config.training.batch_split(ranks)
-        except ValueError:  # reported of the degrees, or of the batch
-            return
-        accumulation = max(config.training.batch_sizes) // (micro * ranks)
-        if accumulation > 1:
-            yield (
-                self.option,
-                f"updates after each forward pass, and a step has {accumulation} forward passes of {micro} sequences "
-                f"on each of the {world_size} processes: set training.global_batch_size = {micro * world_size}, or "
-                "raise training.local_batch_size",
-            )
+        yield from refuse_accumulation(self.option, "updates after each forward pass", config, world_size)
 
     @reads(option, "training.enable_cpu_offload")
     def check_machine(self, config: Config, device: "torch.device") -> None:
