@@ -119,6 +119,7 @@ DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01"
 DROPOUT = "--training.dropout=0.2"
 SLOWLY, FURTHER = "--optimizer.lr=1e-3", "--training.multi_token_weight=0.3"
+BALANCED = "--model.args.balance_loss=0.1"
 FROZEN = "--freeze.parameters=['tok*','layers.0.attention.*']"
 FROZEN_EXPERTS = "--freeze.parameters=['layers.0.feed_forward.w?','layers.1.feed_forward.router']"
 TEACHER = "--teacher.path={folder}/outputs/teacher --distill.ratio=0.5"
@@ -249,6 +250,10 @@ SAME_BITS = {
     **{f"{family}, recomputed": Row(f"{MODELS[family].words} {OP}", ON_FOUR, like=family) for family in FAMILIES},
     "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,c2,t2,s2 e2,s4 e4", like="Qwen3-Next"),
     "all variants, recomputed": Row(f"{VARIANTS} {OP}", SPLIT_EXPERTS, like="experts with all variants"),
+    **rows("c2,t2,s2 e2", {
+        "balance loss, recomputed": f"{SPARSE} {BALANCED} {FULL}",
+        "balance loss, recomputed but for matmuls": f"{SPARSE} {BALANCED} {OP}",
+    }, like="balance loss", slow="s2 e2"),
     **rows("s2", {
         "OLMo 2, recomputed": f"{OLMO2} {FULL}", "OLMo 2, recomputed but for matmuls": f"{OLMO2} {OP}",
         "OLMo 2, CPU offload": f"{OLMO2} {OFFLOAD}",
@@ -335,6 +340,15 @@ TECHNIQUES = {
     "stopped and resumed, experts": Row(
         f"{SPARSE} --model.args.balance_rate=0.05 {RESUMED}", EXPERT, slow="s2 e2"
     ),
+    "balance loss": Row(
+        f"{SPARSE} {BALANCED}", f"{ON_SPLIT},{SPLIT_EXPERTS}", slow="c2,t2,s2 e2", refused={"p2": OF_STAGES}
+    ),
+    **rows("r2 s2,s2 c2 e2,s2 t2 e2", {
+        "balance loss, DeepSeek-V3, two predicted tokens": f"{DEEPSEEK} {BALANCED} {FURTHER}",
+        "balance loss, gpt-oss": f"{MODELS['gpt-oss'].words} {BALANCED}",
+        "balance loss, updates in backward": f"{SPARSE} {BALANCED} {IN_BACKWARD}",
+        "balance loss, stopped and resumed": f"{SPARSE} {BALANCED} {RESUMED}",
+    }),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
     "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
     "dropout": Row(f"{DROPOUT} {EACH}", UNSPLIT, slow="s2", refused=dict.fromkeys(("t2", "p2"), "training.dropout")),
@@ -387,6 +401,10 @@ COMPILED = {
     }),
     "DeepSeek-V3, compiled": Row(f"{DEEPSEEK} {COMPILE}", "c2,t2,s2 e2"),
     "all variants, compiled": Row(f"{VARIANTS} {COMPILE}", "s4 e2,s2 t2 e2"),
+    **rows("s2,c2,t2,s2 e2", {
+        "balance loss, compiled": f"{SPARSE} {BALANCED} {COMPILE}",
+        "balance loss, compiled, recomputed": f"{SPARSE} {BALANCED} {COMPILE} {FULL}",
+    }),
     "a model of one's own, compiled": Row(f"{OWN}Own {LLAMA} {COMPILE}", "t2"),
     "Qwen3-Next, compiled": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "s2"),
     "Qwen3-Next, compiled, split": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "c2,t2", tolerance=ROUGH),
@@ -684,7 +702,7 @@ def refusal(tiny: TinyRun, name: str, layout: str) -> set[str]:
     return set()
 
 
-LOSSES = "loss", "multi_token_loss"
+LOSSES = "loss", "multi_token_loss", "balance_loss"
 STEPS, FEW = 20, 4
 """Of every cell, and of those that the default tests and CI run."""
 

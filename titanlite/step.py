@@ -1,4 +1,4 @@
-# pyright: reportUnknownMemberType=false
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false
 """One optimizer step: accumulate, clip, update. Returns tensors and never waits for the device."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -175,6 +175,7 @@ class Step:
             self.before_backward(parts[-1].losses)
             on_phase(Phase.BACKWARD)
             factor = self.loss_factor(valid_tokens, micro_batches=len(batches))
+            self.model.before_backward(factor, valid_tokens, partial(dist.all_reduce, group=self.group))
             try:
                 total = loss.total * factor
                 (total.sum() if total.dim() else total).backward()  # of parts of sequences

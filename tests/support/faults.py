@@ -106,6 +106,22 @@ def halved(right: Any) -> Any:
     return route
 
 
+def own_balance(right: Any) -> Any:
+    def before(self: Any, factor: Tensor, valid_tokens: Tensor, add: Any) -> None:
+        right(self, factor, valid_tokens, lambda sums: sums.mul_(add.keywords["group"].size()))
+
+    return before
+
+
+def balanced_by_each(right: Any) -> Any:
+    def before(self: Any, *args: Any) -> None:
+        right(self, *args)
+        for layer in self.experts():
+            layer.balance_E.data.div_(layer.share_of_unsplit)
+
+    return before
+
+
 def own_norm(right: Any) -> Any:
     def clip(gradients: Any, optimizer: Any, *, norm: Tensor, max_norm: float) -> None:
         own = torch.stack([gradient.norm() for gradient in gradients]).norm()
@@ -217,6 +233,12 @@ FAULTS = {
         (MOE, "s2 e2"), "titanlite.step.reduce_over_ranks", lambda right: lambda *args, **options: right(
             *args[:2], [tensor.clone() for tensor in args[2]], **options
         ),
+    ),
+    "the balance loss is a mean of those of each process's own tokens": Fault(
+        ("balance loss", "s2 e2"), "titanlite.models.experts.DecoderOfExperts.before_backward", own_balance
+    ),
+    "the gradient of the balance loss is added by each process of a layer": Fault(
+        ("balance loss", "t2"), "titanlite.models.experts.DecoderOfExperts.before_backward", balanced_by_each
     ),
     "a tied weight has the gradient of the head alone": Fault(
         ("tied head", "s2"), "torch.nn.Embedding.forward",

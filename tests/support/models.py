@@ -7,8 +7,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tests.support.helpers import world
+from titanlite.batch import IGNORE
 from titanlite.loss import token_loss
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.layers import Documents
@@ -22,7 +24,7 @@ from titanlite.parallelize import build_mesh
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schedule import learning_rate
 from titanlite.schema import Config, LRScheduler, Optimizer
-from titanlite.step import Step
+from titanlite.step import Step, model_arguments, no_observer
 
 SMALL = Llama3Args(
     dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=96, vocab_size=101, max_seq_len=64, rope_theta=10000.0,
@@ -74,11 +76,73 @@ def assert_gradients_equal(
     model(tokens[:, :-1], loss=partial(token_loss, labels_BL=tokens[:, 1:])).total.div(128).backward()
     theirs(tokens, labels=tokens).loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert_same(gradients, model, theirs, theirs_of)
+
+
+def assert_same(
+    gradients: dict[str, Tensor],
+    model: Decoder,
+    theirs: Any,
+    theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]],
+) -> None:
+    """Compare the gradients of all parameters with those of transformers' model."""
     assert len(gradients) == len([*model.parameters()])
     for name, gradient in theirs_of(gradients).items():
         expected = theirs.get_parameter(name).grad
         limit = 1e-4 * expected.abs().max() + 1e-8  # 0 of a router to one expert
         assert (gradient - expected).abs().max() < limit, name
+
+
+def balanced_gradients(model: Decoder, batch: Any, kind: type[Step] = Step) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the gradients of a step on one process, and its balance loss."""
+    world()
+    step = plain_step(model, build_optimizer(model, Optimizer(), seed=0), kind)
+    step.accumulate([batch], no_observer)
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    step.unscale([*gradients.values()], micro_batches=1)
+    return gradients, model.end_step(torch.tensor(True))["balance_loss"]
+
+
+def assert_balance_loss_equal(
+    model: Any, theirs: Any, theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]
+) -> None:
+    """Compare the balance loss of a batch, and the gradients of the whole loss, with those of transformers' model. All
+    tokens count, and not all labels."""
+    tokens = torch.randint(0, model.args.vocab_size, (2, 33), generator=torch.Generator().manual_seed(1))
+    labels = tokens[:, 1:].index_fill(1, torch.tensor([3, 4, 20]), IGNORE)
+    gradients, found = balanced_gradients(model, {"tokens": tokens[:, :-1], "labels": labels})
+    out = theirs(tokens[:, :-1], output_router_logits=True)
+    assert float(found) == pytest.approx(float(out.aux_loss.detach()), rel=1e-5)
+    cross_entropy = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
+    (cross_entropy + model.args.balance_loss * out.aux_loss).backward()
+    assert_same(gradients, model, theirs, theirs_of)
+
+
+def assert_balance_loss_is_the_formula(model: Any, plain: Any, batch: Any, kind: type[Step] = Step) -> None:
+    """Compare the balance loss of a step, and the gradients of its whole loss, with those that autograd computes.
+
+    Args:
+        plain: the same model without a balance loss, whose router has sigmoid scores.
+    """
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def look(layer: Any, inputs: Any) -> None:
+        x_TD = inputs[0].flatten(0, 1)
+        scores_TE = F.linear(x_TD, layer.router).sigmoid()
+        seen.append((scores_TE / scores_TE.sum(dim=-1, keepdim=True), layer.route(x_TD)[1]))
+
+    for layer in plain.experts():
+        layer.register_forward_pre_hook(look)
+    gradients, found = balanced_gradients(model, batch, kind)
+    tokens, arguments = model_arguments(batch, token_loss, {})
+    total = plain(tokens, **arguments).total / (batch["labels"] != IGNORE).sum()
+    assert len(seen) == len(plain.experts())
+    probabilities_TE, chosen_TK = map(torch.cat, zip(*seen, strict=True))
+    loads_E = F.one_hot(chosen_TK, model.args.n_experts).sum(dim=(0, 1)) / len(chosen_TK)
+    expected = model.args.n_experts * (loads_E * probabilities_TE.mean(dim=0)).sum()
+    assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
+    (total + model.args.balance_loss * expected).backward()
+    assert_same(gradients, model, plain, dict)
 
 
 def assert_steps_equal(model: Decoder, theirs: Any) -> None:

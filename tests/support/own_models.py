@@ -111,3 +111,12 @@ class Variants(DecoderOfExperts):
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         is_bias = name.rpartition(".")[2] in ("b1", "b2", "b3", "router_bias")
         return Normal(std=0.5) if is_bias else super().init_weight(name, shape)
+
+
+class Balanced(Variants):
+    """A flavor with a balance loss, of which the config says nothing."""
+
+    draws_random = False
+    flavors: ClassVar[dict[str, ModelArgs]] = {
+        "debug": VariantsArgs(**{**vars(Variants.flavors["debug"]), "balance_loss": 0.1}),
+    }

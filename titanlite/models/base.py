@@ -320,6 +320,17 @@ class Model(nn.Module):
         """
         return []
 
+    def before_backward(
+        self, factor: Tensor, valid_tokens: Tensor, add_over_processes: Callable[[Tensor], object]
+    ) -> None:
+        """Prepare gradients that depend on counters of the whole global batch, in a step of one micro-batch.
+
+        Args:
+            factor: by which the step multiplies the sum of its tokens' losses before backward.
+            valid_tokens: of the global batch: what is added to their mean is multiplied by the product of both.
+            add_over_processes: adds up a tensor in place, over the processes with other tokens.
+        """
+
     def end_step(self, taken: Tensor) -> dict[str, Tensor]:
         """Act on the counters after the optimizer's step, and set them to zero.
 

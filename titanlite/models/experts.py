@@ -5,10 +5,13 @@ A family declares its router and its experts by `ExpertOptions`. Experts are kep
 expert had less than its share of the global batch, else down. So the loss stays what it is, and the balance does not
 depend on how the batch is split.
 
+A balance loss (arXiv:2101.03961) may join it, over the global batch, too. It is linear in the probabilities, so that
+each token has the same gradient: a vector that follows from counts, which are summed between forward and backward.
+
 Shape suffixes: as in `layers`; E experts, K those of one token, S = T * K, G groups.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
@@ -28,7 +31,7 @@ from titanlite.models.base import (
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.initial import Constant, InitialValues, Normal
 from titanlite.models.layers import FeedForward
-from titanlite.ops.functions import Activation, swiglu
+from titanlite.ops.functions import Activation, swiglu, with_gradient
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import is_in_backward, reshape_result
 from titanlite.runtime.recomputation import computed_once
@@ -73,6 +76,10 @@ class ExpertArgs(DecoderArgs):
     n_active_experts: int
     balance_rate: float
     """Change of an expert's bias in a step, in the unit of what it is added to; 0 turns balancing off."""
+    balance_loss: float = 0.0
+    """Weight of the balance loss, E * sum over experts of (tokens of the expert / all tokens) * mean probability, over
+    the tokens of all layers in the global batch (arXiv:2101.03961); 0.001 is usual. Sigmoid scores become probabilities
+    by their sum."""
 
     @property
     def experts(self) -> ExpertOptions:
@@ -80,6 +87,8 @@ class ExpertArgs(DecoderArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.balance_loss < 0:
+            raise ValueError(f"balance_loss must be at least 0, got {self.balance_loss}")
         options, n_experts, n_active = self.experts, self.n_experts, self.n_active_experts
         if not 1 <= n_active <= n_experts:
             raise ValueError(f"n_active_experts must be between 1 and n_experts ({n_experts}), got {n_active}")
@@ -147,6 +156,11 @@ class Experts(ExpertLayer):
     rows_of_vectors = 8
     bias_E: Tensor
     load_E: Tensor
+    probability_E: Tensor
+    """Sum over tokens, as `load_E`."""
+    balance_E: Tensor | None
+    """Gradient of the balance loss with respect to each token's probabilities. None, as `probability_E`: there is no
+    such loss."""
 
     def __init__(self, args: ExpertArgs) -> None:
         super().__init__()
@@ -166,16 +180,15 @@ class Experts(ExpertLayer):
         self.shared_gate = nn.Parameter(torch.empty(1, D)) if self.options.shared_has_gate else None
         self.register_buffer("bias_E", torch.zeros(E))
         self.register_buffer("load_E", torch.zeros(E), persistent=False)
+        for name in ("probability_E", "balance_E"):
+            self.register_buffer(name, torch.zeros(E) if args.balance_loss else None, persistent=False)
 
     def forward(self, x_BLD: Tensor) -> Tensor:
         x_TD = x_BLD.flatten(0, 1)
         weights_TK, chosen_TK = self.route(x_TD)
         others_TE = weights_TK.new_full((len(x_TD), len(self.bias_E)), NOT_CHOSEN, dtype=x_TD.dtype)
         weights_TE = others_TE.scatter(1, chosen_TK, weights_TK.to(x_TD.dtype))
-        # Not again where backward recomputes the block, which pipelines may do twice, of some micro-batches. A compiled
-        # block counts all of its recomputations, which changes no expert's share.
-        is_recomputed = not torch.compiler.is_compiling() and is_in_backward()
-        if self.training and torch.is_grad_enabled() and not is_recomputed:
+        if self._counts():
             self.load_E.add_((weights_TE != NOT_CHOSEN).sum(dim=0))
         sent = self.send(x_TD, weights_TE, self.n_active)
         # While tokens are sent. Recomputation ends before the last matmul of the experts, as nothing behind it is kept.
@@ -185,10 +198,21 @@ class Experts(ExpertLayer):
         out_BLD = reshape_result(self.receive(sent), x_BLD.shape)
         return out_BLD if shared_BLD is None else out_BLD + shared_BLD
 
+    def _counts(self) -> bool:
+        """Return whether the tokens of this pass are counted.
+
+        They are not again where backward recomputes the block, which pipelines may do twice, of some micro-batches. A
+        compiled block counts all of its recomputations, which changes no expert's share.
+        """
+        is_recomputed = not torch.compiler.is_compiling() and is_in_backward()
+        return self.training and torch.is_grad_enabled() and not is_recomputed
+
     def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
         """Return the float32 weights [T, K] and the int64 numbers [T, K] of the experts of each token."""
         options, bias_E = self.options, self.router_bias
         logits_TE = F.linear(x_TD.float(), self.router.float(), None if bias_E is None else bias_E.float())
+        if self.balance_E is not None and self.training and torch.is_grad_enabled():
+            logits_TE = self._balanced(logits_TE, self.balance_E)
         scores_TE = logits_TE.sigmoid() if options.scores == "sigmoid" else logits_TE
         chosen_TK = computed_once(lambda: self._choose(scores_TE + self.bias_E))
         if options.scores == "softmax" and not options.normalized:
@@ -199,6 +223,16 @@ class Experts(ExpertLayer):
         elif options.normalized:
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # all may be 0 in float32
         return (weights_TK if options.scale == 1 else weights_TK * options.scale), chosen_TK
+
+    def _balanced(self, logits_TE: Tensor, gradient_E: Tensor) -> Tensor:
+        """Return the logits, which get a gradient for the probabilities of their experts, too."""
+        if self.options.scores == "sigmoid":  # as in the loss of a sequence of DeepSeek-V3
+            probabilities_TE = F.normalize(logits_TE.sigmoid(), p=1.0, dim=-1)
+        else:
+            probabilities_TE = logits_TE.softmax(dim=-1)
+        if self._counts():
+            self.probability_E.add_(probabilities_TE.detach().sum(dim=0))
+        return with_gradient(logits_TE, probabilities_TE, gradient_E)
 
     def _choose(self, scores_TE: Tensor) -> Tensor:
         """Return the numbers [T, K] of the experts with the highest scores, of a token's best groups."""
@@ -250,6 +284,8 @@ class DecoderOfExperts(Decoder):
     }
 
     args: ExpertArgs  # pyright: ignore[reportIncompatibleVariableOverride]
+    balance: Mapping[str, Tensor] = {}
+    """Metric of the balance loss in this step, without its weight."""
 
     @property
     def tensor_plan(self) -> TensorPlan:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -288,7 +324,10 @@ class DecoderOfExperts(Decoder):
     def init_buffers(self) -> None:
         super().init_buffers()
         for experts in self.experts():  # new ones: with offload, the old ones are where parameters are
-            experts.bias_E, experts.load_E = torch.zeros(self.args.n_experts), torch.zeros(self.args.n_experts)
+            size = self.args.n_experts
+            experts.bias_E, experts.load_E = torch.zeros(size), torch.zeros(size)
+            if experts.balance_E is not None:
+                experts.probability_E, experts.balance_E = torch.zeros(size), torch.zeros(size)
 
     def experts(self) -> list[Experts]:
         layers = (block.feed_forward for block in self.layers)
@@ -298,8 +337,27 @@ class DecoderOfExperts(Decoder):
         return [experts.load_E for experts in self.experts()]
 
     @torch.no_grad()
+    def before_backward(
+        self, factor: Tensor, valid_tokens: Tensor, add_over_processes: Callable[[Tensor], object]
+    ) -> None:
+        layers, weight = self.experts(), self.args.balance_loss
+        if not (layers and weight):
+            return
+        sums_2E = torch.stack([torch.stack([layer.load_E, layer.probability_E]) for layer in layers]).sum(dim=0)
+        add_over_processes(sums_2E)
+        load_E, probability_E = sums_2E
+        tokens = load_E.sum() / self.args.n_active_experts  # of all layers
+        gradient_E = load_E * (self.args.n_experts / tokens.square())
+        self.balance = {"balance_loss": gradient_E.dot(probability_E)}
+        gradient_E *= weight * factor * valid_tokens
+        for layer in layers:  # processes that split it add up the gradients of its router
+            assert layer.balance_E is not None
+            layer.balance_E.data.copy_(gradient_E * layer.share_of_unsplit)
+
+    @torch.no_grad()
     def end_step(self, taken: Tensor) -> dict[str, Tensor]:
-        """Return `busiest_expert`: its tokens over an even share of them, in the layer where that is most."""
+        """Return `busiest_expert`: its tokens over an even share of them, in the layer where that is most; and the
+        `balance_loss` of the step, without its weight, if the model has one."""
         busiest = []
         for experts in self.experts():
             mean = experts.load_E.mean()
@@ -307,4 +365,6 @@ class DecoderOfExperts(Decoder):
             if experts.router.requires_grad:  # the bias of a frozen router is frozen, too
                 experts.bias_E += self.args.balance_rate * torch.sign(mean - experts.load_E) * taken
             experts.load_E.zero_()
-        return {"busiest_expert": torch.stack(busiest).max()} if busiest else {}
+            if experts.balance_E is not None:
+                experts.probability_E.zero_()
+        return {"busiest_expert": torch.stack(busiest).max(), **self.balance} if busiest else {}

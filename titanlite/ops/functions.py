@@ -1,5 +1,5 @@
-"""Rotation, SwiGLU and RMSNorm with a backward pass that keeps less memory than autograd's, and linear layers that add
-up the gradient of their common input in fewer kernels.
+"""Rotation, SwiGLU and RMSNorm with a backward pass that keeps less memory than autograd's, linear layers that add up
+the gradient of their common input in fewer kernels, and a gradient that is known after forward.
 
 The compiler finds such a backward pass by itself, and caches no code with custom functions in it: it gets the plain
 formulas.
@@ -307,3 +307,47 @@ class _CommonInput(torch.autograd.Function):
                 d_x = of_rows @ weight if d_x is None else d_x.addmm_(of_rows, weight)
             d_weights.append(of_rows.t() @ rows if needs else None)
         return None if d_x is None else d_x.view_as(x), *d_weights
+
+
+# A gradient that is known only between forward and backward. The compiler does not look into these operators: it would
+# compute in forward what does not depend on a gradient.
+
+
+def with_gradient(x_TD: Tensor, source_TE: Tensor, row_E: Tensor) -> Tensor:
+    """Return x. Backward adds `row_E`, with the values that it has then, to the gradient of each row of `source_TE`.
+
+    So the row may follow from sums over the whole batch. Write it into `row_E.data`: autograd would take a buffer that
+    has changed since forward for a mistake.
+    """
+    return _with_gradient(x_TD, source_TE, row_E)
+
+
+@torch.library.custom_op("titanlite::with_gradient", mutates_args=())
+def _with_gradient(x_TD: Tensor, source_TE: Tensor, row_E: Tensor) -> Tensor:
+    return x_TD.clone()
+
+
+@torch.library.custom_op("titanlite::repeated_row", mutates_args=())
+def _repeated_row(row_E: Tensor, gradient_TD: Tensor) -> Tensor:
+    return row_E.repeat(len(gradient_TD), 1)
+
+
+@_with_gradient.register_fake
+def _(x_TD: Tensor, source_TE: Tensor, row_E: Tensor) -> Tensor:
+    return torch.empty_like(x_TD)
+
+
+@_repeated_row.register_fake
+def _(row_E: Tensor, gradient_TD: Tensor) -> Tensor:
+    return row_E.new_empty(len(gradient_TD), len(row_E))
+
+
+def _keep_row(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+    ctx.row_E = inputs[2]  # no saved tensor, which hooks may copy
+
+
+def _add_row(ctx: Any, gradient_TD: Tensor) -> tuple[Tensor, Tensor, None]:
+    return gradient_TD, _repeated_row(ctx.row_E, gradient_TD), None
+
+
+_with_gradient.register_autograd(_add_row, setup_context=_keep_row)

@@ -28,6 +28,7 @@ TECHNIQUES: dict[str, tuple[str, ...]] = {
     "freeze": ("freeze",),
     "multi_token": ("training.multi_token_weight",),
     "dropout": ("training.dropout",),
+    "balance_loss": ("model.args", "model.file"),
     "parametrization": ("optimizer.parametrization", "optimizer.base_width", "optimizer.base_depth"),
     "document_mask": ("data.document_mask",),
     "context": ("parallelism.context_parallel_degree", "debug.reproducible_context_degree"),

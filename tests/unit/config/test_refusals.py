@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.support import own_models
 from tests.support.helpers import TinyRun
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.errors import ConfigError
@@ -22,6 +23,8 @@ PARTS = "--debug.reproducible_context_degree=2"
 EXACT = f"--debug.reproducible_layouts {TRAIN}local_batch_size=1 {TRAIN}global_batch_size=8"
 TEACHER = "--teacher.path=. --distill.ratio=1"
 MOE = '--model=\'{name="qwen3_moe", flavor="debug", args={dim=32, n_layers=2, vocab_size=259}}\''
+BALANCED = "--model.args.balance_loss=0.1"
+BALANCED_FLAVOR = f"--model.file={own_models.__file__} --model.name=Balanced"
 GPT2 = Path(__file__).parents[3] / "examples/my_model/gpt2.py"
 OWN_MODEL = f"--model='{{file=\"{GPT2}\", args={{dim=32, n_layers=2, n_heads=2, vocab_size=259}}}}'"
 THREE_BLOCKS, FOUR_BLOCKS = "--model.args.n_layers=3", "--model.args.n_layers=4"
@@ -42,6 +45,18 @@ REFUSED: dict[str, dict[int, list[str]]] = {
                 f"{OPTIM}groups='[{{match=[\"*\"], name=\"Muon\"}}]'", f"{TRAIN}local_batch_size=2", RAMP % (64, 2),
                 f"{FOUR_BLOCKS} {PIPELINE}",
             )
+        ],
+    },
+    "model.args.balance_loss": {
+        1: [f"{THREE_BLOCKS} {BALANCED}", f"{MOE} --model.args.balance_loss=true"],
+        2: [
+            f"{model} {options}"
+            for model in (f"{MOE} {BALANCED}", BALANCED_FLAVOR)
+            for options in (f"{TRAIN}local_batch_size=2", RAMP % (64, 2))
+        ],
+        4: [
+            f"{MOE} {BALANCED} {MESH}{axis}_parallel_degree=2 {TRAIN}local_batch_size=1"
+            for axis in ("tensor", "context", "expert")
         ],
     },
     "average": {
@@ -93,6 +108,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             f"{FOUR_BLOCKS} {PIPELINE} {TRAIN}local_batch_size=8", f"{SCHEDULE}=Interleaved1F1B {THREE_BLOCKS}",
             f"{FOUR_BLOCKS} {PIPELINE} {MESH}pipeline_parallel_layers_per_stage=2",
             f"{FOUR_BLOCKS} {PIPELINE} --freeze.parameters='[\"tok_embeddings.*\", \"layers.[01].*\"]'",
+            f"{MOE} {BALANCED} {PIPELINE}", f"{BALANCED_FLAVOR} {PIPELINE}",
         ],
         4: [f"{FOUR_BLOCKS} {MESH}pipeline_parallel_degree=3 {TRAIN}local_batch_size=1"],
     },
@@ -143,6 +159,8 @@ REFUSED: dict[str, dict[int, list[str]]] = {
             f"{EXACT} {PARTS} --model.args.tied_head=true",
             f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8",
             f"{EXACT} {BFLOAT16_SUMS}",
+            f"{EXACT} {MOE} {BALANCED}",
+            f"{EXACT} {BALANCED_FLAVOR}",
         ],
         2: [
             f"{EXACT} {MOE} --model.args.hidden_dim=48 {MESH}expert_parallel_degree=2",

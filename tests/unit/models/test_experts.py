@@ -8,6 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3Config, DeepseekV3MoE
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeConfig, Glm4MoeMoE
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssMLP
@@ -49,9 +50,9 @@ def args_of(options: ExpertOptions, **changes: Any) -> Args:
     return Args(**(shape | changes), options=options)
 
 
-def built(options: ExpertOptions) -> Experts:
+def built(options: ExpertOptions, **changes: Any) -> Experts:
     """Return a layer with random weights and biases, whose router is far from uniform."""
-    layer = Experts(args_of(options))
+    layer = Experts(args_of(options, **changes))
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in layer.parameters():
@@ -258,6 +259,73 @@ def test_copies_of_rows_and_their_sums(dtype: torch.dtype, share: float) -> None
     for operator in (torch.ops.titanlite.take_copies, torch.ops.titanlite.add_copies):
         torch.library.opcheck(operator, (x_TD if "take" in str(operator) else y_SD, *copies[1:4]))
     torch.library.opcheck(torch.ops.titanlite.places_of_copies, (is_copied_TN, len(row_S)))
+
+
+def checkpointed(layer: Experts) -> Callable[[Tensor], Tensor]:
+    return lambda x: checkpoint(layer, x, use_reentrant=False)
+
+
+def compiled(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+    """Compile with inductor's choice of what backward keeps."""
+    return torch.compile(call, backend="aot_eager_decomp_partition", fullgraph=True)
+
+
+WAYS: dict[str, Callable[[Experts], Callable[[Tensor], Tensor]]] = {
+    "recomputed": checkpointed,
+    "compiled": compiled,
+    "compiled, recomputed": lambda layer: compiled(checkpointed(layer)),
+}
+ROWS = torch.randn(2, 8, generator=torch.Generator().manual_seed(2))
+
+
+def in_two_steps(layer: Experts, call: Callable[[Tensor], Tensor], probabilities_E: Tensor) -> list[Tensor]:
+    """Return the gradients of the input and of all weights, for a balance loss whose gradient is known after forward.
+
+    Args:
+        probabilities_E: sums over tokens, that forward must find.
+    """
+    x = X.clone().requires_grad_()
+    for row_E in ROWS:
+        out = call(x)
+        assert layer.load_E.sum() == 40 * 3
+        assert layer.probability_E.allclose(probabilities_E)
+        assert layer.balance_E is not None
+        layer.balance_E.data.copy_(row_E)
+        out.square().mean().backward()
+        layer.load_E.zero_()
+        layer.probability_E.zero_()
+    gradients: list[Any] = [tensor.grad for tensor in (x, *layer.parameters())]
+    return gradients
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("options", [ExpertOptions(), ExpertOptions(normalized=False), SIGMOID])
+def test_the_gradient_of_a_balance_loss_is_known_after_forward(options: ExpertOptions) -> None:
+    torch._dynamo.reset()
+    plain, x = built(options), X.clone().requires_grad_()
+    logits_TE = F.linear(x.flatten(0, 1), plain.router)
+    scores_TE = logits_TE.softmax(dim=-1) if options.scores == "softmax" else logits_TE.sigmoid()
+    probabilities_TE = scores_TE / scores_TE.sum(dim=-1, keepdim=True)
+    (2 * plain(x).square().mean() + (probabilities_TE * ROWS.sum(dim=0)).sum()).backward()
+    expected: list[Any] = [tensor.grad for tensor in (x, *plain.parameters())]
+    sums_E = probabilities_TE.detach().sum(dim=0)
+    layer = built(options, balance_loss=0.5)
+    found = in_two_steps(layer, layer, sums_E)
+    for gradient, wanted in zip(found, expected, strict=True):
+        assert gradient.allclose(wanted, rtol=1e-4, atol=1e-5 * float(wanted.abs().max()))
+    for name, way in WAYS.items():
+        other = built(options, balance_loss=0.5)
+        for gradient, wanted in zip(in_two_steps(other, way(other), sums_E), found, strict=True):
+            near = torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
+            assert torch.equal(gradient, wanted) if name == "recomputed" else near, name
+
+
+def test_operators_of_a_gradient_that_is_known_after_forward() -> None:
+    x_TD, source_TE, row_E = torch.randn(5, 3, requires_grad=True), torch.randn(5, 3, requires_grad=True), torch.ones(3)
+    torch.library.opcheck(torch.ops.titanlite.with_gradient, (x_TD, source_TE, row_E))
+    torch.library.opcheck(torch.ops.titanlite.repeated_row, (row_E, x_TD.detach()))
+    for rows in (0, 1):
+        assert torch.ops.titanlite.repeated_row(row_E, torch.empty(rows, 3)).shape == (rows, 3)
 
 
 @pytest.mark.parametrize("activation", [swiglu, clamped_swiglu])

@@ -24,6 +24,8 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import Kernels
 from titanlite.runtime.errors import UserError
 from titanlite.schema import ActivationCheckpoint, Config, Optimizer
+from titanlite.step import Step
+from titanlite.techniques.loss_scale.scale import ScaledStep
 from titanlite.techniques.parametrization import find_scaling
 from titanlite.tools import cli
 from titanlite.tools.convert.generation import Generator, Sampler
@@ -409,6 +411,24 @@ def test_experts_after_dense_layers_are_balanced() -> None:
     second.load_E.copy_(torch.tensor([1.0, 3, 2, 2, 2, 2, 2, 2]))
     assert model.end_step(torch.tensor(True)) == {"busiest_expert": torch.tensor(1.5)}
     assert (second.bias_E - before).tolist() == pytest.approx([1e-3, -1e-3, 0, 0, 0, 0, 0, 0], abs=1e-7)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("family", ["gpt_oss", "qwen3_next"])
+def test_the_balance_loss_is_that_of_transformers(family: str) -> None:
+    model = built(family, balance_loss=0.3)
+    models.assert_balance_loss_equal(model, oracle(model), lambda tensors: renamed(model, tensors))
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize("kind", [Step, ScaledStep])
+@pytest.mark.parametrize("family", ["deepseek_v3", "glm4_moe"])
+def test_the_balance_loss_of_sigmoid_scores_is_the_formula(family: str, kind: type[Step]) -> None:
+    """With the bias of balance, dense layers and groups; float16 scales the loss."""
+    model, plain = (built(family, balance_loss=weight) for weight in (0.3, 0.0))
+    batch = {"tokens": TOKENS[:, :-1], "labels": TOKENS[:, 1:]}
+    models.assert_balance_loss_is_the_formula(model, plain, batch, kind)
 
 
 def test_roles_of_experts() -> None:

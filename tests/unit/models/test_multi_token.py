@@ -38,9 +38,9 @@ WEIGHT = 0.3
 TOKENS = torch.randint(0, 101, (2, 41), generator=torch.Generator().manual_seed(1))
 
 
-def predicting(family: str = "deepseek_v3") -> Decoder:
+def predicting(family: str = "deepseek_v3", **changes: Any) -> Decoder:
     """Return a small model that predicts the token after the next, with random weights."""
-    model = built(family)
+    model = built(family, **changes)
     model.predict_further(WEIGHT)
     generator = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -126,6 +126,13 @@ def test_loss_and_gradients_are_those_of_plain_formulas() -> None:
         assert gradient is not None, name
         assert expected is not None, name
         assert (gradient - expected).abs().max() < 1e-4 * expected.abs().max() + 1e-8, name
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_balance_loss_counts_the_experts_of_the_module() -> None:
+    model, plain = (predicting(balance_loss=weight) for weight in (0.3, 0.0))
+    batch = look_ahead({"tokens": TOKENS[:, :-1], "labels": TOKENS[:, 1:]})
+    models.assert_balance_loss_is_the_formula(model, plain, batch)
 
 
 @pytest.mark.parametrize("family", ["olmo3", "deepseek_v3"])

@@ -11,7 +11,7 @@ from torch.nn import functional as F
 
 from tests.support.families import oracle, renamed
 from tests.support.helpers import world
-from tests.support.models import DENSE, MOE, assert_gradients_equal, built, plain_step
+from tests.support.models import DENSE, MOE, assert_balance_loss_equal, assert_gradients_equal, built, plain_step
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.qwen3_moe import Experts, Qwen3Moe
 from titanlite.ops.kernels import DEFAULT_KERNELS
@@ -31,6 +31,15 @@ SHAPES = {
 def test_logits_and_gradients_equal_those_of_transformers(args: Qwen3Args) -> None:
     model = built(args)
     assert_gradients_equal(model, oracle(model), partial(renamed, model))
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_the_balance_loss_is_that_of_transformers() -> None:
+    model = built(replace(MOE, balance_loss=0.3))
+    assert_balance_loss_equal(model, oracle(model), partial(renamed, model))
+    sums = [buffer for name, buffer in model.named_buffers() if name.endswith("probability_E")]
+    assert len(sums) == 2
+    assert not torch.stack(sums).any(), "counted anew in each step"
 
 
 @pytest.mark.parametrize("sizes", [[3, 0, 5, 1], [0, 0, 9, 0]])
@@ -115,6 +124,7 @@ def test_impossible_shapes_are_explained() -> None:
         ({"n_active_experts": 1}, r"n_active_experts\b.*\b1\b.*\b2\b"),
         ({"n_active_experts": 9}, r"n_active_experts\b.*n_experts \(8\).*\b9$"),
         ({"n_layers": 0}, r"n_layers\b.*\b0$"),
+        ({"balance_loss": -0.1}, r"balance_loss\b.*-0\.1$"),
     ):
         with pytest.raises(ValueError, match=message):
             replace(MOE, **change)

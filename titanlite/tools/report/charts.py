@@ -29,6 +29,7 @@ LINES: dict[str, tuple[str, str, bool]] = {
     "memory_gib": ("Memory, highest of any rank", "GiB", False),
     "distill_loss": ("Divergence from the teacher", "nats a token", False),
     "busiest_expert": ("Busiest expert", "times the mean", False),
+    "balance_loss": ("Balance loss of routers", "", False),
 }
 """Charts of one metric: (title, unit, logarithmic axis). Those without values are left out."""
 
