@@ -6,7 +6,7 @@ needs at once. Copies run on a stream of their own; values do not change. On a C
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -50,7 +50,7 @@ class KeptOfBlock:
         """Memory of the device with the values of `host`, in backward."""
         self.views = 0
         """Tensors that backward has yet to ask for."""
-        self.copied: torch.cuda.Event | None = None
+        self.copied: Any = None
         """Is behind the newest copies, unless the compute stream has waited for them."""
 
 
@@ -78,10 +78,11 @@ class HostActivations:
         for network in model.stages or [model]:
             self._surround(network)
         blocks = [*model.layers]
+        begin, end = map(cast("Callable[..., Any]", torch.compiler.disable), (self._begin, self._end))
         for block in blocks[:-1]:
-            block.register_forward_pre_hook(torch.compiler.disable(self._begin), with_kwargs=True)
+            block.register_forward_pre_hook(begin, with_kwargs=True)
         for last in blocks[-1:]:
-            last.register_forward_pre_hook(torch.compiler.disable(self._end))
+            last.register_forward_pre_hook(end)
 
     def _surround(self, network: Any) -> None:
         """Handle what autograd keeps in a network's forward."""
