@@ -123,6 +123,10 @@ def new_buffers(right: Any) -> Any:
     return load
 
 
+def on_rank_0_only(right: Any) -> Any:
+    return lambda progress, rollbacks: progress if torch.distributed.get_rank() else right(progress, rollbacks)
+
+
 def summed_again(right: Any) -> Any:
     joins = []
 
@@ -268,6 +272,9 @@ FAULTS = {
     ),
     "a resume makes buffers anew": Fault(
         ("stopped and resumed, experts", "s2 e2"), "titanlite.checkpoint.manager.CheckpointManager.load", new_buffers
+    ),
+    "a process reads the sequences before a spike again": Fault(
+        ("back over spikes", "s2"), "titanlite.train.after_rollbacks", on_rank_0_only
     ),
     "a stage reads a micro-batch twice": Fault(
         ("schedule 1F1B", "p2"), "titanlite.techniques.pipeline.passes.PipelineStep.forward", used_twice
