@@ -114,9 +114,7 @@ COMPLETEP = (
     f"--model.args={{{SIZES}}} --optimizer.parametrization=completep --optimizer.base_width=24 --optimizer.base_depth=1"
 )
 RESUMED, AVERAGE = "--checkpoint.enable=true", "--average.decay=0.75"
-SPIKES = (
-    f"{RESUMED} --checkpoint.interval=2 --guard.spike_sigma=1 --guard.on_spike=rollback --guard.max_rollbacks=100"
-)
+SPIKES = f"{RESUMED} --checkpoint.interval=2 --guard.spike_sigma=1 --guard.on_spike=rollback --guard.max_rollbacks=100"
 OFFLOAD = "--training.enable_cpu_offload"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01"
