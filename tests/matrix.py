@@ -116,6 +116,7 @@ COMPLETEP = (
 )
 RESUMED, AVERAGE, OUTER = "--checkpoint.enable=true", "--average.decay=0.75", "--outer.every=3 --optimizer.eps=1e-4"
 OFFLOAD, ON_HOST = "--training.enable_cpu_offload", "--activation_checkpoint.offload"
+SPIKES = f"{RESUMED} --checkpoint.interval=2 --guard.spike_sigma=1 --guard.on_spike=rollback --guard.max_rollbacks=100"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01"
 DROPOUT = "--training.dropout=0.2"
@@ -357,6 +358,7 @@ TECHNIQUES = {
         f"--training.batch_ramp=[{{until_tokens=1024,global_batch_size=4}}] {EACH}", "s2,r2 s2,c2,t2,p2",
     ),
     "tasks": Row("--validation.tasks=['number_choice']", "s2,c2,t2,p2"),
+    "back over spikes": Row(SPIKES, ON_STAGES, slow="s2,p2"),
     "stopped and resumed, experts": Row(
         f"{SPARSE} --model.args.balance_rate=0.05 {RESUMED}", EXPERT, slow="s2 e2"
     ),
@@ -585,6 +587,7 @@ def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, co
         with ExitStack() as stack:
             if not compiles:
                 stack.enter_context(patch("titanlite.parallelize.compile_blocks", trace_blocks))
+            stack.enter_context(patch("titanlite.guard.SPIKE_WINDOW", 2))  # a rise is a spike where the rule is used
             if job[1]:
                 stack.enter_context(FAULTS[job[1]].planted())
             run = built(rank, world_size, config)

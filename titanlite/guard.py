@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
-"""Skipping of optimizer steps whose loss or gradient is not finite or, if asked for, a spike.
+"""Skipping of optimizer steps whose loss or gradient is not finite or, if asked for, a spike. Decision of rollbacks.
 
 The decision is made on the device, from values that are the same on all ranks. The optimizer reads it as a tensor, so
 the host never waits for it. The host reads the decisions at log steps and before a checkpoint is saved. Once the run is
@@ -7,9 +7,14 @@ to stop, nothing more is updated: weights and optimizer stay those of before the
 
 If backward updates parameters, that holds for the loss only. When a gradient turns out not to be finite, other
 gradients have already updated their parameters. The weights then belong to no step, so they must not be saved.
+
+A spike that asks for a rollback stops the updates too. So whenever the host reads the decision, each checkpoint is from
+before the spike.
 """
 
 import logging
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -31,6 +36,7 @@ class SkipReason(IntEnum):
     SPIKE = 2
     AFTER_STOP = 3
     OVERFLOW = 4
+    ROLLBACK = 5
 
 
 SPIKE_WINDOW = 128
@@ -39,8 +45,23 @@ SPIKE_WINDOW = 128
 REASONS = {
     SkipReason.NONFINITE: "loss or gradient is not finite",
     SkipReason.SPIKE: "loss or gradient spike",
+    SkipReason.ROLLBACK: "loss or gradient spike",
     SkipReason.OVERFLOW: "gradient overflow, so later losses are scaled down",
 }
+
+
+@dataclass(frozen=True)
+class Rollback:
+    """Decision to train again from a checkpoint, without the samples between its step and the step after a spike."""
+
+    checkpoint: int
+    """Step of the checkpoint or local copy."""
+    saved_at: float
+    """Its `Manifest.saved_at`, by which it differs from another one of that step."""
+    samples: int
+    """Samples that count as consumed at the checkpoint from now on."""
+    rollbacks: int
+    """Rollbacks of the run so far, this one included."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +76,8 @@ class SkippedStep:
     """Loss of each micro-batch, by rank: loss sum / valid tokens of the global batch."""
     shard_grad_norms: list[float]
     """Norm of each rank's part of the gradient. The losses of all ranks contribute to each part."""
+    rollback: Rollback | None = None
+    """What the run does because of it."""
 
 
 class StoppedByGuard(RunStopped):
@@ -72,13 +95,18 @@ class StoppedByGuard(RunStopped):
         self.in_part = in_part
 
 
+class SpikeFound(StoppedByGuard):
+    """The last skipped step is a spike over which the run goes back, unless it has done so too often."""
+
+
 class StepGuard:
     """Decides which steps are skipped, and when the run must stop.
 
     Args:
         step: the step that the run resumes from.
         state: `StepGuard.state` of the checkpoint that the run resumes from.
-        window: number of steps in the mean that a spike is compared with.
+        window: number of steps in the mean that a spike is compared with. Default: `SPIKE_WINDOW`.
+        can_go_back: returns whether the run has a checkpoint, for `guard.on_spike`.
     """
 
     def __init__(
@@ -88,9 +116,18 @@ class StepGuard:
         device: torch.device,
         step: int,
         state: dict[str, Any],
-        window: int = SPIKE_WINDOW,
+        window: int | None = None,
+        can_go_back: Callable[[], bool] = lambda: False,
     ) -> None:
         self.config = config
+        self._device = device
+        self._size = window or SPIKE_WINDOW
+        self._can_go_back = can_go_back
+        self.resume(step, state)
+
+    def resume(self, step: int, state: dict[str, Any]) -> None:
+        """Begin after a step, at the start and after a rollback. Arguments: as of the constructor."""
+        device, window = self._device, self._size
         saved = torch.tensor(state.get("window", [[], []]), dtype=torch.float32, device=device)[:, -window:]
         filled = saved.shape[1]
         self._window = torch.nn.functional.pad(saved, (window - filled, 0))
@@ -102,6 +139,7 @@ class StepGuard:
         """True if backward updates parameters in this step."""
         self._in_part = torch.tensor(False, device=device)
         self._taken = step - state.get("in_a_row", 0)
+        self.rollbacks: int = state.get("rollbacks", 0)
         self._unchecked: list[tuple[int, StepResult]] = []
 
     def should_skip(self, losses: Tensor) -> Tensor:
@@ -125,7 +163,10 @@ class StepGuard:
         finite = values.isfinite().all()
         self._in_part = self._in_part | (self._began & ~finite)
         spike = self._is_spike(values, finite) if self.config.spike_sigma else torch.zeros_like(finite)
-        skip_reason = torch.where(finite, spike * SkipReason.SPIKE, SkipReason.NONFINITE)
+        goes_back = self.config.on_spike == "rollback" and self._can_go_back()
+        skip_reason = torch.where(
+            finite, spike * (SkipReason.ROLLBACK if goes_back else SkipReason.SPIKE), SkipReason.NONFINITE
+        )
         if overflows is not None:
             skip_reason = torch.where(overflows, SkipReason.OVERFLOW, skip_reason)
         skip_reason = torch.where(self._stopped, SkipReason.AFTER_STOP, skip_reason)
@@ -137,6 +178,8 @@ class StepGuard:
         self._stopped = self._stopped | (self._in_a_row >= self.config.max_consecutive_skips)
         if self.config.nonfinite == "stop":
             self._stopped = self._stopped | (skip_reason == SkipReason.NONFINITE)
+        if goes_back:
+            self._stopped = self._stopped | (skip_reason == SkipReason.ROLLBACK)
         return skip_reason
 
     def _is_spike(self, values: Tensor, finite: Tensor) -> Tensor:
@@ -166,6 +209,7 @@ class StepGuard:
             the steps that were skipped.
 
         Raises:
+            SpikeFound: the run goes back, if guard.max_rollbacks allows it.
             StoppedByGuard: the run must stop.
         """
         steps, self._unchecked = self._unchecked, []
@@ -181,10 +225,15 @@ class StepGuard:
                 skipped.append(_describe(step, result, REASONS[SkipReason(skip_reason)], group))
                 if dist.get_rank(group) == 0:
                     how = "was made in part" if in_part else "was skipped"
+                    if skip_reason == SkipReason.SPIKE and self.config.on_spike == "rollback":
+                        how += ", because there is no checkpoint to go back to"
                     logger.warning(f"step {step} {how}: {skipped[-1].reason} ({_values(skipped[-1])})")
         if bool(self._stopped):
             last = skipped[-1]
             reason = f"step {last.step}: {last.reason} ({_values(last)})"
+            if SkipReason.ROLLBACK in skip_reasons:
+                reason += f"; the run has gone back {self.rollbacks} times (guard.max_rollbacks)"
+                raise SpikeFound(reason, taken=self._taken, skipped=skipped)
             if int(self._in_a_row) >= self.config.max_consecutive_skips > 1:
                 reason += f"; {int(self._in_a_row)} steps in a row were skipped (guard.max_consecutive_skips)"
             if in_part:
@@ -196,9 +245,9 @@ class StepGuard:
     def state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values. Reading it waits for the device.
 
-        Once the run is to stop, it is empty: a run that resumes from there begins a new window.
+        Once the run is to stop, it has no window: a run that resumes from there begins a new one.
         """
-        state: dict[str, Any] = {}
+        state: dict[str, Any] = {"rollbacks": self.rollbacks} if self.rollbacks else {}
         if self._stopped:
             return state
         if in_a_row := int(self._in_a_row):
@@ -207,6 +256,13 @@ class StepGuard:
             filled = int(self._filled)
             state["window"] = self._window[:, self._window.shape[1] - filled :].tolist()
         return state
+
+
+def rollbacks_of(records: Iterable[dict[str, Any]]) -> Iterator[Rollback]:
+    """Yield the rollbacks among the records of skipped steps."""
+    for record in records:
+        with suppress(KeyError, TypeError):  # of a step that was only skipped
+            yield Rollback(**record["rollback"])
 
 
 def _describe(step: int, result: StepResult, reason: str, group: dist.ProcessGroup) -> SkippedStep:

@@ -594,6 +594,11 @@ class Guard(Section):
     spike_sigma: NonNegative = 0.0
     """Skip a step whose loss or gradient norm is this many standard deviations above the mean of the last 128 steps. 6
     is usual; 0 turns the rule off. The rule starts after 64 steps."""
+    on_spike: Literal["skip", "rollback"] = "skip"
+    """Action on a spike. rollback returns to the newest checkpoint or local copy, which is from before the spike, and
+    continues with the sequences after the spike's step. While there is none, the step is skipped."""
+    max_rollbacks: Count = 3
+    """Number of rollbacks in a run. The spike after them ends the run, with exit code 3."""
 
 
 class Degrees(NamedTuple):

@@ -104,6 +104,7 @@ class Step:
         """Whether gradients are reduced over shards after the last micro-batch, not after each."""
         self._reduces = True
         """What `set_reduces` chose last. FSDP begins with reductions after each backward pass."""
+        self.resume(state)
 
     def __call__(
         self,
@@ -287,6 +288,9 @@ class Step:
     def checkpoint_state(self) -> dict[str, Any]:
         """Return the state for a checkpoint, as JSON values. Reading it may wait for the device."""
         return {}
+
+    def resume(self, state: Mapping[str, Any]) -> None:
+        """Begin with the state of a checkpoint, at the start and after a rollback."""
 
 
 def build_step(

@@ -1,9 +1,10 @@
 """Training, top to bottom: build the parts of a run, resume, loop over optimizer steps, finish."""
 
 import gc
-from collections.abc import Callable, Generator, Sequence
+import logging
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -21,7 +22,7 @@ from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
-from titanlite.guard import StepGuard, StoppedByGuard
+from titanlite.guard import Rollback, SpikeFound, StepGuard, StoppedByGuard, rollbacks_of
 from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
@@ -32,16 +33,16 @@ from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.parallelize import DTYPES, materialize, parallelize
-from titanlite.run.records import RecordFile
+from titanlite.run.records import RecordFile, read_records
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.runtime.console import hide_secrets
 from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
-from titanlite.runtime.ranks import AgreedStop, check_same_everywhere
+from titanlite.runtime.ranks import AgreedStop, check_same_everywhere, on_rank_0
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
-from titanlite.schema import Config, dump
+from titanlite.schema import Config, Training, dump
 from titanlite.step import Step, StepResult, build_step
 from titanlite.storage.storage import open_storage
 from titanlite.techniques import choose_trained, parts_of, places
@@ -54,6 +55,8 @@ if TYPE_CHECKING:
     from titanlite.techniques.average.weights import WeightAverage
     from titanlite.techniques.offload.updates import HostUpdates
     from titanlite.techniques.outer.optimizer import OuterOptimizer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,10 +92,11 @@ class Trained:
     """Is called at the start, and whenever weights have changed."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop works with."""
+    """Everything that the training loop works with. A rollback replaces what depends on the progress."""
 
+    setup: Setup
     config: Config
     ranks: Ranks
     folder: RunFolder
@@ -105,7 +109,7 @@ class Run:
     validator: Validator
     checkpoints: CheckpointManager
     progress: Progress
-    """Progress at the start: of the checkpoint that the run resumes from."""
+    """Progress at the start, or after the last rollback: of the checkpoint that the run resumes from."""
     steps: int
     """Steps of the whole run."""
     metrics: MetricsRecorder
@@ -162,7 +166,6 @@ def build(
     setup = set_up(config, inputs, ranks=ranks, device=device, phase=phase)
     phase.phase(Phase.DATA_PREPARATION)
     samples, validation_sources = build_data(setup, prepare_text)
-    sources = [*samples.sources, *validation_sources]
     phase.phase(Phase.MODEL)
     trained = build_trained(setup)
     phase.phase(Phase.CHECKPOINT_LOAD)
@@ -170,17 +173,26 @@ def build(
     progress = checkpoints.load(has_saved=setup.folder.has_saved)
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
+        skipped = setup.folder.records("skipped")
+        rollbacks = rollbacks_of(read_records(skipped))  # read on rank 0 only
+        progress = on_rank_0(world_group(setup.mesh), partial(after_rollbacks, progress, rollbacks))
     record_start(
         setup.folder, setup.written, tokenizer=inputs.tokenizer, step=progress.step, ranks=ranks,
         device=device, mesh=setup.mesh,
     )  # fmt: skip
-    guard = StepGuard(config.guard, device=device, step=progress.step, state=progress.guard)
+    guard = StepGuard(
+        config.guard,
+        device=device,
+        step=progress.step,
+        state=progress.guard,
+        can_go_back=lambda: checkpoints.can_go_back,
+    )
     train_step = build_train_step(setup, trained, guard, progress)
-    micro_batches, batches = build_batches(setup, samples, progress)
-    limit = samples.limit(config.training.epochs) if config.training.epochs else None
-    steps = count_steps(config.training, step=progress.step, samples=progress.samples_seen, limit=limit)
+    micro_batches, batches = build_batches(setup, samples, validation_sources, progress)
+    steps = steps_of(config.training, samples, progress)
     metrics = build_metrics(setup, trained, progress, steps=steps)
     return Run(
+        setup=setup,
         config=config,
         ranks=ranks,
         folder=setup.folder,
@@ -189,7 +201,7 @@ def build(
         guard=guard,
         samples=samples,
         micro_batches=micro_batches,
-        batches=while_checking(batches, sources, setup.folder.data_cache, ranks),
+        batches=batches,
         validator=build_validator(setup, validation_sources),
         checkpoints=checkpoints,
         progress=progress,
@@ -324,9 +336,9 @@ def build_train_step(setup: Setup, trained: Trained, guard: StepGuard, progress:
 
 
 def build_batches(
-    setup: Setup, samples: Samples, progress: Progress
+    setup: Setup, samples: Samples, validation_sources: Sequence[Source], progress: Progress
 ) -> tuple[MicroBatches, Generator[Batch, None, None]]:
-    """Return which samples each step of this rank takes, and the loader of their batches."""
+    """Return which samples each step of this rank takes, and the loader of their batches, which checks all sources."""
     config, training, (rank, ranks) = setup.config, setup.config.training, data_parallel_rank(setup.mesh)
     micro_batches = MicroBatches(
         progress.samples_seen,
@@ -343,7 +355,15 @@ def build_batches(
 
         dataset = ShorterSequences(samples, SequenceLengths.of(training, samples=progress.samples_seen))
     workers, split = config.data.num_workers, setup.techniques.batch
-    return micro_batches, build_loader(dataset, micro_batches, num_workers=workers, device=setup.device, split=split)
+    batches = build_loader(dataset, micro_batches, num_workers=workers, device=setup.device, split=split)
+    sources = [*samples.sources, *validation_sources]
+    return micro_batches, while_checking(batches, sources, setup.folder.data_cache, setup.ranks)
+
+
+def steps_of(training: Training, samples: Samples, progress: Progress) -> int:
+    """Return the steps of the whole run."""
+    limit = samples.limit(training.epochs) if training.epochs else None
+    return count_steps(training, step=progress.step, samples=progress.samples_seen, limit=limit)
 
 
 def build_validator(setup: Setup, sources: list[Source]) -> Validator:
@@ -444,7 +464,9 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     try:
         with ExitStack() as end:
             end.callback(run.train_step.finish_updates)
-            _loop(run, stop_requests or StopRequests())
+            run.metrics.clock.follow(run.model)
+            while spike := _loop_until_spike(run, stop_requests or StopRequests()):
+                go_back(run, spike)
     except StoppedBySignal as stopped:
         run.phase.phase(Phase.CHECKPOINT)
         run.checkpoints.save_if_newer(_progress(run, stopped.taken))
@@ -452,12 +474,62 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     except StoppedByGuard as stopped:
         run.phase.phase(Phase.CHECKPOINT)
         run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
-        # Not a state in which some parameters alone are of a later step, and not one from before this start.
-        if not stopped.in_part and stopped.taken >= run.progress.step:
+        # Not a state in which some parameters alone are of a later step, not one from before this start, and not one
+        # before a spike, which an empty window would let pass.
+        if not (stopped.in_part or isinstance(stopped, SpikeFound)) and stopped.taken >= run.progress.step:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     run.phase.phase(Phase.END)
     return None
+
+
+def _loop_until_spike(run: Run, stop_requests: StopRequests) -> SpikeFound | None:
+    """Return the spike over which the run goes back; None at the end of the run."""
+    try:
+        _loop(run, stop_requests)
+    except SpikeFound as spike:
+        if run.guard.rollbacks >= run.config.guard.max_rollbacks:
+            raise
+        return spike.with_traceback(None)  # which has the last batches
+    return None
+
+
+def go_back(run: Run, spike: SpikeFound) -> None:
+    """Return to the newest checkpoint, which is from before the spike, and continue with the samples after its step.
+
+    All is as in a start that resumes there, with the window and the counts of the checkpoint. The decision is among the
+    records of skipped steps, where each start finds it. One that is lost is made again, because training comes to the
+    same spike.
+    """
+    setup, config, last = run.setup, run.config, spike.skipped[-1]
+    gc.unfreeze()
+    run.batches.close()
+    Observers(*run.observers).close()
+    run.phase.phase(Phase.CHECKPOINT_LOAD)
+    loaded = run.checkpoints.go_back()
+    decision = Rollback(loaded.step, loaded.saved_at, _samples_seen(run, last.step), run.guard.rollbacks + 1)
+    run.metrics.record_skipped([*spike.skipped[:-1], replace(last, rollback=decision)], run.micro_batches, run.samples)
+    logger.warning(
+        f"back to step {loaded.step}, over the spike of step {last.step}: the sequences {loaded.samples_seen:,} to "
+        f"{decision.samples - 1:,} are left out (rollback {decision.rollbacks} of {config.guard.max_rollbacks})"
+    )
+    run.samples = run.samples.resume(loaded.data, loaded.samples_seen, config.data.on_change)
+    run.progress = progress = after_rollbacks(loaded, [decision])
+    run.guard.resume(progress.step, progress.guard)
+    run.train_step.resume(progress.guard)
+    run.micro_batches, run.batches = build_batches(setup, run.samples, run.validator.sources, progress)
+    run.steps = steps_of(config.training, run.samples, progress)
+    run.metrics.go_back(progress.step, steps=run.steps, samples=progress.samples_seen)
+    run.observers = build_observers(setup, run.train_step, run.checkpoints, run.metrics, progress, steps=run.steps)
+
+
+def after_rollbacks(progress: Progress, rollbacks: Iterable[Rollback]) -> Progress:
+    """Return the progress with which a run continues at a checkpoint: that of the last rollback to it, if any."""
+    for last in rollbacks:
+        if (last.checkpoint, last.saved_at) == (progress.step, progress.saved_at):
+            guard = progress.guard | {"rollbacks": last.rollbacks}
+            progress = replace(progress, samples_seen=last.samples, guard=guard)
+    return progress
 
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
@@ -465,7 +537,6 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     if outer := run.trained.outer:
         outer.begin()
     run.trained.after_update()
-    metrics.clock.follow(run.model)
     observer, leaves_updates = Observers(*run.observers, run.phase), not run.reads_weights
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     for step in range(run.progress.step + 1, run.steps + 1):
@@ -506,7 +577,7 @@ def _after_step(
     """Record the step, then validate and save where that is due.
 
     Raises:
-        StoppedBySignal, StoppedByGuard: the run stops after this step.
+        StoppedBySignal, StoppedByGuard: the run stops after this step, or goes back.
     """
     metrics, checkpoints, validator, last = run.metrics, run.checkpoints, run.validator, step == run.steps
     samples = _samples_seen(run, step)

@@ -147,6 +147,10 @@ def begun_anew(right: Any) -> Any:
     return begin
 
 
+def on_rank_0_only(right: Any) -> Any:
+    return lambda progress, rollbacks: progress if torch.distributed.get_rank() else right(progress, rollbacks)
+
+
 def summed_again(right: Any) -> Any:
     joins = []
 
@@ -320,6 +324,9 @@ FAULTS = {
     "a resume begins a round of the outer optimizer anew": Fault(
         ("an outer optimizer, stopped and resumed", "s2"), "titanlite.techniques.outer.optimizer.OuterOptimizer.begin",
         begun_anew,
+    ),
+    "a process reads the sequences before a spike again": Fault(
+        ("back over spikes", "s2"), "titanlite.train.after_rollbacks", on_rank_0_only
     ),
     "a stage reads a micro-batch twice": Fault(
         ("schedule 1F1B", "p2"), "titanlite.techniques.pipeline.passes.PipelineStep.forward", used_twice

@@ -219,6 +219,7 @@ class LocalCopies:
 
         The ranks of a machine share the reading of its files. A damaged one is set aside, with a warning.
         """
+        self._end_save()
 
         def newest_first(found: list[list[bytes]]) -> list[bytes]:
             texts = {text for of_rank in found for text in of_rank}

@@ -121,7 +121,10 @@ class CheckpointManager:
         """Step of the newest checkpoint that was loaded or committed; local copies are none."""
         self.owes_save = False
         """A checkpoint was due before the local copy from which the run resumed, and was not committed."""
-        self._earlier = earlier
+        self.can_go_back = False
+        """A checkpoint or a local copy was loaded, or was begun in this start."""
+        self._earlier = self._known = earlier
+        """Steps at which the starts resumed that are over, and those whose local copies count."""
         optimizer.register_step_pre_hook(self.wait_until_staged)
 
     def state(self) -> State:
@@ -143,6 +146,7 @@ class CheckpointManager:
             on_rank_0(self._group, self.storage.sweep)
             resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
             if progress := self._resume(resumption, has_saved=has_saved):
+                self.can_go_back = True
                 if self._local is not None:
                     self._local.forget_after(progress.step)
                 return progress
@@ -162,6 +166,21 @@ class CheckpointManager:
         )  # fmt: skip
         put_back_numbers(self.model, self.optimizer, state)
         return manifest.progress if manifest is not None else Progress()
+
+    def go_back(self) -> Progress:
+        """Load the newest checkpoint or local copy once more, after the saves in flight.
+
+        Raises:
+            RunError: a save in flight has failed, or nothing can be read.
+            UserError: the checkpoints have disappeared.
+        """
+        self._end_save()
+        self._known = [*self._earlier, None]  # with this start
+        with self._clock.not_training():
+            progress = self.load(has_saved=self.newest > 0)
+        if not progress.step:
+            raise RunError("no local copy to go back to can be read: start again")
+        return progress
 
     def _resume(self, resumption: Resumption, *, has_saved: bool) -> Progress | None:
         """Load the newest local copy that continues the run, or the newest checkpoint if that is newer.
@@ -199,7 +218,7 @@ class CheckpointManager:
             assert self._local is not None
             try:
                 allows = partial(
-                    resumption.allows, copy.manifest, self._local.history(copy), earlier=self._earlier,
+                    resumption.allows, copy.manifest, self._local.history(copy), earlier=self._known,
                     has_saved=has_saved,
                 )  # fmt: skip
                 if not on_rank_0(self._group, allows):
@@ -268,6 +287,7 @@ class CheckpointManager:
         self._end_save()
         self._clock.begin_save()
         self.owes_save = False
+        self.can_go_back = True
         background = self.is_background and not last
         self._in_flight = progress.step, self._saver.start(self.state(), self._draft(progress), background=background)
         if not background:
@@ -279,6 +299,7 @@ class CheckpointManager:
             saving = self._in_flight[0] if self._in_flight else None
             history = History(*self._saver.newest, saving=saving, start=len(self._earlier))
             self._local.save(self.state, partial(self._draft, progress), history)
+            self.can_go_back = True
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save the state at the end of an earlier step, and wait; do nothing if that step or a later one is saved.

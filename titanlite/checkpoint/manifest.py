@@ -57,6 +57,8 @@ class Progress:
     """`Samples.state`: where the data was changed on the way."""
     guard: dict[str, Any] = field(default_factory=dict[str, Any])
     """`StepGuard.state` and `Step.checkpoint_state`, in one."""
+    saved_at: float = field(default=0.0, compare=False)
+    """`Manifest.saved_at` of the checkpoint that has it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,7 +91,7 @@ class Manifest:
 
     @property
     def progress(self) -> Progress:
-        return Progress(self.step, self.samples, self.data, self.guard)
+        return Progress(self.step, self.samples, self.data, self.guard, self.saved_at)
 
     @property
     def size(self) -> int:

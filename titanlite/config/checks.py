@@ -35,6 +35,7 @@ def find_conflicts(config: Config, world_size: int | None, bad_keys: Collection[
         (("lr_scheduler",), lambda: _schedule_unit(config.lr_scheduler)),
         (("checkpoint.folder", "checkpoint.initial_load_path"), lambda: _checkpoint_places(config)),
         (("checkpoint", "offload"), lambda: _local_copies(config)),
+        (("checkpoint.enable", "guard.on_spike"), lambda: _rollback(config)),
         (("parallelism.fsdp_reduce_gradients", "training"), lambda: _check_reduce_gradients(config)),
         ((), lambda: exclusions(config)),
     ]
@@ -217,6 +218,11 @@ def _local_copies(config: Config) -> Iterator[Conflict]:
             "checkpoint.local_interval",
             "states on disk (offload) are too large for local copies: leave one of the two out",
         )
+
+
+def _rollback(config: Config) -> Iterator[Conflict]:
+    if config.guard.on_spike == "rollback" and not config.checkpoint.enable:
+        yield "guard.on_spike", "rollback returns to a checkpoint: set checkpoint.enable = true"
 
 
 def _url(key: str, url: str) -> Iterator[Conflict]:

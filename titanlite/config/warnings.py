@@ -44,6 +44,7 @@ def _without_effect(config: Config) -> Iterator[str]:
         "parallelism": ("pipeline_parallel_degree is 1", PIPELINE_OPTIONS if degree == 1 else ()),
         "training": (f"{length} is set, too", ("steps",) if length != "steps" else ()),
         "checkpoint": ("initial_load_path is not set", () if loads else INITIAL_LOAD_OPTIONS),
+        "guard": ("spike_sigma is 0", () if config.guard.spike_sigma else ("on_spike",)),
     }
     for section, (reason, names) in reasons.items():
         values = getattr(config, section)

@@ -189,10 +189,7 @@ class MetricsRecorder:
         phase: CurrentPhase,
     ) -> None:
         self.config = config
-        self.steps = steps
         self.seq_len = seq_len
-        self._samples = samples
-        """Sequences that the run had seen at the last record."""
         self.flops_per_token = flops_per_token
         self.device = device
         self.peak_flops = peak_flops(device, compute_type)
@@ -208,11 +205,28 @@ class MetricsRecorder:
         """Records of this start."""
         if self._writes:
             self._ranks = RankWatch(self._hosts)
-            self._metrics = RecordFile(folder.records("metrics"), step)
-            self._saves = RecordFile(folder.records("checkpoints"), step)
-            self._validations = RecordFile(folder.records("validation"), step)
             self._skipped = RecordFile(folder.records("skipped"), None)
-            self._loggers = Loggers(config.loggers, folder.path, step=step)
+        self._folder = folder
+        self._begin(step, steps=steps, samples=samples)
+
+    def _begin(self, step: int, *, steps: int, samples: int) -> None:
+        self.steps, self._samples = steps, samples
+        """Steps of the whole run, and sequences that it had seen at the last record."""
+        if self._writes:
+            self._metrics, self._saves, self._validations = (
+                RecordFile(self._folder.records(name), step) for name in ("metrics", "checkpoints", "validation")
+            )
+            self._loggers = Loggers(self.config.loggers, self._folder.path, step=step)
+
+    def go_back(self, step: int, *, steps: int, samples: int) -> None:
+        """Continue after an earlier step, as a start that resumes there: records of later steps are dropped.
+
+        Args:
+            steps, samples: as of the constructor.
+        """
+        self.close()
+        self._begin(step, steps=steps, samples=samples)
+        self.clock.restart()
 
     @contextmanager
     def not_training(self, *, waits_for_device: bool) -> Iterator[None]:

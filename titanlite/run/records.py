@@ -5,11 +5,11 @@ import logging
 import os
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import json_text, quarantine_path, read_small, write_all, write_atomically
@@ -127,11 +127,25 @@ class RecordFile:
         write_atomically(self.path, b"".join(line + b"\n" for line in kept))
 
 
-def _step_of(line: bytes) -> int | None:
-    """Return the step of a record; None if the line is damaged."""
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield the records of a file, without damaged lines; none if it cannot be read."""
+    try:
+        lines = read_small(path, MOST_RECORDS).splitlines()
+    except OSError:
+        return
+    yield from filter(None, map(_parsed, lines))
+
+
+def _parsed(line: bytes) -> dict[str, Any]:
+    """Return a record; an empty one if the line is damaged."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):
-        return None
-    step = record.get("step") if isinstance(record, dict) else None
+        return {}
+    return cast(dict[str, Any], record) if isinstance(record, dict) else {}
+
+
+def _step_of(line: bytes) -> int | None:
+    """Return the step of a record; None if the line is damaged."""
+    step = _parsed(line).get("step")
     return step if type(step) is int else None

@@ -386,6 +386,7 @@ def test_options_without_an_effect_are_warnings(tmp_path: Path) -> None:
         "training.steps": 7,
         "checkpoint.initial_load": "['progress']",
         "checkpoint.allow_missing": "['head.*']",
+        "guard.on_spike": "'rollback'",
         "lr_scheduler.warmup_steps": 1,
     }
     text = "".join(f"{key} = {value}\n" for key, value in idle.items())

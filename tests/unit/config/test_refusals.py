@@ -77,6 +77,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "parallelism.fsdp_reduce_gradients": {
         1: [f"{MESH}fsdp_reduce_gradients=last {TRAIN}mixed_precision_param=bfloat16 {BFLOAT16_SUMS}"],
     },
+    "guard.on_spike": {1: ["--guard.spike_sigma=6 --guard.on_spike=rollback --checkpoint.enable=false"]},
     "job.name": {1: [f"--job.name={'x' * 5000}"]},
     "data.tokenizer": {1: ["--data.tokenizer=python-2k"]},
     "training.multi_token_weight": {

@@ -7,19 +7,19 @@ import pytest
 import torch
 
 from tests.support.helpers import mentions, world
-from titanlite.guard import REASONS, SkipReason, StepGuard, StoppedByGuard
+from titanlite.guard import REASONS, SkipReason, SpikeFound, StepGuard, StoppedByGuard
 from titanlite.schema import Guard
 from titanlite.step import StepResult
 
 NAN, INF = math.nan, math.inf
-TAKEN, NONFINITE, SPIKE, AFTER_STOP, LOSS_SCALE = SkipReason
+TAKEN, NONFINITE, SPIKE, AFTER_STOP, LOSS_SCALE, ROLLBACK = SkipReason
 
 
 def guard_of(
-    state: dict[str, object] | None = None, *, step: int = 0, window: int = 128, **options: object
+    state: dict[str, object] | None = None, *, step: int = 0, window: int = 128, has: bool = False, **options: object
 ) -> StepGuard:
-    config = Guard.model_validate(options)
-    return StepGuard(config, device=torch.device("cpu"), step=step, state=dict(state or {}), window=window)
+    config, device = Guard.model_validate(options), torch.device("cpu")
+    return StepGuard(config, device=device, step=step, state=dict(state or {}), window=window, can_go_back=lambda: has)
 
 
 def skip_reasons(guard: StepGuard, metrics: Sequence[tuple[float, float]], *, first: int = 1) -> list[int]:
@@ -106,3 +106,29 @@ def test_what_follows_is_the_same_after_a_resume() -> None:
     second = guard_of(first.state(), step=30, **options)
     assert skip_reasons(second, metrics[30:]) == expected[30:]
     assert second.state() == whole.state()
+
+
+CALM = [(3 + 0.01 * (-1) ** i, 1.0) for i in range(8)]
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_spike_stops_all_updates_until_the_run_goes_back() -> None:
+    """The host may look several steps later, and finds the first spike."""
+    guard = guard_of({"rollbacks": 1}, spike_sigma=6, window=8, on_spike="rollback", has=True)
+    metrics = [*CALM, (9, 1), (3, 1), (9, 1), (NAN, 1)]
+    assert skip_reasons(guard, metrics) == [*[TAKEN] * 8, ROLLBACK, *[AFTER_STOP] * 3]
+    with pytest.raises(SpikeFound) as found:
+        guard.check(world())
+    assert (found.value.taken, [one.step for one in found.value.skipped], found.value.exit_code) == (8, [9], 3)
+    assert guard.state() == {"rollbacks": 1}
+    guard.resume(4, {"rollbacks": 2, "window": [[3.0] * 4, [1.0] * 4]})
+    assert guard.state() == {"rollbacks": 2, "window": [[3.0] * 4, [1.0] * 4]}
+    assert skip_reasons(guard, [(3, 1), (9, 1)], first=5) == [TAKEN, ROLLBACK]
+
+
+@pytest.mark.usefixtures("single_process_group")
+@pytest.mark.parametrize(("on_spike", "has"), [("rollback", False), ("skip", True)])
+def test_without_a_checkpoint_a_spike_is_skipped(on_spike: str, has: bool) -> None:
+    guard = guard_of(spike_sigma=6, window=8, on_spike=on_spike, has=has)
+    assert skip_reasons(guard, [*CALM, (9, 1), (3, 1)]) == [*[TAKEN] * 8, SPIKE, TAKEN]
+    assert [one.step for one in guard.check(world())] == [9]

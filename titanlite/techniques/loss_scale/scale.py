@@ -29,8 +29,7 @@ GROWTH_INTERVAL = 2000
 class ScaledStep(Step):
     """Step whose loss is scaled. The state is that of the checkpoint that the run resumes from."""
 
-    def __post_init__(self, state: Mapping[str, Any]) -> None:
-        super().__post_init__(state)
+    def resume(self, state: Mapping[str, Any]) -> None:
         state, device = state.get("loss_scale", {}), self.mesh.device_type
         self.scale = torch.tensor(state.get("value", INITIAL_SCALE), dtype=torch.float32, device=device)
         self._finite_steps = torch.tensor(state.get("finite_steps", 0), device=device)
