@@ -4,7 +4,7 @@ Shape suffixes: see `layers`.
 """
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -263,7 +263,7 @@ def _packed_attention(
 
         out_TNH = attend_packed(*operands, scores.sinks_N, offsets, longest, sides=sides, scale=scores.scale)
     else:
-        groups = {"enable_gqa": True} if q_BNLH.shape[1] != k_BKSH.shape[1] else {}  # torch 2.11 does not know it
+        groups: dict[str, Any] = {"enable_gqa": True} if q_BNLH.shape[1] != k_BKSH.shape[1] else {}  # else torch 2.11
         out_TNH = varlen_attn(*operands, *offsets, *longest, scale=scores.scale, window_size=sides, **groups)
     assert isinstance(out_TNH, Tensor)
     return out_TNH.unflatten(0, (B, L)).transpose(1, 2)

@@ -5,6 +5,8 @@ PyTorch's public functions return it for packed documents only, and have no back
 Shape suffixes: see `models/layers.py`; S keys.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -64,7 +66,7 @@ def packed_attention(
     """
     from torch.nn.attention import varlen  # registers the operators; the import takes a second
 
-    groups = {"enable_gqa": True} if q_TNH.shape[1] != k_TKH.shape[1] else {}  # torch 2.11 does not know it
+    groups: dict[str, Any] = {"enable_gqa": True} if q_TNH.shape[1] != k_TKH.shape[1] else {}  # else torch 2.11
     out_TNH, lse_NT, _ = varlen._varlen_attn(
         q_TNH, k_TKH, v_TKH, *offsets, *longest, sides == (-1, 0), scale, list(sides), **groups
     )
