@@ -5,13 +5,12 @@ computes the block after it. So a device holds what about two blocks keep, and n
 needs at once. Copies run on a stream of their own; values do not change. On a CPU, which has neither, they are plain.
 """
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_leaves
 
 from titanlite.models.base import Model
 from titanlite.runtime.private_torch.tensors import local_tensor, storage_key, wrapped_tensors
@@ -103,8 +102,8 @@ class HostActivations:
             return
         self._now = self._before = KeptOfBlock(self._before)
         self._leaving.append(self._now)
-        others = [*block.parameters(), *block.buffers(), *tree_leaves((args[1:], kwargs))]
-        self._stays = {key for tensor in others if isinstance(tensor, Tensor) for key in _storages(tensor)}
+        others = [*block.parameters(), *block.buffers(), *_tensors((args[1:], kwargs))]
+        self._stays = {key for tensor in others for key in _storages(tensor)}
 
     def _end(self, *_: Any) -> None:
         """End the forward pass of a block. The device goes on when the copies of the block before it are done."""
@@ -181,6 +180,15 @@ def _let_go(block: KeptOfBlock) -> None:
     """Give the memory back whose copies the compute stream then has waited for."""
     _wait(block)
     block.leaving.clear()
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    """Yield the tensors in nested tuples, lists and dicts, which the arguments of blocks are."""
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, dict | list | tuple):
+        for part in tree.values() if isinstance(tree, dict) else tree:
+            yield from _tensors(part)
 
 
 def _storages(tensor: Tensor) -> list[Hashable]:
