@@ -101,7 +101,7 @@ def main() -> None:
         with titanlite.build_run(config) as run:
             batches = [*islice(run.batches, config.training.steps)]
         records = titanlite.run_training(titanlite.load_config("debug", options | {"job.name": "ours"}))
-    theirs = plain_losses(model, batches, records.column("lr"), config)
+    theirs = plain_losses(model, batches, [rate or 0.0 for rate in records.column("lr")], config)
     pairs = zip(records.steps, records.column("loss"), theirs, strict=True)
     found = [{"step": step, "titanlite": ours, "transformers": its} for step, ours, its in pairs]
     RECORDS.write_text("".join(json.dumps(record) + "\n" for record in found))

@@ -382,8 +382,9 @@ TECHNIQUES = {
     }),
     **rows("c2,c4,c2 t2", {
         f"heads for tokens, {family}": f"{MODELS[family].words} {ULYSSES}"
-        for family in ("Gemma 3", "OLMo 3", "gpt-oss", "DeepSeek-V3", "GLM-4.5", "SmolLM3")
+        for family in ("Gemma 3", "OLMo 3", "gpt-oss", "DeepSeek-V3", "GLM-4.5")
     }),
+    "heads for tokens, SmolLM3": Row(f"{SMOL} {ULYSSES}", "c2,c4,c2 t2", slow="c4"),
     "heads for tokens, Qwen3-MoE": Row(f"{SPARSE} {ULYSSES}", "c2,s2 c2 e2"),
     "heads for tokens, Qwen3-Next": Row(f"{QWEN_NEXT} {ULYSSES}", "c2,s2 c2", tolerance=ROUGH),
     "dropout": Row(f"{DROPOUT} {EACH}", UNSPLIT, slow="s2", refused=dict.fromkeys(("t2", "p2"), "training.dropout")),

@@ -119,7 +119,7 @@ def attend_by_heads(rank: int, ranks: int, key_heads: list[int], packed: bool) -
         mask = additive_mask(ids, q.dtype, window=window)
         expected = kernels.attend(whole[0], whole[1], whole[2], mask, scores=scores)
         expected.backward(upstream)
-        its_sinks = scores.sinks_N.grad if scores.sinks_N is not None else torch.zeros(1)
+        its_sinks: Any = scores.sinks_N.grad if scores.sinks_N is not None else torch.zeros(1)
         mine_scores = scores._replace(sinks_N=scores.sinks_N.detach().requires_grad_()) if has_sinks else scores  # pyright: ignore[reportOptionalMemberAccess]
         parts = [tensor[:, :, own].clone().requires_grad_() for tensor in (q, k, v)]
         source = HeadSplit(part, group)

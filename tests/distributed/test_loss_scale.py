@@ -24,7 +24,7 @@ TOO_LARGE = 2.0**23
 2^20."""
 INTERVAL = 4
 """Steps without an overflow after which the scale of these tests grows."""
-TAKEN, NONFINITE, _, AFTER_STOP, OVERFLOW = SkipReason
+TAKEN, NONFINITE, _, AFTER_STOP, OVERFLOW, _ = SkipReason
 REASON = REASONS[OVERFLOW]
 
 

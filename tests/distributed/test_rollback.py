@@ -91,7 +91,7 @@ def never_read(tiny: TinyRun, name: str, *options: str, world_size: int = 1) -> 
     checkpoint = record["rollback"]["checkpoint"]
     folder = f"checkpoints/{folder_name(checkpoint)}"
     places = [tiny.folder / "outputs" / run / folder for run in (name, other)]
-    shutil.copytree(*places)
+    shutil.copytree(places[0], places[1])
     manifest, later = (
         Manifest.from_json((places[0].with_name(folder_name(step)) / "manifest.json").read_bytes())
         for step in (checkpoint, checkpoint + SAVED)

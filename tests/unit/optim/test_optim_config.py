@@ -161,7 +161,7 @@ def test_bfloat16_weights_need_an_optimizer_that_rounds() -> None:
 
 def test_examples_of_the_guide_are_valid() -> None:
     examples = re.findall(r"```toml\n(.*?)```", Path("docs/optimizers.md").read_text(), re.DOTALL)
-    assert len(examples) == 7
+    assert len(examples) == 8
     with torch.device("meta"):
         model = Llama3(Llama3.flavors["debug"])  # pyright: ignore[reportArgumentType]
     for example in map(tomli.loads, examples):

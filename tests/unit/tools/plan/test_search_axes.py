@@ -69,7 +69,9 @@ def test_what_is_proposed(options: list[str], speeds: dict[str, float], tried: l
 
     def find(config: Config, layout: Layout) -> Found:
         degrees = config.parallelism.model_dump()
-        found = {key: degrees[key] for key in degrees if key.split("_")[0] in ("expert", "context", "tensor")}
+        found = {
+            f"{axis}_parallel_degree": degrees[f"{axis}_parallel_degree"] for axis in ("context", "expert", "tensor")
+        }
         asked.append(axis_of({f"parallelism.{key}": value for key, value in found.items()}))
         if asked[-1] not in speeds:
             raise UserError("nothing fits")
