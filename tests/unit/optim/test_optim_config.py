@@ -165,7 +165,7 @@ def test_examples_of_the_guide_are_valid() -> None:
     with torch.device("meta"):
         model = Llama3(Llama3.flavors["debug"])  # pyright: ignore[reportArgumentType]
     for example in map(tomli.loads, examples):
-        assert {*example} <= {"optimizer", "average", "model"}
+        assert {*example} <= {"optimizer", "average", "outer", "model"}
         Average.model_validate(example.get("average", {}))
         optimizer = Optimizer.model_validate(example.get("optimizer", {}))
         assert check_optimizer(optimizer, model, dtype="float32") == []
