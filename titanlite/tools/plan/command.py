@@ -82,7 +82,8 @@ def plan_config(
     if json_:
         record = {"suggestions": [asdict(candidate) for candidate in found]} if suggest else {}
         record |= {"goodput": asdict(effect)} if effect else {}
-        record |= {"context_parallel_methods": {name: asdict(other.time) for name, other in others.items()}}
+        methods = {name: asdict(other.time) for name, other in others.items()}
+        record |= {"context_parallel_methods": methods} if methods else {}
         print(json_text(plan_record(planned) | record, indent=1))
     else:
         print("\n".join([*plan_lines(planned, loaded), *(suggestion_lines(found) if suggest else ())]))

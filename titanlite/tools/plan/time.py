@@ -180,7 +180,7 @@ def host_time(
     backward: float = 0.0,
 ) -> float:
     """Return the seconds that host memory adds to a step, see `Technique.host_traffic`. Copies over the link hide
-    behind nothing.
+    behind nothing, but for those of activations beside the passes.
 
     Args:
         ranks: of a machine, which share its memory.
