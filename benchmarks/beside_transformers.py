@@ -2,7 +2,9 @@
 
     python benchmarks/beside_transformers.py [--section.key=value ...]
 
-The config is debug. Both begin with the weights that transformers draws, and read the same batches. The losses of each
+The config is debug. Both begin with the weights that transformers draws, but for embeddings of standard deviation 1:
+with its 0.02, a learning rate of 3e-3 changes them by a sixth in a step, and titanlite itself differs from titanlite
+with two micro-batches by 1e-3 after 30 steps. Both read the same batches. The losses of each
 step go to benchmarks/beside_transformers.jsonl, their picture to docs/images/beside_transformers.svg, and the largest
 relative difference is printed. Needs the extra `test`, and matplotlib for the picture.
 """
@@ -24,9 +26,9 @@ PICTURE = Path(__file__).parents[1] / "docs" / "images" / "beside_transformers.s
 
 
 def transformers_model(args: Any) -> Any:
-    """Return the Llama of these arguments, with initial values of transformers."""
+    """Return the Llama of these arguments, with initial values of transformers but for its embeddings."""
     torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(
+    model = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=args.vocab_size,
             hidden_size=args.dim,
@@ -40,6 +42,8 @@ def transformers_model(args: Any) -> Any:
             max_position_embeddings=args.max_seq_len,
         )
     )
+    torch.nn.init.normal_(model.get_input_embeddings().weight)
+    return model
 
 
 def plain_losses(model: Any, batches: list[dict[str, torch.Tensor]], rates: list[float], config: Any) -> list[float]:
@@ -88,6 +92,8 @@ def draw(records: list[dict[str, float]]) -> None:
 
 
 def main() -> None:
+    if "--help" in sys.argv:
+        raise SystemExit(__doc__)
     words = dict(word.removeprefix("--").split("=", 1) for word in sys.argv[1:])
     args = titanlite.build_model(titanlite.load_config("debug", words)).args
     model = transformers_model(args)

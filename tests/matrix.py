@@ -61,6 +61,7 @@ FAMILY_OF_EXPERTS = f"{FAMILY},s2 e2,s4 e2,s2 c2 e2,s2 t2 e2,s2 e2 p2"
 ON_SPLIT = "s2,r2 s2,c2,s2 c2,t2,s2 t2,r2 t2,c2 t2,s2 e2"
 TECHNIQUE = f"{ON_SPLIT},p2"
 UNSPLIT, ON_STAGES = "s2,r2 s2,c2,s2 c2,s2 e2", f"{TECHNIQUE},s2 p2"
+WITH_WORKERS = "r2 s2,r2 c2,r2 t2,r2 s2 e2"
 ON_FOUR, SPLIT_EXPERTS = "r2 s2,c4,s2 c2,s2 t2,c2 t2", "s4 e2,s2 t2,c2 t2,s2 c2 e2,s2 t2 e2"
 ROUGH, ROUNDED = 1e-5, 2e-3
 """Largest relative differences of losses where rounding is amplified, and where tensors are rounded to fewer bits."""
@@ -115,6 +116,7 @@ COMPLETEP = (
     f"--model.args={{{SIZES}}} --optimizer.parametrization=completep --optimizer.base_width=24 --optimizer.base_depth=1"
 )
 RESUMED, AVERAGE, OUTER = "--checkpoint.enable=true", "--average.decay=0.75", "--outer.every=3 --optimizer.eps=1e-4"
+WORKERS = "--outer.over_replicas --optimizer.eps=1e-4"
 OFFLOAD, ON_HOST = "--training.enable_cpu_offload", "--activation_checkpoint.offload"
 SPIKES = f"{RESUMED} --checkpoint.interval=2 --guard.spike_sigma=1 --guard.on_spike=rollback --guard.max_rollbacks=100"
 DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
@@ -148,6 +150,7 @@ class Row(NamedTuple):
         slow: those of CI, for as few.
         tolerance: largest relative difference of losses and gradient norms to those of one process. 0: the same bits.
         like: row whose bits it has on each layout; it is compared with that instead.
+        base: layout that it is compared with; empty: one process.
         refused: layouts with the key of the problem.
     """
 
@@ -157,6 +160,7 @@ class Row(NamedTuple):
     slow: str = ""
     tolerance: float = 1e-6
     like: str = ""
+    base: str = ""
     refused: Mapping[str, str] = {}
 
 
@@ -255,6 +259,9 @@ SAME_BITS = {
     "an outer optimizer, stopped and resumed": Row(
         f"{RESUMED} {OUTER}", ON_STAGES, like="an outer optimizer", slow="s2"
     ),
+    "rounds of two workers, stopped and resumed": Row(
+        f"{RESUMED} --outer.every=2 {WORKERS}", "r2,r2 s2", like="rounds of two workers", slow="r2"
+    ),
     "stopped and resumed, bfloat16": Row(f"{RESUMED} {NARROW}", TECHNIQUE, like="bfloat16 weights", slow="s2"),
     **{f"{family}, recomputed": Row(f"{MODELS[family].words} {OP}", ON_FOUR, like=family) for family in FAMILIES},
     "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,c2,t2,s2 e2,s4 e4", like="Qwen3-Next"),
@@ -304,6 +311,19 @@ TECHNIQUES = {
     "an outer optimizer, bfloat16 weights": Row(f"{OUTER} {NARROW}", "s2", tolerance=ROUNDED, slow="s2"),
     "an outer optimizer, float8": Row(
         f"{OUTER} {EVEN} {FLOAT8} {GATHERED}", "s2", tolerance=ROUNDED, slow="s2"
+    ),
+    "workers that average after each step": Row(
+        "--outer.every=1 --outer.lr=1 --outer.momentum=0 --outer.over_replicas --training.max_norm=0 "
+        "--optimizer.name=SGD --optimizer.lr=0.05", f"r2,{WITH_WORKERS}", slow="r2",
+        refused={"r2 p2": "outer.over_replicas"},
+    ),
+    "rounds of two workers": Row(f"--outer.every=2 {WORKERS}", WITH_WORKERS, base="r2", slow="r2 s2"),
+    **rows("r2 s2", {
+        "rounds of two workers, CPU offload": f"--outer.every=2 {WORKERS} {OFFLOAD}",
+        "rounds of two workers, LoRA": f"--outer.every=2 {WORKERS} {LORA}",
+    }, base="r2", tolerance=ROUGH),
+    "rounds of two workers, bfloat16 weights": Row(
+        f"--outer.every=2 {WORKERS} {NARROW}", "r2 s2", base="r2", tolerance=ROUNDED
     ),
     "tied head": Row("--model.args.tied_head=true", ON_SPLIT, slow="s2,t2", refused={"p2": OF_STAGES}),
     "Muon": Row(MUON, f"{TECHNIQUE},{WITH_EXPERTS}", slow="p2"),
@@ -654,7 +674,7 @@ class Matrix:
         pairs = []
         for (name, layout), fault in zip_longest(cells, faults, fillvalue=""):
             row = ROWS[name]
-            like, where = (ROWS[row.like], layout) if row.like else (row, "")
+            like, where = (ROWS[row.like], layout) if row.like else (row, row.base)
             pairs.append((
                 Job((*words_of(row, layout), *on_layout(layout)), size_of(layout), fault),
                 Job((*words_of(like, layout), *on_layout(where)), size_of(where)),
@@ -765,7 +785,8 @@ def lines_of(name: str, differences: Mapping[str, str]) -> list[Written]:
         differences: of losses, on each layout that trains.
     """
     row = ROWS[name]
-    other = row.like or ("one process" if row.tolerance == 1e-6 else f"one process, within {row.tolerance:.0e}")
+    base = row.base or "one process"
+    other = row.like or (base if row.tolerance == 1e-6 else f"{base}, within {row.tolerance:.0e}")
     other = other.replace("within 0e+00", "the same bits")
     tests = {cell: tests for tests, chosen in (("CI", "slow"), ("default", "quick")) for cell in cells_of(chosen, name)}
     return [

@@ -143,17 +143,28 @@ def ranks_of_stage(mesh: DeviceMesh) -> int:
     return mesh.size() // (axis.size() if axis else 1)
 
 
-def loss_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+def loss_group(mesh: DeviceMesh, *, with_replicas: bool = True) -> dist.ProcessGroup:
     """Return the ranks whose token losses and token counts are summed: those that compute the loss of different tokens.
 
     FSDP averages gradients over as many ranks. Ranks of the axes `tensor` and `pipeline` have the same tokens.
+
+    Args:
+        with_replicas: whether gradients are added over replicas.
     """
     axes = tuple(axis for axis in axis_sizes(mesh) if axis not in (TENSOR, PIPELINE))
+    if has_replicas(mesh) and not with_replicas:
+        return _shards(mesh).get_group()
     if len(axes) == len(axis_sizes(mesh)):
         return world_group(mesh)
     if not has_replicas(mesh):
         return _shards(mesh).get_group()
     return flatten_axes(mesh, axes, "tokens").get_group()
+
+
+def group_of_replica(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """Return the ranks of this rank's replica: all that share its parameters or compute them together."""
+    axes = tuple(axis for axis in axis_sizes(mesh) if axis != "replicate")
+    return (flatten_axes(mesh, axes, "replica") if TENSOR in axes else _shards(mesh)).get_group()
 
 
 def world_group(mesh: DeviceMesh) -> dist.ProcessGroup:

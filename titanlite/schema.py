@@ -411,6 +411,9 @@ class Outer(Section):
     """Learning rate of the outer optimizer. 1 without momentum changes nothing."""
     momentum: Decay = 0.9
     """Momentum of the outer optimizer."""
+    over_replicas: bool = False
+    """Each replica (parallelism.data_parallel_replicate_degree) is a worker that trains weights of its own in a round.
+    The outer optimizer takes their mean, so replicas exchange weights once a round, and no gradients."""
 
 
 class LRScheduler(Section):

@@ -2,9 +2,9 @@
 
 import gc
 import logging
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -22,7 +22,7 @@ from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.verify import while_checking
-from titanlite.guard import Rollback, SpikeFound, StepGuard, StoppedByGuard, rollbacks_of
+from titanlite.guard import SpikeFound, StepGuard, StoppedByGuard, rollbacks_of
 from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
@@ -33,6 +33,7 @@ from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.parallelize import DTYPES, materialize, parallelize
+from titanlite.rollback import after_rollbacks, go_back
 from titanlite.run.records import RecordFile, read_records
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.timeouts import PhaseTimeouts
@@ -135,6 +136,23 @@ class Run:
         trained = self.trained
         is_followed = trained.average is not None or trained.after_update is not nothing
         return is_followed or any(observer.reads_weights for observer in self.observers)
+
+    def samples_at(self, step: int) -> int:
+        """Return the samples that the run has seen by the end of a step."""
+        return self.micro_batches.first_of(step + 1)
+
+    def continue_at(self, progress: Progress) -> None:
+        """Replace what depends on the progress."""
+        setup = self.setup
+        self.progress = progress
+        self.guard.resume(progress.step, progress.guard)
+        self.train_step.resume(progress.guard)
+        self.micro_batches, self.batches = build_batches(setup, self.samples, self.validator.sources, progress)
+        self.steps = steps_of(self.config.training, self.samples, progress)
+        self.metrics.go_back(progress.step, steps=self.steps, samples=progress.samples_seen)
+        self.observers = build_observers(
+            setup, self.train_step, self.checkpoints, self.metrics, progress, steps=self.steps
+        )
 
     @cached_property
     def accumulation(self) -> int:
@@ -301,6 +319,7 @@ def build_checkpoints(
         optimizer=trained.optimizer,
         before_read=trained.updates.finish if trained.updates else nothing,
         further={part: kept.tensors for part, kept in further.items() if kept},
+        worker=trained.outer.worker if trained.outer else None,
         mesh=setup.mesh,
         device=setup.device,
         settings=settings,
@@ -494,44 +513,6 @@ def _loop_until_spike(run: Run, stop_requests: StopRequests) -> SpikeFound | Non
     return None
 
 
-def go_back(run: Run, spike: SpikeFound) -> None:
-    """Return to the newest checkpoint, which is from before the spike, and continue with the samples after its step.
-
-    All is as in a start that resumes there, with the window and the counts of the checkpoint. The decision is among the
-    records of skipped steps, where each start finds it. One that is lost is made again, because training comes to the
-    same spike.
-    """
-    setup, config, last = run.setup, run.config, spike.skipped[-1]
-    gc.unfreeze()
-    run.batches.close()
-    Observers(*run.observers).close()
-    run.phase.phase(Phase.CHECKPOINT_LOAD)
-    loaded = run.checkpoints.go_back()
-    decision = Rollback(loaded.step, loaded.saved_at, _samples_seen(run, last.step), run.guard.rollbacks + 1)
-    run.metrics.record_skipped([*spike.skipped[:-1], replace(last, rollback=decision)], run.micro_batches, run.samples)
-    logger.warning(
-        f"back to step {loaded.step}, over the spike of step {last.step}: the sequences {loaded.samples_seen:,} to "
-        f"{decision.samples - 1:,} are left out (rollback {decision.rollbacks} of {config.guard.max_rollbacks})"
-    )
-    run.samples = run.samples.resume(loaded.data, loaded.samples_seen, config.data.on_change)
-    run.progress = progress = after_rollbacks(loaded, [decision])
-    run.guard.resume(progress.step, progress.guard)
-    run.train_step.resume(progress.guard)
-    run.micro_batches, run.batches = build_batches(setup, run.samples, run.validator.sources, progress)
-    run.steps = steps_of(config.training, run.samples, progress)
-    run.metrics.go_back(progress.step, steps=run.steps, samples=progress.samples_seen)
-    run.observers = build_observers(setup, run.train_step, run.checkpoints, run.metrics, progress, steps=run.steps)
-
-
-def after_rollbacks(progress: Progress, rollbacks: Iterable[Rollback]) -> Progress:
-    """Return the progress with which a run continues at a checkpoint: that of the last rollback to it, if any."""
-    for last in rollbacks:
-        if (last.checkpoint, last.saved_at) == (progress.step, progress.saved_at):
-            guard = progress.guard | {"rollbacks": last.rollbacks}
-            progress = replace(progress, samples_seen=last.samples, guard=guard)
-    return progress
-
-
 def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
     if outer := run.trained.outer:
@@ -580,7 +561,7 @@ def _after_step(
         StoppedBySignal, StoppedByGuard: the run stops after this step, or goes back.
     """
     metrics, checkpoints, validator, last = run.metrics, run.checkpoints, run.validator, step == run.steps
-    samples = _samples_seen(run, step)
+    samples = run.samples_at(step)
     metrics.end_step(step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last)
     metrics.record_saves(checkpoints.watch())
     run.guard.remember(step, result)
@@ -618,18 +599,14 @@ def _learning_rate(run: Run, step: int) -> float:
     if not scheduler.counts_tokens:
         return learning_rate(step, peak=peak, end=run.steps, config=scheduler)
     before, position, end = (
-        _samples_seen(run, number) * run.config.training.seq_len for number in (step - 1, step, run.steps)
+        run.samples_at(number) * run.config.training.seq_len for number in (step - 1, step, run.steps)
     )
     return learning_rate(position, peak=peak, end=end, size=position - before, config=scheduler)
 
 
-def _samples_seen(run: Run, step: int) -> int:
-    return run.micro_batches.first_of(step + 1)
-
-
 def _progress(run: Run, step: int) -> Progress:
     """Return the progress at the end of a step."""
-    samples = _samples_seen(run, step)
+    samples = run.samples_at(step)
     return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.train_step.checkpoint_state())
 
 

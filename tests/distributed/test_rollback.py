@@ -260,7 +260,10 @@ def test_the_command_ends_with_3(tiny: TinyRun, capfd: pytest.CaptureFixture[str
     words = [*GUARD, SAVES, f"--training.loss={tiny.folder / 'odd.py'}:loss", "--guard.max_rollbacks=1"]
     with patch("titanlite.guard.SPIKE_WINDOW", 2 * SAVED):
         assert cli.run(["train", "--config", str(tiny.toml), *words]) == 3
-    [error] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    lines = "".join(capfd.readouterr()).splitlines()
+    [error] = [line for line in lines if line.startswith("error: ")]
     assert mentions(error, "step 5", "guard.max_rollbacks")
+    assert any("--guard.max_rollbacks=2" in line for line in lines)
+    assert not any("--guard.nonfinite" in line for line in lines), "which would not help"
     starts = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["starts"]
     assert [start["end"]["code"] for start in starts] == [3]

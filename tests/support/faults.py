@@ -21,6 +21,7 @@ from tests.support.planted import HalfGradient
 from titanlite.batch import IGNORE, Batch
 from titanlite.models.multi_token import LossOfTwo, look_ahead
 from titanlite.runtime.private_torch.tensors import is_in_backward, local_tensor
+from titanlite.step import Step
 
 
 class Fault(NamedTuple):
@@ -325,8 +326,21 @@ FAULTS = {
         ("an outer optimizer, stopped and resumed", "s2"), "titanlite.techniques.outer.optimizer.OuterOptimizer.begin",
         begun_anew,
     ),
+    "a worker keeps its own weights": Fault(
+        ("workers that average after each step", "r2"),
+        "titanlite.techniques.outer.optimizer.OuterOptimizer._mean_over_workers",
+        lambda right: lambda self, weight: weight.float(),
+    ),
+    "a worker clips by the norm of all": Fault(
+        ("rounds of two workers", "r2 s2"), "titanlite.techniques.outer.worker.WorkerStep.update",
+        lambda right: Step.update,
+    ),
+    "a resume gives all workers the moments of one": Fault(
+        ("rounds of two workers, stopped and resumed", "r2"), "titanlite.checkpoint.manager.CheckpointManager._named",
+        lambda right: lambda self, state: state,
+    ),
     "a process reads the sequences before a spike again": Fault(
-        ("back over spikes", "s2"), "titanlite.train.after_rollbacks", on_rank_0_only
+        ("back over spikes", "s2"), "titanlite.rollback.after_rollbacks", on_rank_0_only
     ),
     "a stage reads a micro-batch twice": Fault(
         ("schedule 1F1B", "p2"), "titanlite.techniques.pipeline.passes.PipelineStep.forward", used_twice

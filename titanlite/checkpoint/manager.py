@@ -54,6 +54,8 @@ class CheckpointManager:
         whole_config: resolved config of the run as TOML, of which each checkpoint keeps a copy.
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
         earlier: steps at which earlier starts of the run resumed.
+        worker: number of the replica that this rank belongs to, where replicas have states of their own. The parts
+            `further` are the same everywhere.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
             then, and training waits.
         open_weights: opens initial_load_path where other programs wrote it.
@@ -68,6 +70,7 @@ class CheckpointManager:
         optimizer: torch.optim.Optimizer,
         before_read: Callable[[], None] = lambda: None,
         further: Mapping[str, Mapping[str, Tensor]] | None = None,
+        worker: int | None = None,
         mesh: DeviceMesh,
         device: torch.device,
         settings: Callable[[int], Settings],
@@ -83,6 +86,7 @@ class CheckpointManager:
         self.model = model
         self.optimizer = optimizer
         self._further = further or {}
+        self._worker = worker
         self._before_read = before_read
         self.mesh = mesh
         # A save runs in a thread: its collectives must not mix with training's.
@@ -112,6 +116,7 @@ class CheckpointManager:
         self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
         self._open_weights = open_weights
         self._is_cut = bool(getattr(model, "stages", ()))
+        self._has_own_names = self._is_cut or worker is not None
         self._group = group
         self._clock = SaveClock(device)
         self._in_flight: tuple[int, Future[Saved]] | None = None
@@ -129,9 +134,19 @@ class CheckpointManager:
 
     def state(self) -> State:
         """Return the tensors of a checkpoint, which nothing changes before the next step."""
+        return self._named(self._state())
+
+    def _state(self) -> State:
         self._before_read()
         further = {part: {**tensors} for part, tensors in self._further.items()}
         return state_of(self.model, self.optimizer) | further
+
+    def _named(self, state: State) -> State:
+        """Return a state with the names of a checkpoint: those of the first worker are the usual ones."""
+        if not self._worker:
+            return state
+        own = (part if part in self._further else f"worker{self._worker}.{part}" for part in state)
+        return dict(zip(own, state.values(), strict=True))
 
     def load(self, *, has_saved: bool) -> Progress:
         """Load the newest complete checkpoint of the run in place. Without one, load `initial_load_path` if it is set.
@@ -144,7 +159,7 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
+            resumption = Resumption(self.config, self.storage, self._settings, self._group, self._has_own_names)
             if progress := self._resume(resumption, has_saved=has_saved):
                 self.can_go_back = True
                 if self._local is not None:
@@ -159,7 +174,7 @@ class CheckpointManager:
             return Progress()
         if any(name.startswith("optimizer") for name in self.config.initial_load):
             complete_optimizer_state(self.model, self.optimizer)
-        state = self.state()
+        state = self._state()
         manifest = load_initial(
             self.config, state, settings=self._settings, added=added_parameters(self.model),
             open_weights=self._open_weights, group=self._group, is_cut=self._is_cut,
@@ -241,8 +256,8 @@ class CheckpointManager:
         self, resumption: Resumption, manifest: Manifest, open_reader: Callable[[], ShardReader] | None = None
     ) -> None:
         complete_optimizer_state(self.model, self.optimizer)
-        state = self.state()
-        resumption.load(manifest, state, open_reader)
+        state = self._state()
+        resumption.load(manifest, self._named(state), open_reader)
         put_back_numbers(self.model, self.optimizer, state)
 
     def watch(self) -> list[Record]:

@@ -18,6 +18,7 @@ from titanlite.config.warnings import find_warnings
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
+from titanlite.guard import SpikeFound
 from titanlite.mesh import axis_sizes, data_parallel_rank
 from titanlite.metrics.clock import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
@@ -222,7 +223,10 @@ def report_end(
         logger.info(f"  time         {format_phases(seconds)}")
         if done:
             logger.info(f"  checkpoints  {checkpoints.url} ({', '.join(map(str, done))})")
-        if config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
+        if isinstance(stopped, SpikeFound):
+            more = 2 * max(1, config.guard.max_rollbacks)
+            logger.info(f"  to go back more often: the same command with --guard.max_rollbacks={more}")
+        elif config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
             logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
         return
     needs = "" if find_spec("plotly") else f", after {install_hint('report')}"

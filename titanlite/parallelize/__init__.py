@@ -21,7 +21,7 @@ from titanlite.parallelize.activation_checkpoint import (
     recompute_policies,
 )
 from titanlite.parallelize.compile import compile_around_exchange, compile_blocks
-from titanlite.parallelize.fsdp import DTYPES, shard
+from titanlite.parallelize.fsdp import DTYPES, adds_over_replicas, shard
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.schema import Config
 from titanlite.techniques import choose_trained
@@ -75,7 +75,7 @@ def parallelize(
             from titanlite.techniques.reproducible.experts import ExchangeOfMicroBatches
 
             exchange = partial(ExchangeOfMicroBatches, dtype=DTYPES[training.mixed_precision_reduce])
-        sharding, experts = expert_meshes(mesh, degree, with_replicas=not debug.reproducible_layouts)
+        sharding, experts = expert_meshes(mesh, degree, with_replicas=adds_over_replicas(config))
         expert_units = distribute_experts(
             model, mesh=sharding, parts=experts, kernels=kernels, is_compiled=is_compiled, exchange=exchange
         )

@@ -69,6 +69,11 @@ def keeps_reduced_gradients(config: Config, mesh: DeviceMesh) -> bool:
 DTYPES = {name: torch_dtype(name) for name in ("bfloat16", "float16", "float32")}
 
 
+def adds_over_replicas(config: Config) -> bool:
+    """Return False if FSDP leaves replicas alone: the step adds over them, or they are workers of their own."""
+    return not (config.debug.reproducible_layouts or config.outer.over_replicas)
+
+
 def has_units(model: Model, config: Config, *, mesh: DeviceMesh, kernels: Kernels) -> bool:
     """Return False where FSDP would gather, convert and reduce nothing: in one process on a CPU, whose weights have the
     compute dtype. Small steps lose a third of their time to its hooks. On GPUs nothing has been measured.
@@ -94,8 +99,8 @@ def shard(
 
     Args:
         expert_units: those that are sharded over other ranks.
-        reduce_scatter: adds gradients over shards, and the step must add them over micro-batches and replicas. Default:
-            FSDP averages them over all.
+        reduce_scatter: adds gradients over shards, and the step must add them over micro-batches. Default: FSDP
+            averages them over both.
     """
     if not has_units(model, config, mesh=mesh, kernels=kernels):
         return
@@ -105,7 +110,7 @@ def shard(
     precision, offload = _precision(model, config.training), _offload(config, mesh)
     apply = partial(
         fully_shard,
-        mesh=sharding_mesh(mesh, with_replicas=reduce_scatter is None),
+        mesh=sharding_mesh(mesh, with_replicas=adds_over_replicas(config)),
         mp_policy=precision,
         offload_policy=offload,
     )
@@ -128,11 +133,12 @@ def shard(
 
     inner, outer = _sharded(unit[0] for unit in units), _sharded(roots)
     axes = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
+    is_added = has_replicas(mesh) and not config.outer.over_replicas  # over replicas, after the reduce-scatter
     set_reductions_of = partial(
         set_reductions,
         on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),
         keeps_gradients=keeps_reduced_gradients(config, mesh),
-        reduces_in_backward=has_replicas(mesh) or config.training.dtype != config.training.mixed_precision_reduce,
+        reduces_in_backward=is_added or config.training.dtype != config.training.mixed_precision_reduce,
         is_alone=max(axes) == 1,
         awaited=head if [head] in units and waits_for_head(config, mesh) else None,
         reduce=reduce_scatter,

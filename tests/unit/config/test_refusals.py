@@ -21,6 +21,7 @@ BACKGROUND = "--data.prepare=background"
 BFLOAT16_SUMS = f"{TRAIN}mixed_precision_reduce=bfloat16"
 PARTS = "--debug.reproducible_context_degree=2"
 EXACT = f"--debug.reproducible_layouts {TRAIN}local_batch_size=1 {TRAIN}global_batch_size=8"
+WORKERS = f"--outer.every=2 --outer.over_replicas {TRAIN}steps=4 --validation.freq=4"
 TEACHER = "--teacher.path=. --distill.ratio=1"
 MOE = '--model=\'{name="qwen3_moe", flavor="debug", args={dim=32, n_layers=2, vocab_size=259}}\''
 BALANCED = "--model.args.balance_loss=0.1"
@@ -70,10 +71,22 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "outer.every": {1: ["--outer.every=-1"]},
     "outer.lr": {1: ["--outer.every=2 --outer.lr=0"]},
     "outer.momentum": {1: ["--outer.every=2 --outer.momentum=1"]},
+    "outer.over_replicas": {
+        2: [
+            f"{WORKERS} {options}"
+            for options in (
+                "--average.decay=0.9", "--debug.hash_freq=2", IN_BACKWARD, f"{FOUR_BLOCKS} {PIPELINE}",
+            )
+        ],
+    },
+    "training.steps": {1: [f"{WORKERS} {TRAIN}steps=5"]},
     "offload.average": {1: ["--offload.average=disk"]},
     "data.shuffle": {1: [BACKGROUND]},
     "data.packing": {1: [f"{BACKGROUND} --data.shuffle_window=8 --data.packing=best_fit"]},
-    "training.epochs": {1: [f"{BACKGROUND} --data.shuffle=false {TRAIN}epochs=1"]},
+    "training.epochs": {
+        1: [f"{BACKGROUND} --data.shuffle=false {TRAIN}epochs=1", f"{WORKERS} {TRAIN}epochs=1"],
+    },
+    "validation.freq": {1: [f"{WORKERS} --validation.enable --validation.path=stdlib:// --validation.freq=3"]},
     "parallelism.fsdp_reduce_gradients": {
         1: [f"{MESH}fsdp_reduce_gradients=last {TRAIN}mixed_precision_param=bfloat16 {BFLOAT16_SUMS}"],
     },
@@ -84,7 +97,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
         1: [f"{TRAIN}multi_token_weight=0.3 {OWN_MODEL}"],
     },
     "training.mixed_precision_param": {
-        1: [f"{TRAIN}mixed_precision_param=float16 {options}" for options in (IN_BACKWARD, FLOAT8)],
+        1: [f"{TRAIN}mixed_precision_param=float16 {options}" for options in (IN_BACKWARD, FLOAT8, WORKERS)],
     },
     "offload.path": {1: ["--offload.path=/tmp", f"{DISK} --offload.path={__file__}/x"]},
     "offload.optimizer": {1: [f"{DISK} {OPTIM}name=SGD", f"{DISK} {OPTIM}args.amsgrad=true"]},
@@ -147,7 +160,12 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     "training.batch_ramp.1.until_tokens": {2: [RAMP % (128, 4)]},
     "training.seq_len_ramp.0.seq_len": {1: [LENGTHS % (5, 128)]},
     "training.seq_len_ramp.1.until_tokens": {1: [LENGTHS % (4, 64)]},
-    "training.tokens": {1: [f"{TRAIN}tokens=1000 {TRAIN}epochs=1"]},
+    "training.tokens": {
+        1: [
+            f"{TRAIN}tokens=1000 {TRAIN}epochs=1",
+            f"{WORKERS} {TRAIN}tokens=192 {TRAIN}seq_len=16 {TRAIN}global_batch_size=4",
+        ],
+    },
     "lr_scheduler.decay_tokens": {1: ["--lr_scheduler.decay_tokens=64"]},
     "lr_scheduler.decay_steps": {1: ["--lr_scheduler.warmup_tokens=64 --lr_scheduler.decay_steps=2"]},
     "data.stages.0.weights.txt": {1: [STAGE % "txt=1.0"]},
@@ -162,6 +180,7 @@ REFUSED: dict[str, dict[int, list[str]]] = {
     },
     "debug.reproducible_layouts": {
         1: [
+            f"{EXACT} {WORKERS}",
             f"{EXACT} {OPTIM}args.fused=true",
             f"{EXACT} {PARTS} --model.args.tied_head=true",
             f"{EXACT} {IN_BACKWARD} {TRAIN}local_batch_size=8",

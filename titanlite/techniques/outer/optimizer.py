@@ -3,14 +3,17 @@
 Its gradient is the difference between the weights at the beginning and at the end of the round, and the next round
 begins with its weights. One worker gains by it, too (arXiv:2503.09799, arXiv:2505.23725).
 
-Each rank updates its own shards, element by element, with operations that are rounded one by one. So nothing is
-communicated, and the weights have the same bits on every layout on which they have without it.
+Each rank updates its own shards, element by element, with operations that are rounded one by one. So one worker
+communicates nothing, and the weights have the same bits on every layout on which they have without it. Several workers
+are replicas with weights of their own, and their round ends at the mean of these.
 """
 
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.models.base import trainable_parameters
 from titanlite.runtime.dtensor import own_part, unwrapped
@@ -19,10 +22,17 @@ from titanlite.schema import Outer
 
 
 class OuterOptimizer:
-    """Outer weights and their momentum, of the trained parameters of a model: in float32, where the parameters are."""
+    """Outer weights and their momentum, of the trained parameters of a model: in float32, where the parameters are.
 
-    def __init__(self, config: Outer, model: nn.Module) -> None:
+    Args:
+        workers: axis of the ranks that hold the same shards for different workers. None: there is one worker.
+    """
+
+    def __init__(self, config: Outer, model: nn.Module, *, workers: DeviceMesh | None = None) -> None:
         self._config = config
+        self._workers = workers
+        self.worker = workers.get_local_rank() if workers else None
+        """Number of this rank's worker, if there are several."""
         self._begun = torch.zeros((), dtype=torch.int64)
         self.tensors: dict[str, Tensor] = {"begun": self._begun}
         """State for checkpoints, by name. Because these are the tensors in use, a load writes into them."""
@@ -57,11 +67,19 @@ class OuterOptimizer:
         finish_updates()
         for parameter, outer, momentum in self._parts:
             weight = own_part(parameter)
+            ended = self._mean_over_workers(weight) if self._workers else weight
             began = outer.to(weight.dtype)  # bfloat16 weights began where the outer weights were rounded to
-            delta = began.float() - weight
+            delta = began.float() - ended
             momentum.mul_(decay).add_(delta)
             # outer -= lr * (delta + decay * momentum), from where the round has ended: with lr 1 and without momentum,
             # float32 weights keep their bits.
-            outer.sub_(began).add_(weight)
+            outer.sub_(began).add_(ended)
             outer.add_(delta.mul_(1 - lr)).sub_(momentum * (lr * decay))
             weight.copy_(outer)
+
+    def _mean_over_workers(self, weight: Tensor) -> Tensor:
+        """Return it in float32, where the weight is."""
+        assert self._workers is not None
+        mean = weight.to(self._workers.device_type, torch.float32, copy=True)
+        dist.all_reduce(mean, group=self._workers.get_group())
+        return mean.div_(self._workers.size()).to(weight.device)

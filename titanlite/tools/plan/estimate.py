@@ -23,7 +23,16 @@ from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
 from titanlite.tools.plan.memory import Profile, extend, profile
 from titanlite.tools.plan.pipeline import blocks_of_ends, pipeline_time, stage_work, traced_ranks, with_buffers
-from titanlite.tools.plan.time import CLOCK_SPREAD, StepTime, host_time, kernel_time, step_time
+from titanlite.tools.plan.time import (
+    CLOCK_SPREAD,
+    Collective,
+    StepTime,
+    collective_time,
+    host_time,
+    kernel_time,
+    replicas_of,
+    step_time,
+)  # fmt: skip
 from titanlite.tools.plan.trace import trace_step, traced_micro_batches
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 
@@ -350,8 +359,17 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         ranks = min(layout.world_size, layout.gpus_per_node)
         added = host_time(used(config), config, sizes, accumulation, ranks=ranks, forward=forward, backward=backward)
         time = replace(time, total=time.total + added)
-    kept = "parameters", "optimizer", "outer", "average"
-    state = sum(traced.profile.most(part) for part in kept) // degrees.replicate
+    traffic, workers = traced.traffic, degrees.replicate if config.outer.over_replicas else 1
+    if workers > 1:  # their weights, in float32, which nothing hides
+        exchange = Collective(
+            "all_reduce", traced.profile.most("outer") // 2, replicas_of(degrees, layout.gpus_per_node)
+        )
+        each = collective_time(exchange, layout.slowest, layout.gpus_per_node) / config.outer.every
+        changed = {name: getattr(time, name) + each for name in ("total", "exposed", "communication")}
+        time = replace(time, **changed)
+        traffic = traffic | {("all_reduce", "replicate"): exchange.bytes // config.outer.every}
+    own, same = (sum(map(traced.profile.most, parts)) for parts in (("parameters", "optimizer"), ("outer", "average")))
+    state = (own * workers + same) // degrees.replicate
     tokens = training.global_batch_size * training.seq_len
     model_flops = traced.flops_per_token * tokens
     peak = hardware.fp32_flops if training.mixed_precision_param == "float32" else hardware.bf16_flops
@@ -371,7 +389,7 @@ def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
         * accumulation
         * sum(kernel.flops for unit in workload.units for kernel in (*unit.forward, *unit.backward)),
         model_flops=model_flops,
-        traffic=traced.traffic,
+        traffic=traffic,
         time=time,
         steps=known_steps(training) or training.steps,
         tokens=tokens,

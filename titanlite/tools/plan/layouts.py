@@ -14,7 +14,7 @@ from titanlite.techniques import places, used
 from titanlite.techniques.technique import Options
 from titanlite.tools.plan.allocator import PoolSize
 from titanlite.tools.plan.estimate import Layout, Trace, model_of, with_options
-from titanlite.tools.plan.time import Collective, Group, Unit
+from titanlite.tools.plan.time import Collective, Group, Unit, replicas_of
 
 MOST_CONTEXT = 64
 """Largest number of ranks that split a sequence in a search."""
@@ -143,7 +143,7 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
     degrees, reduce_once = parallelism.degrees(layout.world_size), parallelism.fsdp_reduce_gradients == "last"
     keeps = layout.world_size > 1 and (parallelism.fsdp_reshard_after_forward == "never" or degrees.sharded == 1)
     neighbours = layout.gpus_per_node // degrees.tensor  # number of ranks of a node that hold the same part of layers
-    replicas = Group(degrees.replicate, max(1, min(degrees.replicate, neighbours // degrees.sharded)))
+    replicas = replicas_of(degrees, layout.gpus_per_node)
 
     def is_frozen(unit: Unit) -> bool:
         return unit.name.startswith(f"{frozen}.")
@@ -166,7 +166,7 @@ def lay_out(traced: Trace, before: Config, config: Config, layout: Layout, *, fu
             reduce=() if reduce_once else over_shards(gradients),
             all_reduce=(
                 *(over_shards(gradients) if reduce_once else ()),
-                *(all_reduce if degrees.replicate > 1 else ()),
+                *(all_reduce if degrees.replicate > 1 and not config.outer.over_replicas else ()),
             ),
         )
 

@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple
 
 from titanlite.runtime.dtypes import DTYPES
 from titanlite.runtime.hardware import Hardware
-from titanlite.schema import Config
+from titanlite.schema import Config, Degrees
 from titanlite.techniques.technique import Technique
 
 MEMORY_EFFICIENCY = 0.8
@@ -62,6 +62,12 @@ class Group(NamedTuple):
     size: int
     per_node: int
     """Number of members that share a node: 1 if each is on another node, `size` if all are on one."""
+
+
+def replicas_of(degrees: Degrees, gpus_per_node: int) -> Group:
+    """Return the ranks that hold the same shards."""
+    neighbours = gpus_per_node // degrees.tensor  # number of ranks of a node that hold the same part of layers
+    return Group(degrees.replicate, max(1, min(degrees.replicate, neighbours // degrees.sharded)))
 
 
 class Collective(NamedTuple):

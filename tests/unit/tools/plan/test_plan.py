@@ -41,6 +41,21 @@ def test_states_are_exact_arithmetic() -> None:
     assert found.most("optimizer") == 8 * elements + steps
 
 
+def test_workers_exchange_weights_once_in_a_round() -> None:
+    """Gradients do not go over replicas, and a checkpoint has the state of each worker."""
+    rounds = *HSDP, "--outer.every=10", "--training.steps=20"
+    plain, workers = (planned(*rounds, *words, world_size=4) for words in ((), ("--outer.over_replicas",)))
+    elements, axis = elements_on(2), ("all_reduce", "replicate")
+    assert plain.traffic.pop(axis) == 4 * elements
+    assert workers.traffic.pop(axis) == 4 * elements // 10
+    within, world = ("all_reduce", "shard"), ("all_reduce", "world")
+    count, norm = 8, 4  # of a worker's tokens, which are of all ranks otherwise, and of its gradients
+    assert workers.traffic.pop(within) == count + norm
+    assert workers.traffic == plain.traffic | {world: plain.traffic[world] - count}
+    steps = 4 * len(shapes())
+    assert workers.state - plain.state == pytest.approx((12 * elements + steps) / 2, abs=1)
+
+
 @pytest.mark.long
 def test_states_in_other_types() -> None:
     options = "--training.dtype=bfloat16", "--optimizer.state_dtype=bfloat16", "--average.decay=0.9", "--outer.every=5"
