@@ -312,12 +312,9 @@ TECHNIQUES = {
     "an outer optimizer, float8": Row(
         f"{OUTER} {EVEN} {FLOAT8} {GATHERED}", "s2", tolerance=ROUNDED, slow="s2"
     ),
-    "workers that average after each step": Row(
-        "--outer.every=1 --outer.lr=1 --outer.momentum=0 --outer.over_replicas --training.max_norm=0 "
-        "--optimizer.name=SGD --optimizer.lr=0.05", f"r2,{WITH_WORKERS}", slow="r2",
-        refused={"r2 p2": "outer.over_replicas"},
+    "rounds of two workers": Row(
+        f"--outer.every=2 {WORKERS}", WITH_WORKERS, base="r2", slow="r2 s2", refused={"r2 p2": "outer.over_replicas"}
     ),
-    "rounds of two workers": Row(f"--outer.every=2 {WORKERS}", WITH_WORKERS, base="r2", slow="r2 s2"),
     **rows("r2 s2", {
         "rounds of two workers, CPU offload": f"--outer.every=2 {WORKERS} {OFFLOAD}",
         "rounds of two workers, LoRA": f"--outer.every=2 {WORKERS} {LORA}",

@@ -24,6 +24,8 @@ from titanlite.train import Run, finish, train
 
 WORKERS, STEPS, EVERY = 2, 6, 3
 ROUNDS = [f"--outer.every={EVERY}", "--outer.over_replicas", "--training.max_norm=0.5", "--validation.enable=false"]
+SGD = ["--optimizer.name=SGD", "--optimizer.lr=0.1", "--training.max_norm=0", f"--training.steps={STEPS}"]
+"""Without clipping, which would be by the norm of each worker."""
 TWO, TWO_OF_TWO = degrees(2, 1), degrees(2, 2)
 
 State = dict[str, Tensor]
@@ -138,6 +140,11 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, dict[str, l
         "copied": start("copied", "--checkpoint.local_interval=1", killed=5),
         "from-copies": start("copied", "--checkpoint.local_interval=1"),
     }
+    averaged = [*SGD, "--outer.every=1", "--outer.over_replicas", "--outer.lr=1", "--outer.momentum=0"]
+    two |= {
+        name: (tiny.config(*SGD, *words, *TWO, f"--job.name={name}", world_size=2), 0)
+        for name, words in {"averaged": averaged, "added": SGD}.items()
+    }
     four = {
         "sharded": start("sharded", layout=TWO_OF_TWO),
         "resumed-sharded": start("killed-2", in_part, layout=TWO_OF_TWO),
@@ -164,6 +171,15 @@ def test_two_workers_are_a_loop_around_two_plain_runs(runs: Any) -> None:
         moments = [key for key in state if key.startswith("optimizer.") and key.endswith("exp_avg")]
         assert moments
         assert not any(torch.equal(state[key], state[f"worker1.{key}"]) for key in moments)
+
+
+@pytest.mark.slow
+def test_rounds_of_one_step_of_sgd_are_data_parallel_training(runs: Any) -> None:
+    """The mean of the weights is a step with the mean of the gradients."""
+    tiny, found = runs
+    assert tiny.losses("averaged") == pytest.approx(tiny.losses("added"), rel=2e-7)
+    plain, state = (all_of(found[name]) for name in ("added", "averaged"))
+    near(state, {name: value for name, value in plain.items() if name.startswith("model.")})
 
 
 @pytest.mark.slow

@@ -327,7 +327,7 @@ FAULTS = {
         begun_anew,
     ),
     "a worker keeps its own weights": Fault(
-        ("workers that average after each step", "r2"),
+        ("rounds of two workers", "r2 s2"),
         "titanlite.techniques.outer.optimizer.OuterOptimizer._mean_over_workers",
         lambda right: lambda self, weight: weight.float(),
     ),
