@@ -317,7 +317,7 @@ TECHNIQUES = {
     ),
     **rows("r2 s2", {
         "rounds of two workers, CPU offload": f"--outer.every=2 {WORKERS} {OFFLOAD}",
-        "rounds of two workers, LoRA": f"--outer.every=2 {WORKERS} {LORA}",
+        "rounds of two workers, LoRA": f"--outer.every=2 {WORKERS} {LORA} {SLOWLY}",
     }, base="r2", tolerance=ROUGH),
     "rounds of two workers, bfloat16 weights": Row(
         f"--outer.every=2 {WORKERS} {NARROW}", "r2 s2", base="r2", tolerance=ROUNDED

@@ -115,8 +115,7 @@ class CheckpointManager:
                 logger.warning(f"checkpoint.local_interval: no local copies are made: {error}")
         self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
         self._open_weights = open_weights
-        self._is_cut = bool(getattr(model, "stages", ()))
-        self._has_own_names = self._is_cut or worker is not None
+        self._is_cut = bool(getattr(model, "stages", ())) or worker is not None
         self._group = group
         self._clock = SaveClock(device)
         self._in_flight: tuple[int, Future[Saved]] | None = None
@@ -159,7 +158,7 @@ class CheckpointManager:
         """
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            resumption = Resumption(self.config, self.storage, self._settings, self._group, self._has_own_names)
+            resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
             if progress := self._resume(resumption, has_saved=has_saved):
                 self.can_go_back = True
                 if self._local is not None:
