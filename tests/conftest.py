@@ -5,6 +5,7 @@ import logging
 import multiprocessing
 import multiprocessing.forkserver
 import os
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -87,6 +88,17 @@ def _quick_start(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.support.quick_start import start_quickly
 
     start_quickly(monkeypatch.setattr)
+
+
+@pytest.fixture(autouse=True)
+def _forget_own_code(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Forget modules of a test's own, as the next process would: other tests have files of the same names."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    before, folder = {*sys.modules}, str(tmp_path_factory.getbasetemp())
+    yield
+    for name in sys.modules.keys() - before:
+        if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+            del sys.modules[name]
 
 
 @pytest.fixture(scope="session", autouse=True)

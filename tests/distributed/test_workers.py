@@ -1,6 +1,5 @@
 """Replicas as workers of the outer optimizer: each trains weights of its own, and they exchange once in a round."""
 
-import json
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -9,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.helpers import TinyRun, built, run_in_turn
+from tests.support.helpers import TinyRun, built, one_process, run_in_turn
 from tests.support.layouts import degrees, whole, with_loss
 from tests.support.whole_runs import assert_equal
 from titanlite.checkpoint.state import flat
@@ -121,48 +120,39 @@ def all_of(results: Sequence[tuple[State, int]]) -> State:
     return found
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[TinyRun, dict[str, list[tuple[State, int]]]]:
-    """Runs of two workers with one and with two ranks each: whole, stopped within a round, killed, and resumed."""
-    tiny = TinyRun(tmp_path_factory.mktemp("workers"))
+def starts(tiny: TinyRun, world_size: int, **named: Sequence[str]) -> dict[str, tuple[Config, int]]:
+    """Return what `trained` is given, by the name of the run; one that begins with "killed" is killed in its step 5."""
+    layout = {2: TWO, 4: TWO_OF_TWO}[world_size]
+    return {
+        name: (
+            tiny.config(*layout, f"--training.steps={STEPS}", *words, world_size=world_size),
+            5 if name.startswith("killed") else 0,
+        )
+        for name, words in named.items()
+    }
 
-    def start(name: str, *options: str, layout: Sequence[str] = TWO, killed: int = 0) -> tuple[Config, int]:
-        size = 2 if layout is TWO else 4
-        words = [*ROUNDS, *layout, f"--training.steps={STEPS}", f"--job.name={name}", *options]
-        return tiny.config(*words, world_size=size), killed
 
-    in_part = "--checkpoint.interval=2"
-    two = {
-        "whole": start("whole"),
-        "killed": start("killed", in_part, killed=5),  # after the checkpoint of step 4, within the second round
-        "resumed": start("killed", in_part),
-        "killed-2": start("killed-2", in_part, killed=5),
-        "copied": start("copied", "--checkpoint.local_interval=1", killed=5),
-        "from-copies": start("copied", "--checkpoint.local_interval=1"),
-    }
-    averaged = [*SGD, "--outer.every=1", "--outer.over_replicas", "--outer.lr=1", "--outer.momentum=0"]
-    two |= {
-        name: (tiny.config(*SGD, *words, *TWO, f"--job.name={name}", world_size=2), 0)
-        for name, words in {"averaged": averaged, "added": SGD}.items()
-    }
-    four = {
-        "sharded": start("sharded", layout=TWO_OF_TWO),
-        "resumed-sharded": start("killed-2", in_part, layout=TWO_OF_TWO),
-    }
-    found = dict(zip(two, run_in_turn(trained, 2, [*two.values()]), strict=True))
-    return tiny, found | dict(zip(four, run_in_turn(trained, 4, [*four.values()]), strict=True))
+def results_of(tiny: TinyRun, world_size: int, **named: Sequence[str]) -> dict[str, list[tuple[State, int]]]:
+    given = starts(tiny, world_size, **named)
+    return dict(zip(given, run_in_turn(trained, world_size, [*given.values()]), strict=True))
 
 
 @pytest.mark.slow
-def test_two_workers_are_a_loop_around_two_plain_runs(runs: Any) -> None:
-    """With the loss of both, moments and clipping of each, and weights that are the same at the end of a round."""
-    tiny, found = runs
+def test_two_workers_are_a_loop_around_two_plain_runs(tiny: TinyRun) -> None:
+    """With the loss of both, moments and clipping of each, and weights that are the same at the end of a round. They
+    exchange once in a round. A round of one step of SGD is data parallel training."""
+    averaged = [*SGD, "--outer.every=1", "--outer.over_replicas", "--outer.lr=1", "--outer.momentum=0"]
+    found = results_of(
+        tiny, 2, alone=[*ROUNDS, "--job.name=alone"], averaged=[*averaged, "--job.name=averaged"],
+        added=[*SGD, "--job.name=added"],
+    )  # fmt: skip
+    found |= results_of(tiny, 4, sharded=[*ROUNDS, "--job.name=sharded"])
     common = ["--training.max_norm=0.5", "--validation.enable=false", f"--training.steps={STEPS}"]
     size = tiny.config(*common).training.global_batch_size // WORKERS
     common.append(f"--training.local_batch_size={size}")
     configs = [tiny.config(*common, f"--job.name=plain-{worker}") for worker in range(WORKERS)]
     [[(losses, expected)]] = run_in_turn(plain_loop, 1, [configs])
-    for name in ("whole", "sharded"):
+    for name in ("alone", "sharded"):
         state = all_of(found[name])
         assert tiny.losses(name) == pytest.approx(losses, rel=1e-6)
         near(state, expected)
@@ -172,57 +162,46 @@ def test_two_workers_are_a_loop_around_two_plain_runs(runs: Any) -> None:
         assert moments
         assert not any(torch.equal(state[key], state[f"worker1.{key}"]) for key in moments)
 
+    state, count = found["sharded"][0]
+    assert count == len([name for name in state if name.startswith("outer.weights.")]) * (STEPS // EVERY)
 
-@pytest.mark.slow
-def test_rounds_of_one_step_of_sgd_are_data_parallel_training(runs: Any) -> None:
-    """The mean of the weights is a step with the mean of the gradients."""
-    tiny, found = runs
     assert tiny.losses("averaged") == pytest.approx(tiny.losses("added"), rel=2e-7)
     plain, state = (all_of(found[name]) for name in ("added", "averaged"))
     near(state, {name: value for name, value in plain.items() if name.startswith("model.")})
 
 
 @pytest.mark.slow
-def test_workers_exchange_their_weights_once_in_a_round(runs: Any) -> None:
-    _, found = runs
-    state, count = found["sharded"][0]
-    parameters = [name for name in state if name.startswith("outer.weights.")]
-    assert count == len(parameters) * (STEPS // EVERY)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", ["resumed", "from-copies"])
-def test_workers_that_were_killed_within_a_round_end_with_the_same_bits(runs: Any, name: str) -> None:
-    tiny, found = runs
-    assert_equal(all_of(found[name]), all_of(found["whole"]))
-    assert tiny.losses("killed" if name == "resumed" else "copied") == tiny.losses("whole")
-
-
-@pytest.mark.slow
-def test_they_resume_within_a_round_on_another_number_of_shards(runs: Any) -> None:
-    tiny, found = runs
-    near(all_of(found["resumed-sharded"]), all_of(found["whole"]))
-    assert tiny.losses("killed-2") == pytest.approx(tiny.losses("whole"), rel=1e-6)
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("single_process_group")
-def test_another_number_of_workers_is_refused_but_may_begin_from_a_checkpoint(
-    runs: Any, monkeypatch: pytest.MonkeyPatch
+def test_workers_that_were_killed_within_a_round_end_with_the_same_bits(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It begins with the moments of the first worker."""
-    monkeypatch.setattr("titanlite.run.run_folder._lock", lambda path: None)  # a refused run holds its folder
-    tiny, found = runs
+    """Also on another number of shards, up to rounding. Another number of workers is refused, but it may begin from a
+    checkpoint at the end of a round, with the moments of the first worker."""
+    saved, copied = [*ROUNDS, "--checkpoint.interval=2"], [*ROUNDS, "--checkpoint.local_interval=1"]
+    found = results_of(
+        tiny, 2, whole=[*ROUNDS, "--job.name=whole"],
+        killed=[*saved, "--job.name=saved"],  # after the checkpoint of step 4, within the second round
+        resumed=[*saved, "--job.name=saved"],
+        killed_beside_copies=[*copied, "--job.name=copied"], copied=[*copied, "--job.name=copied"],
+        killed_2=[*saved, "--job.name=sharded"],
+    )  # fmt: skip
+    found |= results_of(tiny, 4, sharded=[*saved, "--job.name=sharded"])
     ended = all_of(found["whole"])
+    for name, run in {"resumed": "saved", "copied": "copied"}.items():
+        assert_equal(all_of(found[name]), ended)
+        assert tiny.losses(run) == tiny.losses("whole")
+    near(all_of(found["sharded"]), ended)
+    assert tiny.losses("sharded") == pytest.approx(tiny.losses("whole"), rel=1e-6)
+
+    monkeypatch.setattr("titanlite.run.run_folder._lock", lambda path: None)  # a refused run holds its folder
     more = f"--training.steps={STEPS + EVERY}"
-    with pytest.raises(UserError, match=r"outer\.workers was 2, is 1"):
-        built(0, 1, tiny.config(*ROUNDS, more, "--job.name=whole"))
-    parts = json.dumps(["model", "optimizer", "outer"])
     checkpoint = tiny.folder / "outputs/whole/checkpoints" / f"step-{STEPS:08d}"
-    words = [more, "--job.name=one", f"--checkpoint.initial_load={parts}"]
-    run = built(0, 1, tiny.config(*ROUNDS, *words, f"--checkpoint.initial_load_path={checkpoint}"))
-    assert_equal(state_of(run), {name: value for name, value in ended.items() if not name.startswith("worker1.")})
-    run.batches.close()
+    words = [more, "--job.name=one", '--checkpoint.initial_load=["model", "optimizer", "outer"]']
+    with one_process():
+        with pytest.raises(UserError, match=r"outer\.workers was 2, is 1"):
+            built(0, 1, tiny.config(*ROUNDS, more, "--job.name=whole"))
+        run = built(0, 1, tiny.config(*ROUNDS, *words, f"--checkpoint.initial_load_path={checkpoint}"))
+        assert_equal(state_of(run), {name: value for name, value in ended.items() if not name.startswith("worker1.")})
+        run.batches.close()
 
 
 def half_bad(rank: int, world_size: int, config: Config) -> tuple[State, State]:

@@ -1,7 +1,6 @@
 """Code of the user's, named in a TOML: found or explained, and used."""
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -30,16 +29,6 @@ class Args(ModelArgs):
 class {name}(Model):
     flavors = {{"small": Args(vocab_size=300, max_seq_len=64)}}
 """
-
-
-@pytest.fixture(autouse=True)
-def _forget_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Restore the state of a new process: nothing imported, nothing added to the path."""
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield
-    for name, module in [*sys.modules.items()]:
-        if str(getattr(module, "__file__", "")).startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 def test_names_of_objects(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

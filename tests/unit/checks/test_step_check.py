@@ -64,16 +64,7 @@ def own_config(tiny: TinyRun, between: str = "", end: str = "return self.head(x,
     return str(tiny.toml)
 
 
-@pytest.fixture
-def fresh_import(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each test import its own file own.py."""
-    import sys
-
-    monkeypatch.delitem(sys.modules, "own", raising=False)
-
-
 @pytest.mark.long
-@pytest.mark.usefixtures("fresh_import")
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
@@ -135,7 +126,6 @@ def test_a_step_of_a_model_of_ours_that_fails_is_a_mistake_too(
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("fresh_import")
 @pytest.mark.parametrize(
     ("parts", "words"),
     [

@@ -161,11 +161,11 @@ def test_bfloat16_weights_need_an_optimizer_that_rounds() -> None:
 
 def test_examples_of_the_guide_are_valid() -> None:
     examples = re.findall(r"```toml\n(.*?)```", Path("docs/optimizers.md").read_text(), re.DOTALL)
-    assert len(examples) == 8
+    assert len(examples) == 9
     with torch.device("meta"):
         model = Llama3(Llama3.flavors["debug"])  # pyright: ignore[reportArgumentType]
     for example in map(tomli.loads, examples):
-        assert {*example} <= {"optimizer", "average", "outer", "model"}
+        assert {*example} <= {"optimizer", "average", "outer", "model", "parallelism"}
         Average.model_validate(example.get("average", {}))
         optimizer = Optimizer.model_validate(example.get("optimizer", {}))
         assert check_optimizer(optimizer, model, dtype="float32") == []

@@ -26,21 +26,7 @@ class OuterRounds(Technique):
         elif config.offload.parameters == "disk":
             yield self.option, 'keeps weights in memory, so it cannot be combined with offload.parameters = "disk"'
         if self.is_used(config) and config.outer.over_replicas:
-            yield from self._conflicts_of_workers(config)
-
-    def _conflicts_of_workers(self, config: Config) -> Iterator[Conflict]:
-        every, length = config.outer.every, f"training.{config.training.length}"
-        steps = known_steps(config.training)
-        if steps is None:
-            yield length, f"{OVER_REPLICAS} needs a run that ends with a round: set training.steps or training.tokens"
-        elif steps % every:
-            yield length, f"the {steps} steps of the run are no multiple of outer.every = {every}: {ONE_MODEL}"
-        if config.validation.enable and config.validation.freq % every:
-            yield "validation.freq", f"is no multiple of outer.every = {every}: {ONE_MODEL}"
-        if config.average.decay or config.average.window:
-            yield OVER_REPLICAS, f"cannot be combined with average: {ONE_MODEL}"
-        if config.debug.hash_freq:
-            yield OVER_REPLICAS, f"cannot be combined with debug.hash_freq: {ONE_MODEL}"
+            yield from _conflicts_of_workers(config)
 
     def claims(self, config: Config) -> dict[Claim, str]:
         return {Claim.GRADIENTS: OVER_REPLICAS} if config.outer.over_replicas else {}
@@ -70,6 +56,21 @@ class OuterRounds(Technique):
     def host_traffic(self, config: Config, sizes: Mapping[str, float], accumulation: int) -> HostTraffic:
         """The end of a round reads and writes the outer weights, their momentum and the weights."""
         return HostTraffic(memory=3 * sizes.get("outer", 0.0) / config.outer.every)
+
+
+def _conflicts_of_workers(config: Config) -> Iterator[Conflict]:
+    every, length = config.outer.every, f"training.{config.training.length}"
+    steps = known_steps(config.training)
+    if steps is None:
+        yield length, f"{OVER_REPLICAS} needs a run that ends with a round: set training.steps or training.tokens"
+    elif steps % every:
+        yield length, f"the {steps} steps of the run are no multiple of outer.every = {every}: {ONE_MODEL}"
+    if config.validation.enable and config.validation.freq % every:
+        yield "validation.freq", f"is no multiple of outer.every = {every}: {ONE_MODEL}"
+    if config.average.decay or config.average.window:
+        yield OVER_REPLICAS, f"cannot be combined with average: {ONE_MODEL}"
+    if config.debug.hash_freq:
+        yield OVER_REPLICAS, f"cannot be combined with debug.hash_freq: {ONE_MODEL}"
 
 
 OVER_REPLICAS = "outer.over_replicas"
