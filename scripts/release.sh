@@ -3,7 +3,8 @@
 #
 # Builds the wheel and the source archive into dist/, and the notes of the release into build/notes.md. Checks what is in
 # them, installs the wheel into a new environment, and uses it in an empty folder. Publishes nothing: the workflow
-# release.yml does, when a tag is pushed. Without a tag it is a trial, for which the section [Unreleased] is enough.
+# release.yml does, when a tag is pushed. Without a tag it is a trial, for which the section [Unreleased] is enough. The
+# README that they get tells to clone TITANLITE_REPOSITORY.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/environment.sh
@@ -21,6 +22,7 @@ mkdir -p build
 SOURCE=$(mktemp -d)
 trap 'rm -rf "$SOURCE"' EXIT
 git archive HEAD | tar -x -C "$SOURCE" # no file that is not committed
+[[ -z ${TITANLITE_REPOSITORY:-} ]] || sed -i "s|git clone URL|git clone $TITANLITE_REPOSITORY|" "$SOURCE/README.md"
 build() { (cd "$1" && "$PYTHON" -c 'import sys; import setuptools.build_meta as build
 for kind in sys.argv[1:]: getattr(build, f"build_{kind}")("dist")' "${@:2}" >/dev/null); }
 build "$SOURCE" sdist wheel

@@ -47,7 +47,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Point links to pages of the site, or to the repository."""
+    """Point links to pages of the site, or to the repository, which is also what the first command clones."""
     place = next((source for source, name in PAGES.items() if name == page.file.src_uri and name != "index.md"), None)
     source = PurePosixPath(place or f"docs/{page.file.src_uri}")
 
@@ -63,6 +63,8 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"{text}({config.repo_url.rstrip('/')}/blob/main/{target}{anchor})"
         return text[1:-1]
 
+    if config.repo_url:
+        markdown = markdown.replace("git clone URL", f"git clone {config.repo_url}")
     return LINK.sub(pointed, markdown)
 
 

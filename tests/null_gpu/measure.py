@@ -217,8 +217,14 @@ def build_step(config: Any, device: Any, world_size: int) -> Any:
     if model.stages:
         step.is_alone = True  # nothing is received
 
+    outer, taken = parts.outer(model) if parts.outer else None, torch.zeros((), device=device)
+    if outer:
+        outer.begin()
+
     def make_step() -> None:
         step([batch] * accumulation, leaves_updates=True)
+        if outer:
+            outer.update(config.outer.every, taken, step.finish_updates)
         scale_weights()
 
     return make_step

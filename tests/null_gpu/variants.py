@@ -64,6 +64,7 @@ VARIANTS = [
     ),
     Variant("HSDP 2 x 4", (REPLICATE + "2",)),
     Variant("HSDP 2 x 4, accumulation 2", ("--training.global_batch_size=16", REPLICATE + "2")),
+    Variant("HSDP 2 x 4, rounds of workers", (REPLICATE + "2", "--outer.every=1", "--outer.over_replicas"), waits=1),
     Variant("replicas 8 x 1, 1B", (REPLICATE + "8",), config="llama3_1b"),
     Variant("never resharded", ("--parallelism.fsdp_reshard_after_forward=never",)),
     Variant("CPU offload, 64 GPUs", ("--training.enable_cpu_offload=true",), world_size=64, waits=297),

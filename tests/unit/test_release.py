@@ -2,7 +2,8 @@
 
 import runpy
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import yaml
@@ -39,6 +40,16 @@ def test_notes_are_the_entry_of_the_version() -> None:
     with pytest.raises(ValueError, match=r"0\.3\.0"):
         notes("# Changelog\n", "0.3.0")
     assert notes((ROOT / "CHANGELOG.md").read_text(), "0.1.0")
+
+
+def test_the_site_of_a_release_says_what_to_clone() -> None:
+    pytest.importorskip("mkdocs")
+    from scripts.site_hooks import on_page_markdown
+
+    page, text = SimpleNamespace(file=SimpleNamespace(src_uri="index.md")), (ROOT / "docs/index.md").read_text()
+    for address in ("", "https://host/me/it"):
+        found = on_page_markdown(text, page, SimpleNamespace(repo_url=address), cast(Any, None))
+        assert f"git clone {address or 'URL'} titanlite" in found
 
 
 def test_a_tag_is_checked_before_it_is_published() -> None:
