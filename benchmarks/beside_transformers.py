@@ -4,9 +4,9 @@
 
 The config is debug. Both begin with the weights that transformers draws, but for embeddings of standard deviation 1:
 with its 0.02, a learning rate of 3e-3 changes them by a sixth in a step, so that rounding is amplified: titanlite with
-two micro-batches instead of one differs by 1e-3 after 30 steps. Both read the same batches. The losses of each
-step go to benchmarks/beside_transformers.jsonl, their picture to docs/images/beside_transformers.svg, and the largest
-relative difference is printed. Needs the extra `test`, and matplotlib for the picture.
+two micro-batches instead of one differs by 1e-3 after 30 steps. Both read the same batches. The losses of each step go
+to benchmarks/beside_transformers.jsonl, their picture to docs/images/beside_transformers.svg, and the largest relative
+difference is printed. Needs the extra `test`, and matplotlib for the picture.
 """
 
 import json
@@ -53,7 +53,7 @@ def plain_losses(model: Any, batches: list[dict[str, torch.Tensor]], rates: list
         rates: learning rate of each step.
     """
     chosen, losses, parameters = config.optimizer, [], [*model.parameters()]
-    matrices, others = ([p for p in model.parameters() if (p.ndim > 1) == wanted] for wanted in (True, False))
+    matrices, others = ([p for p in parameters if (p.ndim > 1) == wanted] for wanted in (True, False))
     groups = [{"params": matrices, "weight_decay": chosen.weight_decay}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, lr=0.0, betas=(chosen.beta1, chosen.beta2), eps=chosen.eps)
     for batch, rate in zip(batches, rates, strict=True):

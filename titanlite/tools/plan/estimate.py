@@ -32,7 +32,7 @@ from titanlite.tools.plan.time import (
     kernel_time,
     replicas_of,
     step_time,
-)  # fmt: skip
+)
 from titanlite.tools.plan.trace import trace_step, traced_micro_batches
 from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
 
