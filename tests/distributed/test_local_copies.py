@@ -7,6 +7,7 @@ import re
 import shutil
 from collections.abc import Callable
 from concurrent.futures import wait
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,9 +32,12 @@ from tests.support.whole_runs import assert_equal
 from titanlite.checkpoint.local import LocalCopies
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.state import flat
-from titanlite.checks.memory import copies_in_memory
+from titanlite.checks.memory import check_model_memory, copies_in_memory
 from titanlite.metrics.recorder import MetricsRecorder
+from titanlite.models.base import build_on_meta
+from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage
 from titanlite.train import Run
@@ -468,6 +472,21 @@ def test_copies_are_refused_without_checkpoints_and_with_states_on_disk(tiny: Ti
         with pytest.raises(ConfigError) as refused:
             tiny.config(*LOCAL, *options)
         assert [problem.key for problem in refused.value.problems] == ["checkpoint.local_interval"]
+
+
+@pytest.mark.parametrize(("options", "sharing"), [([], 2), (["--outer.every=2", "--outer.over_replicas"], 1)])
+def test_a_run_is_refused_whose_copies_do_not_fit(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, options: list[str], sharing: int
+) -> None:
+    """Two replicas on a machine share the 4 copies of weights and moments, but for workers, whose moments differ."""
+    config = tiny.config("--checkpoint.local_interval=10", *degrees(2, 1), *options, world_size=2)
+    model = build_on_meta(*resolve_model("llama3", None, config.model.args))
+    count = sum(parameter.numel() for parameter in model.parameters())
+    needed = 2 * (16 + 4 * 12 / sharing) * count
+    for memory in (needed, needed - 2):
+        monkeypatch.setattr("titanlite.checks.memory.host_memory", lambda memory=memory: memory)
+        with nullcontext() if memory == needed else pytest.raises(UserError, match="does not fit"):
+            check_model_memory(model, config, Ranks(0, 2, 0, 2), torch.device("cpu"))
 
 
 def test_memory_of_copies_is_counted(tiny: TinyRun) -> None:

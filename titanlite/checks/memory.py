@@ -38,7 +38,8 @@ def check_model_memory(
     if device.type == "cpu":  # host memory is all there is
         needed = {True: sum(needed.values())}
     if copies := copies_in_memory(config, machines=ranks.world_size // ranks.local_world_size):
-        state = even_share(model, degrees) * state_per_parameter(model, config) / degrees.replicate
+        state = even_share(model, degrees) * state_per_parameter(model, config)
+        state /= 1 if config.outer.over_replicas else degrees.replicate  # workers have states of their own
         needed[True] = needed.get(True, 0) + copies * state
         count += f" and {copies} copies of them (checkpoint.local_interval)"
     for on_host, size in needed.items():
