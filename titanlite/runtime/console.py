@@ -12,8 +12,8 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.machinery import PathFinder
 from importlib.metadata import requires
-from importlib.util import find_spec
 from pathlib import Path
 from shlex import quote
 from typing import TextIO, cast
@@ -82,7 +82,9 @@ def install_hint(extra: str) -> str:
     titanlite is on no package index, so its name alone installs nothing.
     """
     install = f"{shell_command('pip')} install"
-    if not find_spec("pip") and shutil.which("uv"):  # uv makes environments without pip
+    # uv makes environments without pip. setuptools takes a search by other finders for pip's import, and PyTorch's
+    # compiler could not import setuptools afterwards.
+    if not PathFinder.find_spec("pip") and shutil.which("uv"):
         install = f"uv pip install --python {quote(sys.executable)}"
     if (CHECKOUT / "pyproject.toml").exists():
         return f"{install} -e {quote(f'{CHECKOUT}[{extra}]')}"

@@ -26,13 +26,18 @@ def refusal(capfd: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
 def test_packages_are_installed_by_uv_where_the_environment_has_no_pip(monkeypatch: pytest.MonkeyPatch) -> None:
     """`pip` alone would be that of another environment."""
     for has_pip, has_uv, command in [(True, True, "pip"), (False, False, "pip"), (False, True, "uv")]:
-        monkeypatch.setattr(console, "find_spec", lambda name, there=has_pip: there)
+        monkeypatch.setattr(console.PathFinder, "find_spec", lambda name, there=has_pip: there)
         monkeypatch.setattr(
             "shutil.which", lambda name, there=has_uv: f"/bin/{name}" if there and name == "uv" else None
         )
         words = install_hint("report").split()
         assert (Path(words[0]).name, "[report]" in words[-1]) == (command, True)
         assert (sys.executable in words) == (command == "uv")
+
+
+def test_a_hint_leaves_setuptools_importable() -> None:
+    code = "from titanlite.runtime.console import install_hint; install_hint('report'); import setuptools"
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_run_folder_records_how_it_was_made(
