@@ -2,10 +2,10 @@
 """The loss, as a sum over tokens. `step` divides it by the global count of tokens, so that every token of the global
 batch weighs the same whatever the layout and the accumulation.
 
-Logits [T, V] never exist at once. Tokens are processed in chunks, whose size the kernels choose. The gradients of a
-chunk are computed as soon as its logits exist, so that backward needs neither the logits nor another matmul.
+Logits [T, V] never exist at once. Tokens are processed in chunks, whose size the kernels choose. The gradients are
+computed as soon as the logits exist, so that backward needs neither the logits nor another matmul.
 
-Shape suffixes: see `models.layers`; C the tokens of a chunk.
+Shape suffixes: see `models.layers`; C the tokens of a chunk, G those of a group of chunks.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -158,7 +158,7 @@ class Targets(Protocol):
 
 
 class _ChunkedLoss(torch.autograd.Function):
-    """Loss and gradients, chunk by chunk.
+    """Loss and gradients: the softmax chunk by chunk, and the matmuls of gradients once for a group of chunks.
 
     `F.linear_cross_entropy` of torch 2.12 has no z-loss, and for bfloat16 a loss that is wrong in the third digit.
     """
@@ -188,15 +188,26 @@ class _ChunkedLoss(torch.autograd.Function):
         dtype = (torch.float32 if term else narrow) if needs_gradients else None
         sums: list[tuple[Tensor, Tensor, Tensor]] = []
         values: list[Tensor] = []
-        matrices = 2 if term else 1
-        chunk = kernels.loss_chunk(len(labels_T), matrices * len(weight_VD), hidden_TD.device)
-        for start in range(0, len(labels_T), chunk):
-            part = slice(start, start + chunk)
-            x_CD = hidden_TD[part].to(wide)
-            logits_CV = kernels.float32_mm(x_CD, operand_VD.t())
+        tokens, size = len(labels_T), len(weight_VD)
+        keeps = term is None and ctx.needs_input_grad[1] and dtype is not None and dtype.itemsize < 4
+        chunk, group = kernels.loss_chunks(tokens, size * (2 if term else 1), hidden_TD.device, groups=keeps)
+        # The same memory for all chunks: the weight's gradient, allocated between two of them, would split it.
+        d_logits_GV = weight_VD.new_empty(min(group, tokens), size, dtype=dtype) if group > chunk else None
+        memory_CV = weight_VD.new_empty(min(chunk, tokens), size, dtype=torch.float32)
+        for start in range(0, tokens, chunk):
+            end, first = min(start + chunk, tokens), start // group * group
+            part, whole = slice(start, end), slice(first, end)
+            logits_CV = memory_CV[: end - start]
+            kernels.matmul_into(logits_CV, hidden_TD[part].to(wide), operand_VD.t())
             further = term.of_chunk(logits_CV, part, None if term_T is None else term_T[part]) if term else None
             softmax = kernels.label_softmax(
-                logits_CV, labels_T[part], own_T[part], z_loss=z_loss, dtype=dtype, vocabulary=vocabulary
+                logits_CV,
+                labels_T[part],
+                own_T[part],
+                z_loss=z_loss,
+                dtype=dtype,
+                vocabulary=vocabulary,
+                out=None if d_logits_GV is None else d_logits_GV[start - first : end - first],
             )
             sums.append(softmax[:3])
             d_logits_CV = softmax.d_logits_CV
@@ -204,15 +215,21 @@ class _ChunkedLoss(torch.autograd.Function):
                 values.append(further.value_C)
                 if d_logits_CV is not None and further.d_logits_CV is not None:
                     d_logits_CV = d_logits_CV.add_(further.d_logits_CV).to(narrow)
-            del logits_CV, softmax, further  # before the next chunk allocates its own
-            if d_hidden_TD is not None and d_logits_CV is not None:
-                x_CD = x_CD.to(narrow)
-                kernels.matmul_into(d_hidden_TD[part], d_logits_CV, narrow_VD)
-                if ctx.needs_input_grad[1] and d_weight_VD is None:
-                    d_weight_VD = kernels.float32_mm(d_logits_CV.t(), x_CD)
-                elif d_weight_VD is not None:
-                    kernels.add_matmul(d_weight_VD, d_logits_CV.t(), x_CD)
+            del logits_CV, softmax, further
+            if end == tokens:  # frees it before a gradient of the weight of all tokens is allocated
+                memory_CV = weight_VD.new_empty(0)
+            if d_hidden_TD is None or d_logits_CV is None or (end % group and end < tokens):
+                continue  # no gradients are wanted, or those of the group are not complete
+            if d_logits_GV is not None:
+                d_logits_CV = d_logits_GV[: end - first]
+            x_CD = hidden_TD[whole].to(narrow)
+            kernels.matmul_into(d_hidden_TD[whole], d_logits_CV, narrow_VD)
+            if ctx.needs_input_grad[1] and d_weight_VD is None:
+                d_weight_VD = kernels.float32_mm(d_logits_CV.t(), x_CD)
+            elif d_weight_VD is not None:
+                kernels.add_matmul(d_weight_VD, d_logits_CV.t(), x_CD)
             del d_logits_CV
+        del d_logits_GV
         if d_weight_VD is not None and weight_VD.dtype != torch.float16:  # the sum over tokens may overflow float16
             d_weight_VD = d_weight_VD.to(weight_VD.dtype)
         ctx.gradients = d_hidden_TD, d_weight_VD

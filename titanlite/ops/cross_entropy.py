@@ -52,6 +52,7 @@ def label_softmax_in_place(
     z_loss: float,
     dtype: torch.dtype | None,
     vocabulary: SplitVocabulary | None = None,
+    out: Tensor | None = None,
 ) -> LabelSoftmax:
     """Compute the softmax and its gradient in the memory of the logits, which are lost.
 
@@ -63,6 +64,8 @@ def label_softmax_in_place(
         dtype: of the gradient. None: no gradient.
         vocabulary: logits are those of this process's tokens of it; None: of all. Labels are of all, and so is the
             softmax.
+        out: [C, V] of that dtype, for the gradient. Default: the memory of the logits where they have the dtype, else
+            new memory.
     """
     label_C1, valid_C1 = labels_C.unsqueeze(1), valid_C.unsqueeze(1)
     is_here_C1 = None
@@ -85,14 +88,27 @@ def label_softmax_in_place(
     at_label_C1 = logits_CV.gather(1, label_C1).mul_(scale_C1)
     onehot_C1 = valid_C1 if is_here_C1 is None else valid_C1 * is_here_C1
     d_label_C1 = torch.sub(at_label_C1, onehot_C1, out=torch.empty_like(valid_C1, dtype=dtype))  # rounded once
-    d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+    d_logits_CV = memory_of_gradient(logits_CV, dtype, out)
     torch.mul(logits_CV, scale_C1, out=d_logits_CV)
     d_logits_CV.scatter_(1, label_C1, d_label_C1)
     return LabelSoftmax(*sums, d_logits_CV)
 
 
+def memory_of_gradient(logits_CV: Tensor, dtype: torch.dtype, out: Tensor | None) -> Tensor:
+    """Return where the gradient of logits is written; see `label_softmax_in_place`."""
+    if out is not None:
+        return out
+    return logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+
+
 def label_softmax(
-    logits_CV: Tensor, labels_C: Tensor, valid_C: Tensor, *, z_loss: float, dtype: torch.dtype | None
+    logits_CV: Tensor,
+    labels_C: Tensor,
+    valid_C: Tensor,
+    *,
+    z_loss: float,
+    dtype: torch.dtype | None,
+    out: Tensor | None = None,
 ) -> LabelSoftmax:
     """Compute what `label_softmax_in_place` does, written for torch.compile: its kernels read the logits twice.
 
@@ -108,5 +124,7 @@ def label_softmax(
     softmax_CV = (logits_CV - largest_C1).exp() / sum_C1
     is_label_CV = torch.arange(logits_CV.shape[1], device=logits_CV.device) == labels_C.unsqueeze(1)
     gradient_CV = (softmax_CV * (1 + 2 * z_loss * log_z_C1) - is_label_CV.float()) * valid_C.unsqueeze(1)
-    d_logits_CV = logits_CV.copy_(gradient_CV) if dtype == logits_CV.dtype else gradient_CV.to(dtype)
+    if out is None and dtype == logits_CV.dtype:
+        out = logits_CV
+    d_logits_CV = gradient_CV.to(dtype) if out is None else out.copy_(gradient_CV)
     return LabelSoftmax(*sums, d_logits_CV)

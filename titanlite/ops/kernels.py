@@ -9,7 +9,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -44,8 +44,7 @@ CHUNK_TOKENS, CHUNK_BYTES = 512, 2**28
 """Tokens of a chunk on a CPU, and size of its float32 logits: 512 tokens of a vocabulary of 131,072. A CPU multiplies
 512 rows as fast as more."""
 GPU_CHUNK_BYTES = {False: 2**30, True: 3 * 2**28}
-"""Size of the float32 logits of a chunk on a GPU, by whether the loss is compiled. Each chunk reads and writes the
-weight's float32 gradient once, and launches kernels: 6 if compiled, else 16."""
+"""Size of the float32 logits of a chunk on a GPU, by whether the loss is compiled."""
 ATTENTION_BACKENDS = {
     "flash": SDPBackend.FLASH_ATTENTION,
     "fa3": SDPBackend.FLASH_ATTENTION,
@@ -57,6 +56,21 @@ FLASH_PACKAGES = {"fa3": "flash_attn_interface", "fa4": "flash_attn.cute"}
 """Packages whose kernels take the place of PyTorch's own flash attention, in a whole process."""
 GPU_TILE = 128
 """Tokens in a tile of a GPU's matmul: chunks are multiples of it."""
+
+
+class LossChunks(NamedTuple):
+    """Numbers of tokens that the loss processes at once. The last of each kind can be smaller."""
+
+    tokens: int
+    """Tokens of a chunk: their logits exist at once."""
+    group: int
+    """Tokens of a group of chunks: the gradients of their logits exist at once. A multiple of `tokens`."""
+
+
+def _even_part(tokens: int, limit: int) -> int:
+    """Return the size of the fewest equal parts of at most `limit` tokens, rounded up to tiles of a GPU's matmul."""
+    parts = -(-tokens // (max(1, limit // GPU_TILE) * GPU_TILE))
+    return -(-tokens // (parts * GPU_TILE)) * GPU_TILE
 
 
 class Kernels:
@@ -342,17 +356,25 @@ class Kernels:
         result, and rounded logits would show in the loss."""
         return hidden_TD.dtype if self.is_gpu(hidden_TD.device) else torch.float32
 
-    def loss_chunk(self, tokens: int, vocabulary: int, device: torch.device) -> int:
+    def loss_chunks(self, tokens: int, vocabulary: int, device: torch.device, *, groups: bool = False) -> LossChunks:
         """Return the number of tokens whose logits the loss holds at once.
 
         On a GPU the chunks of a batch have equal sizes, rounded up to the `GPU_TILE` tokens of a matmul's tile.
+
+        Args:
+            groups: whether gradients of logits, half as wide, are multiplied with hidden states. Several chunks are
+                half as large then, and the gradients of four exist at once: the weight's gradient is read and written
+                half as often, in as much memory.
         """
         if not self.is_gpu(device):
-            return max(1, min(CHUNK_TOKENS, (self.chunk_bytes or CHUNK_BYTES) // (4 * vocabulary)))
-        limit = self.chunk_bytes or GPU_CHUNK_BYTES[self.compiles]
-        largest = max(1, limit // (4 * vocabulary * GPU_TILE)) * GPU_TILE
-        chunks = -(-tokens // largest)
-        return -(-tokens // (chunks * GPU_TILE)) * GPU_TILE
+            chunk = max(1, min(CHUNK_TOKENS, (self.chunk_bytes or CHUNK_BYTES) // (4 * vocabulary)))
+            return LossChunks(chunk, chunk)
+        limit = (self.chunk_bytes or GPU_CHUNK_BYTES[self.compiles]) // (4 * vocabulary)
+        chunk = _even_part(tokens, limit)
+        if not groups or chunk >= tokens:
+            return LossChunks(chunk, chunk)
+        chunk = _even_part(tokens, limit // 2)
+        return LossChunks(chunk, 4 * chunk)
 
     def label_softmax(
         self,
@@ -363,14 +385,17 @@ class Kernels:
         z_loss: float,
         dtype: torch.dtype | None,
         vocabulary: SplitVocabulary | None = None,
+        out: Tensor | None = None,
     ) -> LabelSoftmax:
         """Softmax of float32 logits and the gradient of the loss. The logits are lost.
 
         The arguments are those of `ops.cross_entropy.label_softmax_in_place`.
         """
         if vocabulary is None and self.compiles and self.is_gpu(logits_CV.device):
-            return self._compiled_label_softmax(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype)
-        return label_softmax_in_place(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary)
+            return self._compiled_label_softmax(logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, out=out)
+        return label_softmax_in_place(
+            logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary, out=out
+        )
 
     @cached_property
     def _compiled_label_softmax(self) -> Callable[..., LabelSoftmax]:
@@ -400,6 +425,8 @@ class Kernels:
         """out = a @ b, summed in float32 and rounded once."""
         if a.dtype == out.dtype:
             torch.mm(a, b, out=out)
+        elif out.dtype == torch.float32 and self.has_float32_output(a.device):
+            torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
             out.copy_(self.float32_mm(a, b))
 

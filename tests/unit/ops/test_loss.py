@@ -12,7 +12,7 @@ from titanlite.batch import IGNORE
 from titanlite.loss import TokenLoss, token_loss
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.cross_entropy import label_softmax, label_softmax_in_place
-from titanlite.ops.kernels import Kernels
+from titanlite.ops.kernels import GPU_CHUNK_BYTES, Kernels, LossChunks
 from titanlite.runtime.private_torch.tracing import FakeTensorMode
 from titanlite.tools.plan.gpu_kernels import GpuKernels
 
@@ -56,6 +56,33 @@ def test_it_is_cross_entropy(chunk: int, z_loss: float, dtype: torch.dtype, hard
         assert gradient.dtype == dtype
         # In bfloat16, each is rounded twice: when it is computed, and when it is scaled.
         assert (gradient - other).norm() < (1e-6 if dtype == torch.float32 else 2**-8) * other.norm()
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 1e-2])
+def test_gradients_of_several_chunks_are_multiplied_at_once(z_loss: float) -> None:
+    """Chunks of 7 tokens in groups of 21: of the 66 tokens, the last group has 3."""
+
+    class Grouped(Kernels):
+        def loss_chunks(
+            self, tokens: int, vocabulary: int, device: torch.device, *, groups: bool = False
+        ) -> LossChunks:
+            assert (tokens, vocabulary, groups) == (TOKENS, VOCABULARY, True)
+            return LossChunks(7, 21)
+
+    hidden, weight, labels = inputs(torch.bfloat16)
+    expected = plain(hidden, weight, labels, z_loss)
+    expected_gradients = torch.autograd.grad(0.1 * expected.total, [hidden, weight])
+    with Operators() as mode:
+        found = token_loss(hidden, weight, labels_BL=labels, z_loss=z_loss, kernels=Grouped())
+    rows = [args[0].shape[0] for func, args in mode.calls if func.overloadpacket is torch.ops.aten.mm]
+    of_weight = [VOCABULARY]  # of each group
+    assert rows == [7, 7, 7, 21, *of_weight] * 3 + [3, 3, *of_weight]
+    assert found.total.tolist() == pytest.approx(expected.total.tolist(), rel=1e-6)
+    assert found.cross_entropy.tolist() == pytest.approx(expected.cross_entropy.tolist(), rel=1e-6)
+    for gradient, other in zip(
+        torch.autograd.grad(0.1 * found.total, [hidden, weight]), expected_gradients, strict=True
+    ):
+        assert (gradient - other).norm() < 2**-8 * other.norm()
 
 
 @pytest.mark.parametrize("hardware_bfloat16", [False, True])
@@ -121,22 +148,28 @@ def in_float64(logits: Tensor, labels: Tensor, valid: Tensor, z_loss: float) -> 
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("backend", "z_loss", "dtype"),
+    ("backend", "z_loss", "dtype", "has_memory"),
     [
-        *(("", z_loss, dtype) for z_loss in (0.0, 1e-2) for dtype in (torch.float32, torch.bfloat16, None)),
-        ("aot_eager", 1e-2, torch.bfloat16),
-        *(pytest.param("inductor", 1e-2, dtype, marks=pytest.mark.nightly) for dtype in (torch.float32, None)),
+        *(("", z_loss, dtype, False) for z_loss in (0.0, 1e-2) for dtype in (torch.float32, torch.bfloat16, None)),
+        ("", 1e-2, torch.bfloat16, True),
+        *(("aot_eager", 1e-2, torch.bfloat16, has_memory) for has_memory in (False, True)),
+        *(pytest.param("inductor", 1e-2, dtype, False, marks=pytest.mark.nightly) for dtype in (torch.float32, None)),
+        pytest.param("inductor", 1e-2, torch.bfloat16, True, marks=pytest.mark.nightly),
     ],
     ids=str,
 )
-def test_softmax_and_gradient_of_a_chunk(backend: str, z_loss: float, dtype: torch.dtype | None) -> None:
+def test_softmax_and_gradient_of_a_chunk(
+    backend: str, z_loss: float, dtype: torch.dtype | None, has_memory: bool
+) -> None:
     """Run the operators of eager training, and the function of which the compiler makes a GPU's kernel."""
     logits, labels, valid = chunk_inputs()
     expected = in_float64(logits, labels, valid, z_loss)
     function = label_softmax_in_place
     if backend:
         function = torch.compile(label_softmax, fullgraph=True, dynamic=False, backend=backend)
-    found = function(logits, labels, valid, z_loss=z_loss, dtype=dtype)
+    memory = torch.full((16, VOCABULARY), 7.0, dtype=dtype)
+    out = memory[4:13] if has_memory else None
+    found = function(logits, labels, valid, z_loss=z_loss, dtype=dtype, out=out)
     log_z_C = found.largest_C + found.sum_C.log()
     torch.testing.assert_close(log_z_C, expected[0].float(), rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.label_logit_C, expected[1].float(), rtol=0, atol=0)
@@ -147,6 +180,10 @@ def test_softmax_and_gradient_of_a_chunk(backend: str, z_loss: float, dtype: tor
     assert found.d_logits_CV.dtype == dtype
     assert (found.d_logits_CV is logits) == (dtype == torch.float32) or backend
     assert (found.d_logits_CV.data_ptr() == logits.data_ptr()) == (dtype == torch.float32)
+    if has_memory:
+        assert found.d_logits_CV.data_ptr() == memory[4].data_ptr()
+        assert (memory[:4] == 7).all()
+        assert (memory[13:] == 7).all()
     rtol, atol = (1e-5, 1e-7) if dtype == torch.float32 else (2**-8, 1e-7)
     torch.testing.assert_close(found.d_logits_CV.double(), expected[2], rtol=rtol, atol=atol)
 
@@ -165,30 +202,47 @@ def test_a_certain_label_keeps_its_gradient_in_bfloat16() -> None:
 
 
 @pytest.mark.parametrize(
-    ("tokens", "vocabulary", "chunk"),
+    ("tokens", "vocabulary", "chunk", "grouped"),
     [
-        (8192, 128_256, 2048),  # at most 2092 tokens have 1 GiB of logits
-        (8192, 151_936, 1664),  # 5 chunks of at most 1664
-        (100, 32_000, 128),
+        (8192, 128_256, 2048, (1024, 4096)),  # at most 2092 tokens have 1 GiB of logits
+        (8192, 151_936, 1664, (768, 3072)),  # 5 chunks of at most 1664; half as large: 11 of at most 768
+        (8192, 32_000, 8192, (8192, 8192)),  # all at once
+        (100, 32_000, 128, (128, 128)),
     ],
 )
-def test_chunks_of_a_gpu_are_even_and_multiples_of_a_tile(tokens: int, vocabulary: int, chunk: int) -> None:
-    assert Kernels().loss_chunk(tokens, vocabulary, torch.device("cuda")) == chunk
-    assert Kernels().loss_chunk(tokens, vocabulary, torch.device("cpu")) == (512 if vocabulary < 2**17 else 441)
+def test_chunks_of_a_gpu_are_even_and_multiples_of_a_tile(
+    tokens: int, vocabulary: int, chunk: int, grouped: tuple[int, int]
+) -> None:
+    gpu, cpu, kernels = torch.device("cuda"), torch.device("cpu"), Kernels()
+    assert kernels.loss_chunks(tokens, vocabulary, gpu) == (chunk, chunk)
+    assert kernels.loss_chunks(tokens, vocabulary, gpu, groups=True) == grouped
+    for groups in (False, True):
+        assert kernels.loss_chunks(tokens, vocabulary, cpu, groups=groups).group == (512 if vocabulary < 2**17 else 441)
+
+
+@pytest.mark.parametrize("vocabulary", [32_000, 50_304, 128_256, 262_144])
+@pytest.mark.parametrize("tokens", [4096, 8192, 12_288, 16_384, 65_536])
+def test_groups_of_chunks_take_no_more_memory(tokens: int, vocabulary: int) -> None:
+    """Float32 logits of a chunk and bfloat16 gradients of a group, against the largest chunk with its gradients."""
+    for compiles in (False, True):
+        kernels = Kernels(compiles=compiles)
+        chunk, group = kernels.loss_chunks(tokens, vocabulary, torch.device("cuda"), groups=True)
+        assert (4 * chunk + 2 * group) * vocabulary <= 1.5 * GPU_CHUNK_BYTES[compiles]
 
 
 def test_a_gpu_adds_to_the_gradient_of_the_weight_in_one_matmul() -> None:
-    """Three matmuls a chunk. The second writes the gradient of the hidden states in bfloat16, and the third adds to the
-    float32 sum of the chunks before."""
+    """A matmul for the logits of each chunk, and two for each group: the first writes the gradient of the hidden
+    states in bfloat16, and the second adds to the float32 sum of the groups before."""
     with FakeTensorMode(), OperatorNames() as operators:
-        hidden = torch.empty(1, 512, 64, dtype=torch.bfloat16, requires_grad=True)
+        hidden = torch.empty(1, 1024, 64, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(999, 64, dtype=torch.bfloat16, requires_grad=True)
-        labels = torch.zeros(1, 512, dtype=torch.int64)
-        kernels = GpuKernels(compiles=False, chunk_bytes=4 * 999 * 128)
+        labels = torch.zeros(1, 1024, dtype=torch.int64)
+        kernels = GpuKernels(compiles=False, chunk_bytes=4 * 999 * 256)
         token_loss(hidden, weight, labels_BL=labels, kernels=kernels)
-    assert operators.names.count("aten.mm.dtype") == 4 + 1
-    assert operators.names.count("aten.mm.out") == 4
-    assert operators.names.count("aten.addmm.dtype_out") == 3
+    assert operators.names.count("aten.mm.dtype_out") == 8
+    assert operators.names.count("aten.mm.dtype") == 1
+    assert operators.names.count("aten.mm.out") == 2
+    assert operators.names.count("aten.addmm.dtype_out") == 1
     assert not [name for name in operators.names if name.startswith("aten.mm.default")]
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from titanlite.ops.cpu import CpuKernels
-from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax_in_place
+from titanlite.ops.cross_entropy import LabelSoftmax, SplitVocabulary, label_softmax_in_place, memory_of_gradient
 from titanlite.ops.divergence import ChunkDivergence, divergence
 from titanlite.ops.functions import Activation, weighted
 from titanlite.ops.kernels import Kernels
@@ -64,13 +64,14 @@ class GpuKernels(FakeCounts):
         z_loss: float,
         dtype: torch.dtype | None,
         vocabulary: SplitVocabulary | None = None,
+        out: Tensor | None = None,
     ) -> LabelSoftmax:
         if not self.compiles or dtype is None or vocabulary:
             return label_softmax_in_place(
-                logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary
+                logits_CV, labels_C, valid_C, z_loss=z_loss, dtype=dtype, vocabulary=vocabulary, out=out
             )
         largest_C, sum_C, label_logit_C = softmax_sums(logits_CV, labels_C)
-        d_logits_CV = logits_CV if dtype == logits_CV.dtype else torch.empty_like(logits_CV, dtype=dtype)
+        d_logits_CV = memory_of_gradient(logits_CV, dtype, out)
         torch.mul(logits_CV, sum_C.unsqueeze(1), out=d_logits_CV)
         return LabelSoftmax(largest_C, sum_C, label_logit_C, d_logits_CV)
 
