@@ -274,11 +274,14 @@ class RaceChecker(TorchDispatchMode):
 
     @staticmethod
     def _arguments(func: Any, args: Any, kwargs: Any) -> tuple[set["Span"], set["Span"]]:
-        """Return the memory that an operator writes, and what it reads, of its arguments."""
+        """Return the memory that an operator writes, and what it reads, of its arguments. Schemas of collectives do not
+        tell what they write: their outputs, and what others send."""
         written, read = set["Span"](), set["Span"]()
+        is_collective = func.namespace == "c10d" and func.overloadpacket.__name__.endswith("_")
         for place, argument in enumerate(func._schema.arguments):
             value = kwargs.get(argument.name) if place >= len(args) else args[place]
-            found = written if argument.alias_info and argument.alias_info.is_write else read
+            is_output = is_collective and argument.name.startswith(("output", "tensors"))
+            found = written if is_output or (argument.alias_info and argument.alias_info.is_write) else read
             found.update(span for tensor in tree_leaves(value) for span in spans(tensor))
         return written, read
 
