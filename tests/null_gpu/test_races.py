@@ -119,7 +119,7 @@ FREED, SAME = "memory that was freed", "the same tensor"
         ("another_thread_without_a_wait", (), f"of {FREED}", "reduce_scatter"),
         ("tokens_that_nobody_waits_for", ("--world=4", *SHARED), f"read after write of {SAME}", "titanlite."),
         ("tokens_of_another_exchange", ("--world=4", *SHARED), f"read after write of {SAME}", "titanlite."),
-        ("backward_raises_and_nothing_waits", (), f"write after read of {FREED}", "reduce_scatter"),
+        ("backward_raises_and_nothing_waits", (), f"write after write of {FREED}", "reduce_scatter"),
         ("gradients_on_their_way", OFFLOAD, f"read after write of {SAME}", "aten.linalg_vector_norm"),
         ("memory_that_is_still_copied", ON_HOST, f"write after read of {FREED}", "aten."),
         ("activations_on_their_way", ON_HOST, f"read after write of {SAME}", "aten."),

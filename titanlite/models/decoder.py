@@ -4,9 +4,9 @@ Shape suffixes: see `layers`.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -105,8 +105,22 @@ class DecoderArgs(ModelArgs):
             raise ValueError(f"n_heads {self.n_heads} must be a multiple of n_kv_heads {self.n_kv_heads}")
 
 
+def unchanged(x: Tensor) -> Tensor:
+    """Return x, where a block has no norm."""
+    return x
+
+
+class BlockNorms(NamedTuple):
+    """Norms of a block, by their places."""
+
+    before_attention: Callable[[Tensor], Tensor] = unchanged
+    behind_attention: Callable[[Tensor], Tensor] = unchanged
+    before_ffn: Callable[[Tensor], Tensor] = unchanged
+    behind_ffn: Callable[[Tensor], Tensor] = unchanged
+
+
 class Block(nn.Module):
-    """One pre-norm transformer block."""
+    """One transformer block, with norms before its layers."""
 
     dropout: "Dropout | None" = None
 
@@ -125,16 +139,16 @@ class Block(nn.Module):
         mask: AttentionMask | None = None,
         draws_BL: Tensor | None = None,
     ) -> Tensor:
-        x_BLD = x_BLD + self.dropped(self.attended(x_BLD, cos_LH, sin_LH, mask), draws_BL, 0)
-        return x_BLD + self.dropped(self.fed_forward(x_BLD), draws_BL, 1)
+        # The layers are called here, because the compiler cuts a block at the exchange of experts: a method around that
+        # layer would be a graph of its own, whose norm would not be fused with the sum before it.
+        norms = self.norms()
+        attended_BLD = norms.behind_attention(self.attention(norms.before_attention(x_BLD), cos_LH, sin_LH, mask))
+        x_BLD = x_BLD + self.dropped(attended_BLD, draws_BL, 0)
+        return x_BLD + self.dropped(norms.behind_ffn(self.feed_forward(norms.before_ffn(x_BLD))), draws_BL, 1)
 
-    def attended(self, x_BLD: Tensor, *inputs: Any) -> Tensor:
-        """Return what attention adds to the residual stream."""
-        return self.attention(self.attention_norm(x_BLD), *inputs)
-
-    def fed_forward(self, x_BLD: Tensor) -> Tensor:
-        """Return what the feed-forward layer adds to the residual stream."""
-        return self.feed_forward(self.ffn_norm(x_BLD))
+    def norms(self) -> "BlockNorms":
+        """Return the norms of the block."""
+        return BlockNorms(before_attention=self.attention_norm, before_ffn=self.ffn_norm)
 
     def dropped(self, out_BLD: Tensor, draws_BL: Tensor | None, place: int) -> Tensor:
         """Return the output of a layer with dropout, if the block gets draws."""

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from titanlite.models.base import DECODER, ModelArgs, Roles, TensorPlan
-from titanlite.models.decoder import Block, Decoder
+from titanlite.models.decoder import Block, BlockNorms, Decoder
 from titanlite.models.decoder_formats import (
     HF_DECODER,
     HF_FEED_FORWARD,
@@ -81,11 +81,8 @@ class SandwichBlock(Block):
         self.post_attention_norm = RMSNorm(args.dim, eps=args.norm_eps)
         self.post_ffn_norm = RMSNorm(args.dim, eps=args.norm_eps)
 
-    def attended(self, x_BLD: Tensor, *inputs: Any) -> Tensor:
-        return self.post_attention_norm(super().attended(x_BLD, *inputs))
-
-    def fed_forward(self, x_BLD: Tensor) -> Tensor:
-        return self.post_ffn_norm(super().fed_forward(x_BLD))
+    def norms(self) -> BlockNorms:
+        return BlockNorms(self.attention_norm, self.post_attention_norm, self.ffn_norm, self.post_ffn_norm)
 
 
 def _write_rest(args: Gemma3Args) -> ConfigJson:

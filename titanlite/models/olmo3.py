@@ -7,10 +7,8 @@ those of YaRN.
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torch import Tensor
-
 from titanlite.models.base import DECODER, ModelArgs, Roles, TensorPlan
-from titanlite.models.decoder import Block, Decoder
+from titanlite.models.decoder import Block, BlockNorms, Decoder
 from titanlite.models.decoder_formats import (
     HF_CONSTANTS,
     HF_DECODER,
@@ -54,11 +52,8 @@ class Olmo3Args(WindowedArgs):
 class PostNormBlock(Block):
     """Block whose norms are behind its layers (arXiv:2501.00656)."""
 
-    def attended(self, x_BLD: Tensor, *inputs: Any) -> Tensor:
-        return self.attention_norm(self.attention(x_BLD, *inputs))
-
-    def fed_forward(self, x_BLD: Tensor) -> Tensor:
-        return self.ffn_norm(self.feed_forward(x_BLD))
+    def norms(self) -> BlockNorms:
+        return BlockNorms(behind_attention=self.attention_norm, behind_ffn=self.ffn_norm)
 
 
 def _write_rest(args: Olmo3Args) -> ConfigJson:

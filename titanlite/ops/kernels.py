@@ -67,10 +67,10 @@ class LossChunks(NamedTuple):
     """Tokens of a group of chunks: the gradients of their logits exist at once. A multiple of `tokens`."""
 
 
-def _even_part(tokens: int, limit: int) -> int:
-    """Return the size of the fewest equal parts of at most `limit` tokens, rounded up to tiles of a GPU's matmul."""
-    parts = -(-tokens // (max(1, limit // GPU_TILE) * GPU_TILE))
-    return -(-tokens // (parts * GPU_TILE)) * GPU_TILE
+def _even_part(tokens: int, limit: int, tile: int) -> int:
+    """Return the size of the fewest equal parts of at most `limit` tokens, rounded up to a multiple of `tile`."""
+    parts = -(-tokens // (max(1, limit // tile) * tile))
+    return -(-tokens // (parts * tile)) * tile
 
 
 class Kernels:
@@ -370,11 +370,11 @@ class Kernels:
             chunk = max(1, min(CHUNK_TOKENS, (self.chunk_bytes or CHUNK_BYTES) // (4 * vocabulary)))
             return LossChunks(chunk, chunk)
         limit = (self.chunk_bytes or GPU_CHUNK_BYTES[self.compiles]) // (4 * vocabulary)
-        chunk = _even_part(tokens, limit)
-        if not groups or chunk >= tokens:
+        chunk = _even_part(tokens, limit, GPU_TILE)
+        if not groups or chunk >= tokens or 2 * limit < 4 * GPU_TILE:
             return LossChunks(chunk, chunk)
-        chunk = _even_part(tokens, limit // 2)
-        return LossChunks(chunk, 4 * chunk)
+        group = _even_part(tokens, 2 * limit, 4 * GPU_TILE)
+        return LossChunks(group // 4, group)
 
     def label_softmax(
         self,

@@ -205,7 +205,9 @@ def test_a_certain_label_keeps_its_gradient_in_bfloat16() -> None:
     ("tokens", "vocabulary", "chunk", "grouped"),
     [
         (8192, 128_256, 2048, (1024, 4096)),  # at most 2092 tokens have 1 GiB of logits
-        (8192, 151_936, 1664, (768, 3072)),  # 5 chunks of at most 1664; half as large: 11 of at most 768
+        (8192, 151_936, 1664, (768, 3072)),  # 5 chunks of at most 1664; 3 groups of at most 3072
+        (4096, 262_144, 1024, (512, 2048)),
+        (4096, 2**21, 128, (128, 128)),  # four chunks of a tile would be too large
         (8192, 32_000, 8192, (8192, 8192)),  # all at once
         (100, 32_000, 128, (128, 128)),
     ],
@@ -217,7 +219,9 @@ def test_chunks_of_a_gpu_are_even_and_multiples_of_a_tile(
     assert kernels.loss_chunks(tokens, vocabulary, gpu) == (chunk, chunk)
     assert kernels.loss_chunks(tokens, vocabulary, gpu, groups=True) == grouped
     for groups in (False, True):
-        assert kernels.loss_chunks(tokens, vocabulary, cpu, groups=groups).group == (512 if vocabulary < 2**17 else 441)
+        assert kernels.loss_chunks(tokens, vocabulary, cpu, groups=groups).group == (
+            512 if vocabulary < 2**17 else 2**26 // vocabulary
+        )
 
 
 @pytest.mark.parametrize("vocabulary", [32_000, 50_304, 128_256, 262_144])
