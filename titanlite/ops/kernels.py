@@ -428,7 +428,7 @@ class Kernels:
         elif out.dtype == torch.float32 and self.has_float32_output(a.device):
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
-            out.copy_(self.float32_mm(a, b))
+            out.copy_(a @ b)
 
     def add_matmul(self, total: Tensor, a: Tensor, b: Tensor) -> None:
         """total += a @ b in place, for a float32 total. Without a kernel for that, it allocates up to CHUNK_BYTES."""

@@ -27,6 +27,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_no_bit_changes(tiny: TinyRun, case: str) -> None:
     words = " ".join([FOUR, *CASES[case]]).split()
@@ -90,6 +91,7 @@ def test_validation_keeps_nothing(tiny: TinyRun) -> None:
     assert not copies.called
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_the_plan_has_its_bytes_and_the_time_that_nothing_hides(tiny: TinyRun, mode: str) -> None:
     """Twelve blocks of a GPU. The device keeps what about two blocks do, and the host what all but the last one do."""
