@@ -33,6 +33,7 @@ def trained(tiny: TinyRun, name: str, words: list[str], steps: int = 6) -> tuple
         return isinstance(run.model, FSDPModule), {key: whole(x) for key, x in flat(run.checkpoints.state()).items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("case", CASES)
 def test_a_process_alone_has_the_same_bits_without_units(
     tiny: TinyRun, case: str, monkeypatch: pytest.MonkeyPatch

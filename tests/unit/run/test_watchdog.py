@@ -402,6 +402,7 @@ def test_processes_their_states_and_their_work() -> None:
     assert work_done(os.getpid())[1] >= before[1] + 2**20
 
 
+@pytest.mark.long
 @LINUX
 def test_the_wait_for_a_core_is_known() -> None:
     """A process with the least share of a core waits for another process almost always."""

@@ -178,6 +178,7 @@ def test_without_checkpoints_a_stop_saves_nothing(tiny: TinyRun) -> None:
     assert start(tiny, AfterCalls(0), "--checkpoint.enable=false")[1] == []
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_process_group")
 def test_planned_ends_of_a_run(
     tiny: TinyRun, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

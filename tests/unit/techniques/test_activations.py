@@ -51,6 +51,7 @@ class Watch:
         return copy
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("mode", ["none", "full"])
 def test_each_memory_moves_once_and_the_device_forgets_it(tiny: TinyRun, mode: str) -> None:
     """Four blocks: the first three move. When the last one begins, what the first two keep is gone from the device."""

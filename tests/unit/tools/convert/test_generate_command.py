@@ -162,6 +162,7 @@ def chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_chat_tokenizer(tmp_path_factory.mktemp("tokenizer"), TEMPLATE)
 
 
+@pytest.mark.long
 def test_chats_are_encoded_as_transformers_does(chat_folder: Path, tmp_path: Path) -> None:
     from transformers import AutoTokenizer
 
@@ -185,6 +186,7 @@ def test_chats_are_encoded_as_transformers_does(chat_folder: Path, tmp_path: Pat
     assert Chat(load_tokenizer(str(tmp_path))).encode(messages[:1]) == [258, *tokenizer.encode("!")]
 
 
+@pytest.mark.long
 def test_a_chat_is_what_the_template_makes_of_it(
     run_folder: Path, chat_folder: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

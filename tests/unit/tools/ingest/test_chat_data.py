@@ -149,6 +149,7 @@ def of_lines(folder: Path, lines: list[dict[str, Any]], **options: Any) -> list[
     return found
 
 
+@pytest.mark.long
 def test_twenty_chats_are_those_of_transformers(
     tmp_path: Path, tokenizer: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,6 +161,7 @@ def test_twenty_chats_are_those_of_transformers(
     assert all(any(mask) and not all(mask) for _, mask in expected)
 
 
+@pytest.mark.long
 def test_another_template(tmp_path: Path, tokenizer: Path) -> None:
     """Blocks lose their line ends as in transformers."""
     plain = [chat for chat in CHATS if all(isinstance(message["content"], str) for message in chat)]
@@ -176,6 +178,7 @@ TURNS = """\
 {% else %}{{ 'user: ' + message.content + '\n' }}{% endif %}{% endfor %}"""
 
 
+@pytest.mark.long
 def test_answers_end_where_a_character_has_several_tokens_or_none(tmp_path: Path) -> None:
     """An emoji is four tokens of bytes; a tokenizer of words has none for white space."""
     chats = [[USER, turn("assistant", "ok \N{ROCKET}")], [USER, turn("assistant", "ok \n"), turn("user", "and so on")]]
@@ -211,6 +214,7 @@ def called(arguments: Any, **more: Any) -> dict[str, Any]:
     return turn("assistant", None, tool_calls=[{"function": {"name": "f", "arguments": arguments}}], **more)
 
 
+@pytest.mark.long
 def test_missing_values_and_tools_are_those_of_transformers(tmp_path: Path) -> None:
     """Pairs of a line and of what transformers is given for it."""
     tokenizer = write_chat_tokenizer(tmp_path, SHOWING)
@@ -254,6 +258,7 @@ def test_missing_values_and_tools_are_those_of_transformers(tmp_path: Path) -> N
     assert all("'tools'" in error for error in errors)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "dataset"])
 @pytest.mark.parametrize("as_text", [True, False])
 def test_rows_of_tables_have_the_tokens_of_their_lines(tmp_path: Path, kind: str, as_text: bool) -> None:
@@ -285,6 +290,7 @@ def test_rows_of_tables_have_the_tokens_of_their_lines(tmp_path: Path, kind: str
     assert documents(prepared(file, tokenizer)) == of_lines(tokenizer, lines)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("as_files", [True, False])
 def test_a_template_is_taken_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_files: bool) -> None:
     tokenizer = write_chat_tokenizer(tmp_path, None)
@@ -332,6 +338,7 @@ def test_chats_need_transformers(tokenizer: Path, monkeypatch: pytest.MonkeyPatc
         Chat(load_tokenizer(str(tokenizer)))
 
 
+@pytest.mark.long
 def test_tokenizers_without_special_tokens_write_plain_text(tmp_path: Path) -> None:
     template = Path("train_configs/chat_template.jinja")
     chats = write_chats(tmp_path / "chats.jsonl", [[turn("system", "Be kind."), USER, ASSISTANT, USER]])
@@ -357,6 +364,7 @@ BAD: list[tuple[Any, str]] = [
 ]
 
 
+@pytest.mark.long
 def test_bad_chats_are_lines_of_their_own(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", [[USER, ASSISTANT], *(chat for chat, _ in BAD), []])
     assert prepare(chats, tokenizer)[0] == 2
@@ -487,6 +495,7 @@ def test_mistakes_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
     assert mentions(capsys.readouterr().err, "bytes", "--chat-template", "data.chat_template")
 
 
+@pytest.mark.long
 def test_packed_chats_have_the_loss_that_each_has_alone(tmp_path: Path, tokenizer: Path) -> None:
     chats = [chat for chat in CHATS if len(json.dumps(chat)) < 1000]
     out = prepared(write_chats(tmp_path / "chats.jsonl", chats), tokenizer)
@@ -515,6 +524,7 @@ def of_config(data: Data, folder: Path) -> TokenStore:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("own_tokens", [True, False])
 def test_raw_chats_of_a_config_are_the_tokens_of_the_command(tmp_path: Path, tokenizer: Path, own_tokens: bool) -> None:
     chats = write_chats(tmp_path / "chats.jsonl", CHATS)
@@ -562,6 +572,7 @@ def test_chats_and_templates_are_found_beside_the_config(tmp_path: Path, monkeyp
     assert (data.path, data.chat_template) == ("both.jsonl", "tokenizer")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("own_process_group")
 @pytest.mark.parametrize(
     ("template", "key", "words"),
