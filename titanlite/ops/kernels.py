@@ -363,8 +363,8 @@ class Kernels:
 
         Args:
             groups: whether gradients of logits, half as wide, are multiplied with hidden states. Several chunks are
-                half as large then, and the gradients of four exist at once: the weight's gradient is read and written
-                half as often, in as much memory.
+                smaller then, and the gradients of two or four exist at once: the weight's gradient is read and
+                written half as often, in as much memory.
         """
         if not self.is_gpu(device):
             chunk = max(1, min(CHUNK_TOKENS, (self.chunk_bytes or CHUNK_BYTES) // (4 * vocabulary)))
@@ -374,7 +374,7 @@ class Kernels:
         if not groups or chunk >= tokens or 2 * limit < 4 * GPU_TILE:
             return LossChunks(chunk, chunk)
         group = _even_part(tokens, 2 * limit, 4 * GPU_TILE)
-        return LossChunks(group // 4, group)
+        return LossChunks(group // (2 if 2 * group <= 3 * limit else 4), group)
 
     def label_softmax(
         self,

@@ -206,6 +206,8 @@ def test_a_certain_label_keeps_its_gradient_in_bfloat16() -> None:
     [
         (8192, 128_256, 2048, (1024, 4096)),  # at most 2092 tokens have 1 GiB of logits
         (8192, 151_936, 1664, (768, 3072)),  # 5 chunks of at most 1664; 3 groups of at most 3072
+        (4096, 128_256, 2048, (1024, 4096)),
+        (4096, 151_936, 1408, (1024, 2048)),  # the memory of 1,766 tokens has room for more than a quarter of 2,048
         (4096, 262_144, 1024, (512, 2048)),
         (4096, 2**21, 128, (128, 128)),  # four chunks of a tile would be too large
         (8192, 32_000, 8192, (8192, 8192)),  # all at once
