@@ -191,13 +191,17 @@ class _ChunkedLoss(torch.autograd.Function):
         tokens, size = len(labels_T), len(weight_VD)
         keeps = term is None and ctx.needs_input_grad[1] and dtype is not None and dtype.itemsize < 4
         chunk, group = kernels.loss_chunks(tokens, size * (2 if term else 1), hidden_TD.device, groups=keeps)
-        # The same memory for all chunks: the weight's gradient, allocated between two of them, would split it.
-        d_logits_GV = weight_VD.new_empty(min(group, tokens), size, dtype=dtype) if group > chunk else None
-        memory_CV = weight_VD.new_empty(min(chunk, tokens), size, dtype=torch.float32)
+        d_logits_GV = memory_CV = None
+        if group > chunk:  # the same memory for all, which the weight's gradient, allocated between two, would split
+            d_logits_GV = weight_VD.new_empty(min(group, tokens), size, dtype=dtype)
+            memory_CV = weight_VD.new_empty(chunk, size, dtype=torch.float32)
         for start in range(0, tokens, chunk):
             end, first = min(start + chunk, tokens), start // group * group
             part, whole = slice(start, end), slice(first, end)
-            logits_CV = memory_CV[: end - start]
+            if memory_CV is None:
+                logits_CV = weight_VD.new_empty(end - start, size, dtype=torch.float32)
+            else:
+                logits_CV = memory_CV[: end - start]
             kernels.matmul_into(logits_CV, hidden_TD[part].to(wide), operand_VD.t())
             further = term.of_chunk(logits_CV, part, None if term_T is None else term_T[part]) if term else None
             softmax = kernels.label_softmax(
@@ -215,9 +219,9 @@ class _ChunkedLoss(torch.autograd.Function):
                 values.append(further.value_C)
                 if d_logits_CV is not None and further.d_logits_CV is not None:
                     d_logits_CV = d_logits_CV.add_(further.d_logits_CV).to(narrow)
-            del logits_CV, softmax, further
-            if end == tokens:  # frees it before a gradient of the weight of all tokens is allocated
-                memory_CV = weight_VD.new_empty(0)
+            del logits_CV, softmax, further  # before the gradient of the weight is allocated
+            if end == tokens:
+                memory_CV = None
             if d_hidden_TD is None or d_logits_CV is None or (end % group and end < tokens):
                 continue  # no gradients are wanted, or those of the group are not complete
             if d_logits_GV is not None:
