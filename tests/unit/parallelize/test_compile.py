@@ -3,14 +3,19 @@
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
 
 from tests.support.helpers import TinyRun, mentions, train_on_this_rank
 from tests.support.layouts import trace_blocks
 from tests.support.recorders import recorder, records, result_of
 from titanlite.metrics.recorder import CompileWatch
+from titanlite.models.decoder import Block
+from titanlite.models.llama3 import Llama3Args
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.parallelize.compile import use_cache
 from titanlite.schema import Compile
@@ -132,3 +137,24 @@ def test_nothing_is_compiled_after_the_first_step(tiny: TinyRun, monkeypatch: py
     assert [count - before for count in graphs] == [1, 1, 2, 2, 2, 2]
     assert ["compile_seconds" in record for record in tiny.records()] == [True, *[False] * 5]
     assert not any("recompiles" in record for record in tiny.records())
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_block_that_is_cut_at_its_experts_has_three_graphs() -> None:
+    """One to the norm before the experts, fused with the sum before it; that of the experts; one of the sum behind."""
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor, *_: Any) -> Tensor:
+            return 3 * x
+
+    class Cut(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            torch._dynamo.graph_break()
+            return 2 * x
+
+    counter, x, nothing = CompileCounter(), torch.randn(1, 4, 16), torch.zeros(())
+    args = Llama3Args(dim=16, n_layers=1, n_heads=2, n_kv_heads=2, hidden_dim=32, vocab_size=8, max_seq_len=4)
+    block = Block(args, attention=Attention(), feed_forward=Cut())
+    found = torch.compile(block, backend=counter)(x, nothing, nothing)
+    torch.testing.assert_close(found, block(x, nothing, nothing))
+    assert counter.frame_count == 3
