@@ -189,8 +189,8 @@ class _ChunkedLoss(torch.autograd.Function):
         sums: list[tuple[Tensor, Tensor, Tensor]] = []
         values: list[Tensor] = []
         tokens, size = len(labels_T), len(weight_VD)
-        keeps = term is None and ctx.needs_input_grad[1] and dtype is not None and dtype.itemsize < 4
-        chunk, group = kernels.loss_chunks(tokens, size * (2 if term else 1), hidden_TD.device, groups=keeps)
+        groups = term is None and ctx.needs_input_grad[1] and dtype is not None and dtype.itemsize < 4
+        chunk, group = kernels.loss_chunks(tokens, size * (2 if term else 1), hidden_TD.device, groups=groups)
         d_logits_GV = memory_CV = None
         if group > chunk:  # the same memory for all, which the weight's gradient, allocated between two, would split
             d_logits_GV = weight_VD.new_empty(min(group, tokens), size, dtype=dtype)
@@ -198,10 +198,8 @@ class _ChunkedLoss(torch.autograd.Function):
         for start in range(0, tokens, chunk):
             end, first = min(start + chunk, tokens), start // group * group
             part, whole = slice(start, end), slice(first, end)
-            if memory_CV is None:
-                logits_CV = weight_VD.new_empty(end - start, size, dtype=torch.float32)
-            else:
-                logits_CV = memory_CV[: end - start]
+            logits_CV = weight_VD.new_empty(end - start, size, dtype=torch.float32) if memory_CV is None else memory_CV
+            logits_CV = logits_CV[: end - start]
             kernels.matmul_into(logits_CV, hidden_TD[part].to(wide), operand_VD.t())
             further = term.of_chunk(logits_CV, part, None if term_T is None else term_T[part]) if term else None
             softmax = kernels.label_softmax(
