@@ -20,6 +20,7 @@ from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
 from titanlite.metrics.clock import StepClock, format_seconds, phase_seconds
 from titanlite.metrics.loggers import Loggers
+from titanlite.metrics.progress_line import ProgressLine
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.records import RecordFile
@@ -217,6 +218,7 @@ class MetricsRecorder:
                 RecordFile(self._folder.records(name), step) for name in ("metrics", "checkpoints", "validation")
             )
             self._loggers = Loggers(self.config.loggers, self._folder.path, step=step)
+            self._progress_line = ProgressLine(step=step, steps=steps)
 
     def go_back(self, step: int, *, steps: int, samples: int) -> None:
         """Continue after an earlier step, as a start that resumes there: records of later steps are dropped.
@@ -276,6 +278,8 @@ class MetricsRecorder:
         """
         self.clock.steps += 1
         self._compiling.end_step()
+        if self._writes:
+            self._progress_line.end_step(step)
         if not self.records(step, last=last):
             return
         values = [result.loss, result.grad_norm, result.added_loss, result.shard_grad_norm]
@@ -302,6 +306,7 @@ class MetricsRecorder:
             **{name: float(value) for name, value in result.model_metrics.items()},
         }
         if self._writes:
+            self._progress_line.record(loss)
             logger.info(step_line(record, steps=self.steps))
             self._metrics.write(record)
             self._loggers.log(record)
@@ -382,6 +387,7 @@ class MetricsRecorder:
 
     def close(self) -> None:
         if self._writes:
+            self._progress_line.close()
             for file in (self._metrics, self._saves, self._validations, self._skipped):
                 file.close()
             self._loggers.close()

@@ -13,7 +13,6 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import Progress
-from titanlite.config.shipped import shipped_names
 from titanlite.config.warnings import find_warnings
 from titanlite.data.packing import BestFit
 from titanlite.data.samples import Samples, Source
@@ -202,13 +201,13 @@ def report_end(
     stopped: RunStopped | None,
     seconds: Mapping[str, float],
 ) -> None:
-    """Log the last lines of a run: its results, its time, and how it continues.
+    """Log the last lines of a run: where its results are, its time, and how a stopped one resumes.
 
     Args:
         resumed_at: step at which this start resumed.
         seconds: of this start, by phase.
     """
-    titanlite, path = shell_command("titanlite"), shlex.quote(str(folder.path))
+    titanlite = shell_command("titanlite")
     resume = f"{titanlite} train {shlex.quote(str(folder.path / 'config.toml'))}"
     done = manifests.committed_steps(checkpoints.list())
     if isinstance(stopped, StoppedBySignal):
@@ -229,14 +228,7 @@ def report_end(
         elif config.guard.nonfinite == "stop" and done and not config.optimizer.in_backward:
             logger.info("  to skip such steps and resume: the same command with --guard.nonfinite=skip")
         return
-    needs = "" if find_spec("plotly") else f", after {install_hint('report')}"
     steps = max(steps, resumed_at)
-    length = config.training.length
-    more = f"--training.{length}={2 * (steps if length == 'steps' else getattr(config.training, length))}"
-    # What a checkpoint's config names of code is refused by commands unless the user names it.
-    own = f" --model-file {shlex.quote(config.model.file)}" if config.model.file else ""
-    if config.model.path and os.path.isdir(os.path.expanduser(config.model.path)):
-        own = f" --config {shlex.quote(str(folder.path / 'config.toml'))}"
     lines = [
         "",
         f"{config.job.name}: {steps} steps done" + (f", from step {resumed_at} on" if resumed_at else ""),
@@ -245,14 +237,31 @@ def report_end(
         f"  metrics      {folder.records('metrics')}",
         f"  config       {folder.path / 'config.toml'}, versions and commit in run.json beside it",
         *([f"  profile      {folder.path / 'profile'}"] if (folder.path / "profile").is_dir() else []),
-        "What next?",
-        f"  look           {titanlite} report {path}{needs}",
-        *([f"  sample         {titanlite} generate {path}{own} --prompt TEXT"] if done else []),
-        f"  continue       the same command with {more}, or {resume} {more}",
-        f"  another run    add --job.name=second, and change any option: --optimizer.lr={config.optimizer.lr / 2:g}",
-        f"  another model  {titanlite} train NAME, with NAME one of {', '.join(shipped_names())}",
     ]
-    if "tensorboard" in config.metrics.loggers:
-        lines.append(f"  curves         {shell_command('tensorboard')} --logdir {shlex.quote(str(folder.path.parent))}")
+    for line in lines:
+        logger.info(line)
+
+
+def report_next(config: Config, *, steps: int, folder: RunFolder, has_checkpoint: bool) -> None:
+    """Log commands that can follow a complete run.
+
+    Args:
+        steps: that the run has done.
+    """
+    titanlite, path = shell_command("titanlite"), shlex.quote(str(folder.path))
+    needs = "" if find_spec("plotly") else f", after {install_hint('report')}"
+    length = config.training.length
+    more = f"--training.{length}={2 * (steps if length == 'steps' else getattr(config.training, length))}"
+    # What a checkpoint's config names of code is refused by commands unless the user names it.
+    own = f" --model-file {shlex.quote(config.model.file)}" if config.model.file else ""
+    if config.model.path and os.path.isdir(os.path.expanduser(config.model.path)):
+        own = f" --config {shlex.quote(str(folder.path / 'config.toml'))}"
+    lines = [
+        "What next?",
+        f"  report       {titanlite} report {path}{needs}",
+        *([f"  sample       {titanlite} generate {path}{own} --prompt TEXT"] if has_checkpoint else []),
+        f"  continue     {titanlite} train {shlex.quote(str(folder.path / 'config.toml'))} {more}",
+        f"  another run  the same command with --job.name=second --optimizer.lr={config.optimizer.lr / 2:g}",
+    ]
     for line in lines:
         logger.info(line)

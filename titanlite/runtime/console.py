@@ -11,7 +11,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import requires
 from pathlib import Path
@@ -93,8 +93,31 @@ def install_hint(extra: str) -> str:
     return " ".join([install, *map(quote, names)])
 
 
+ERASE_LINE = "\r\x1b[2K"
+"""Moves a terminal's cursor to the begin of its line, and clears the line."""
+
+
 class ConsoleHandler(logging.StreamHandler):
     """Writes lines to standard output. A run continues without them after the end of whoever read them (`| head`)."""
+
+    _last_line = ""
+
+    def redraw(self, text: str) -> None:
+        """Show a text below all lines, in place of the one before. An empty text removes it."""
+        with suppress(BrokenPipeError), self.lock or nullcontext():
+            self.stream.write(ERASE_LINE + text)
+            self.flush()
+            self._last_line = text
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a line, above the text of `redraw`."""
+        if not self._last_line:
+            super().emit(record)
+            return
+        shown = self._last_line
+        self.redraw("")
+        super().emit(record)
+        self.redraw(shown)
 
     def handleError(self, record: logging.LogRecord) -> None:
         """Ignore a closed pipe, and report other errors as `logging` does."""
@@ -131,6 +154,12 @@ def start_logging(rank: int) -> None:
     logger.setLevel(logging.INFO)
     logger.handlers = [handler]
     logger.propagate = False
+
+
+def terminal() -> ConsoleHandler | None:
+    """Return the handler that writes lines of this process to a terminal; None if standard output is no terminal."""
+    handlers = logging.getLogger(LOGGER).handlers
+    return next((h for h in handlers if isinstance(h, ConsoleHandler) and h.stream.isatty()), None)
 
 
 def log_to_file(folder: Path, rank: int) -> Path:

@@ -198,6 +198,10 @@ def _run_training(
             run = assemble(config, inputs, ranks=ranks, device=device, phase=phase)
             stopped = train(run, requests)
             finish(run, stopped)
+            if not stopped and ranks.rank == 0:
+                from titanlite.tools.results import show_results
+
+                show_results(run)
         phase.phase(Phase.EXPORT)
         if not stopped and not export_last(run, give_up=requests.requested):
             stopped = requests.stopped(run.steps)
