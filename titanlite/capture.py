@@ -1,6 +1,6 @@
 """Values of a model by name: what its modules receive and return, and the gradients and updates of its parameters.
 
-`parity --where`, `export --check`, `coordcheck` and the health of layers read them here.
+`parity --where`, `export --check`, examples/coordcheck.py and the health of layers read them here.
 """
 
 from collections.abc import Callable, Iterable

@@ -47,7 +47,6 @@ COMMANDS = {
     "init": "cli.init",
     "check": "cli.check",
     "plan": "plan.command.plan_config",
-    "coordcheck": "coordcheck.coordcheck",
     "calibrate": "plan.calibrate.calibrate",
     "report": "report.page.report",
     "parity": "report.parity.parity",

@@ -1,8 +1,8 @@
 """What the command shows after a complete run: text that a small model writes, the report, and what can follow."""
 
 import logging
+from contextlib import suppress
 from itertools import islice
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from titanlite.metrics.run_summary import report_next
@@ -25,11 +25,13 @@ TEMPERATURE = 0.8
 
 
 def show_results(run: "Run") -> None:
-    """Log what can follow a run, and before it a sample and the path of the report where both take seconds only."""
+    """Report what can follow a run, and before it a sample and the path of the report where both take seconds only."""
     if _is_small(run):
         _show_sample(run)
-        if path := _write_report(run.folder.path):
-            logger.info(f"report   {path}")
+        from titanlite.tools.report.page import report
+
+        with suppress(UserError):  # what draws it is not installed
+            report([run.folder.path])
     steps = max(run.steps, run.progress.step)
     report_next(run.config, steps=steps, folder=run.folder, has_checkpoint=run.checkpoints.newest > 0)
 
@@ -64,16 +66,3 @@ def write_sample(run: "Run") -> tuple[str, str]:
     tokens = generator.stream(prompt.tolist(), max_new_tokens=NEW, sampler=sampler, stop_ids=stop_ids(tokenizer))
     given = tokenizer.decode(prompt[prompt != tokenizer.bos_id]).encode("unicode_escape").decode()
     return given, "".join(islice(stream_text(tokenizer, tokens, context=prompt.tolist()), NEW))
-
-
-def _write_report(folder: Path) -> Path | None:
-    """Write the report of a run, if the packages that draw it are installed."""
-    from titanlite.tools.report.page import check_page, page, read_run, write_page
-
-    place = folder / "report.html"
-    try:
-        check_page(place, "titanlite report")
-        write_page(place, page([read_run(folder)]))
-    except UserError:
-        return None
-    return place

@@ -1,6 +1,6 @@
 """Estimate: how much memory and time a config takes on given devices."""
 
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from math import lcm
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -179,16 +179,6 @@ def with_options(config: Config, options: Options) -> Config:
             section = section[name]
         section[last] = value
     return Config.model_validate(tree)
-
-
-def resized_options(spec: ModelSpec, *, width: int, depth: int) -> dict[str, Any]:
-    """Return the options that give a model another width and depth.
-
-    Raises:
-        ValueError: there is no such shape.
-    """
-    own, args = asdict(spec.args), asdict(spec.args.resized(width=width, depth=depth))
-    return {f"model.args.{key}": value for key, value in args.items() if value != own[key]}
 
 
 def with_vocab_size(config: Config) -> Config:

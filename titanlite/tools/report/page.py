@@ -1,7 +1,7 @@
 """`titanlite report`: one HTML page about runs that needs no network."""
 
 import html
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from string import Template
@@ -33,7 +33,7 @@ def report(runs: Sequence[Path], *, out: Path | None = None) -> None:
         outputs/first outputs/second --out compare.html
     """
     place = out or runs[0] / "report.html"
-    check_page(place, "titanlite report")
+    check_page(place)
     try:
         found = [read_run(path) for path in runs]
         text = page(found)
@@ -45,11 +45,14 @@ def report(runs: Sequence[Path], *, out: Path | None = None) -> None:
     names = [run.name for run in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two runs are called {twice}: name each once, and rename one of two folders of the same name")
-    write_page(place, text)
+    try:
+        write_atomically(place, text)
+    except OSError as error:
+        raise UserError(f"{error.filename or place}: {error.strerror}") from None
     print(f"wrote {place}")
 
 
-def check_page(place: Path, command: str) -> None:
+def check_page(place: Path) -> None:
     """Check that a page can be made.
 
     Raises:
@@ -57,38 +60,18 @@ def check_page(place: Path, command: str) -> None:
     """
     check_out(place, replaces_file=True)
     if not place.parent.is_dir():
-        raise UserError(f"{command}: --out {place}: there is no folder {place.parent}")
+        raise UserError(f"titanlite report: --out {place}: there is no folder {place.parent}")
     if find_spec("plotly") is None:
         raise UserError(f"plotly is not installed: {install_hint('report')}")
 
 
-def write_page(place: Path, content: str) -> None:
-    """Write a page.
-
-    Raises:
-        UserError: it cannot be written.
-    """
-    try:
-        write_atomically(place, content)
-    except OSError as error:
-        raise UserError(f"{error.filename or place}: {error.strerror}") from None
-
-
-def page(runs: Sequence[RunRecords], *, above: Mapping[str, Any] | None = None, title: str = "") -> str:
-    """Return the page.
-
-    Args:
-        above: tables and charts above those of the runs, in the form of `report_of`.
-        title: default: the names of the runs.
-    """
+def page(runs: Sequence[RunRecords]) -> str:
+    """Return the page."""
     from plotly.offline import get_plotlyjs
 
-    shown = report_of(runs)
-    if above:
-        shown = {part: [*above[part], *shown[part]] for part in shown}
     values = {
-        "title": html.escape(title or ", ".join(run.name for run in runs)).encode(errors="replace").decode(),
-        "report": to_json(shown),
+        "title": html.escape(", ".join(run.name for run in runs)).encode(errors="replace").decode(),
+        "report": to_json(report_of(runs)),
         "plotly": get_plotlyjs().replace("</script", "<\\/script"),
     }
     return Template(TEMPLATE.read_text(encoding="utf-8")).substitute(values)  # a run may be called $report
