@@ -226,7 +226,7 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
     suffice too, and no step is traced.
 
     With --machines, the processes test what the run needs, in a minute or two: versions, collectives and their
-    bandwidths, clocks, the checkpoint folder, disk and arithmetic. Exit code 2 if a test fails. ./run_train.sh check
+    bandwidths, and the checkpoint folder. Exit code 2 if a test fails. ./run_train.sh check
     does it on all processes of a job.
 
     Args:
@@ -248,7 +248,7 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
     if machines:
         from titanlite.tools.machines import main as test_machines
 
-        test_machines(loaded, inputs, ranks, device)
+        test_machines(loaded, ranks, device)
     elif not here:
         from titanlite.tools.plan.step_check import check_step
 

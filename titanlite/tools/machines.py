@@ -6,10 +6,8 @@ fail alone: what may fail runs in `on_each`.
 
 import hashlib
 import json
-import math
 import os
 import platform
-import shutil
 import statistics
 import time
 import uuid
@@ -19,39 +17,28 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
 import torch.distributed as dist
 
-from titanlite.checkpoint import manifest as manifests
-from titanlite.checks.memory import weight_bytes
-from titanlite.checks.preflight import RunInputs
-from titanlite.models.base import Model
-from titanlite.optim.state_size import state_bytes
 from titanlite.run.versions import compare, facts_of, versions_of
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import write_all
 from titanlite.runtime.process_group import Ranks, process_group
 from titanlite.runtime.ranks import gather, host_names, named_ranks
-from titanlite.schedule import known_steps
-from titanlite.schema import Checkpoint, Config
+from titanlite.schema import Config
 from titanlite.storage.storage import Storage, open_storage
-from titanlite.techniques import choose_trained
 from titanlite.tools.plan.calibrate import COLLECTIVES, Call, bandwidth_at
 
 TIMEOUT = 120
 """Seconds that a rank waits for the others in one test."""
 SIZES = {"cpu": (2**16, 2**24), "cuda": (2**20, 2**28)}
 """Bytes of a collective: of a short one, whose values alone are compared, and of a long one."""
-MOST_APART = 1.0
-"""Seconds between two clocks above which there is a warning."""
 FILE = "data"
 """Name of the file that each host writes into the checkpoint folder."""
 WAIT = 20.0
 """Seconds in which a file of one host must be seen on the others: network file systems list folders with a delay."""
-GIB = 2**30
 
 
 @dataclass(frozen=True)
@@ -87,7 +74,7 @@ class Job:
         return [*range(0, self.ranks.world_size, self.ranks.local_world_size)]
 
 
-def main(config: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) -> None:
+def main(config: Config, ranks: Ranks, device: torch.device) -> None:
     """Run all tests on all ranks, and print the table on rank 0.
 
     Raises:
@@ -97,7 +84,7 @@ def main(config: Config, inputs: RunInputs, ranks: Ranks, device: torch.device) 
         warnings.simplefilter("ignore", FutureWarning)  # of names of collectives that PyTorch 2.13 replaces
         job = open_job(ranks)
         began = time.perf_counter()
-        failed = run(machine_tests(config, inputs, job, device), print if ranks.rank == 0 else lambda line: None)
+        failed = run(machine_tests(config, job, device), print if ranks.rank == 0 else lambda line: None)
         if ranks.rank == 0:
             took = timedelta(seconds=round(time.perf_counter() - began))
             end = f"{len(failed)} FAILED: {', '.join(failed)}" if failed else "no test failed"
@@ -126,20 +113,16 @@ def run(tests: Mapping[str, Callable[[], Result]], report: Callable[[str], objec
     return failed
 
 
-def machine_tests(config: Config, inputs: RunInputs, job: Job, device: torch.device) -> dict[str, Callable[[], Result]]:
+def machine_tests(config: Config, job: Job, device: torch.device) -> dict[str, Callable[[], Result]]:
     """Return the tests by name, in their order. All ranks run each together."""
     facts = facts_of(config.model_dump(mode="json"), device)
     tests: dict[str, Callable[[], Result]] = {"versions, config": partial(check_software, facts, device)}
     if job.ranks.world_size > 1:
         tests["collectives"] = partial(check_values, device, job)
         tests["bandwidths"] = partial(check_bandwidths, device)
-    tests["clocks"] = partial(check_clocks, job)
     if config.checkpoint.enable:
         url = config.checkpoint.folder or f"{config.job.dump_folder}/{config.job.name}/checkpoints"
-        model = inputs.model.build()
-        choose_trained(model, config)
         tests["checkpoint folder"] = partial(check_folder, url, job)
-        tests["disk"] = partial(check_disk, url, checkpoint_bytes(model, config), config, job)
     return tests
 
 
@@ -193,7 +176,7 @@ def describe(error: Exception) -> str:
     return text if isinstance(error, UserError) else f"{type(error).__name__}: {text}"
 
 
-# Versions, collectives, clocks
+# Versions, collectives
 
 
 def check_software(facts: Mapping[str, str], device: torch.device) -> Result:
@@ -249,25 +232,7 @@ def check_bandwidths(device: torch.device) -> Result:
     return Result(", ".join(f"{name} {rate / 1e9:.3g}" for name, rate in medians.items()) + " GB/s")
 
 
-def check_clocks(job: Job, clock: Callable[[], float] = time.time) -> Result:
-    """Compare the clock of each host with that of rank 0. Times in logs and ages of files depend on it.
-
-    Args:
-        clock: returns the time of this host in seconds.
-    """
-    dist.barrier()  # the ranks leave it within milliseconds
-    times = gather(clock())
-    apart = {leader: times[leader] - times[0] for leader in job.leaders}
-    warned = [
-        f"{job.hosts[leader]} is {abs(seconds):.3g} s {'ahead of' if seconds > 0 else 'behind'} {job.hosts[0]}: set "
-        "their clocks with NTP (chrony, systemd-timesyncd)"
-        for leader, seconds in apart.items()
-        if abs(seconds) > MOST_APART
-    ]
-    return Result(f"at most {max(map(abs, apart.values())):.2g} s apart", warnings=warned)
-
-
-# Checkpoint folder and disk
+# Checkpoint folder
 
 
 def check_folder(url: str, job: Job, *, wait: float = WAIT) -> Result:
@@ -337,47 +302,3 @@ def _delete(storage: Storage, name: str) -> None:
     """Delete a folder of the test."""
     with suppress(OSError):
         storage.delete(name)
-
-
-def checkpoint_bytes(model: Model, config: Config) -> int:
-    """Return the bytes of a checkpoint: parameters, frozen ones too, and optimizer states.
-
-    Args:
-        model: with its frozen parameters frozen.
-    """
-    return weight_bytes(model, config) + state_bytes(config.optimizer, model, dtype=config.training.dtype)
-
-
-def kept_checkpoints(checkpoint: Checkpoint, steps: int) -> int:
-    """Return the largest number of checkpoints that exist at the same time, with the one that is being written."""
-    saves = math.ceil(steps / checkpoint.interval)
-    if not checkpoint.keep_latest_k:
-        return saves
-    further = steps // math.lcm(checkpoint.interval, checkpoint.keep_every) if checkpoint.keep_every else 0
-    return min(saves, checkpoint.keep_latest_k + further + 1)
-
-
-def check_disk(url: str, size: int, config: Config, job: Job) -> Result:
-    """Compare the free space of each host's disk with the checkpoints that the run still writes there.
-
-    Args:
-        size: bytes of a checkpoint.
-    """
-    if "://" in url:
-        return Result("checkpoints are in an object store")
-    # With training.epochs, the number of steps is known when the data is open.
-    count = kept_checkpoints(config.checkpoint, known_steps(config.training) or config.training.steps)
-
-    def look() -> Result:
-        listing = open_storage(url).list().items()
-        there = sum(sum(files.values()) for name, files in listing if manifests.step_of(name) is not None)
-        path = Path(url).expanduser().absolute()
-        free = shutil.disk_usage(next(folder for folder in (path, *path.parents) if folder.exists())).free
-        needed = max(0, count * size - there)
-        text = f"{needed / GIB:,.1f} GiB to write ({count:,} checkpoints), {free / GIB:,.1f} GiB free at {url}"
-        remedy = "free the disk, or lower checkpoint.keep_latest_k"
-        lines = [f"{text}: {remedy}"] if needed > free else []
-        is_guess = config.training.epochs is not None
-        return Result(text, *(([], lines) if is_guess else (lines, [])))
-
-    return on_each(lambda: look() if job.leads_host else Result(), job)
