@@ -285,7 +285,7 @@ class Validation(Section):
     sequences: Count = 256
     """Sequences of each source, the same at each validation; 0 takes all text, to its last token."""
     tasks: list[Name] = []
-    """Tasks in the form of lm-evaluation-harness: YAML files, also beside the config file, or the names of shipped
+    """Tasks: files of JSON lines with questions (docs/data.md), also next to the config file, or the names of shipped
     ones, python_cloze and number_choice. Validation gives their accuracy."""
 
     def all_sources(self) -> list[ValidationSource]:

@@ -50,9 +50,8 @@ class Question(NamedTuple):
 class Task:
     name: str
     metrics: Sequence[str]
-    """For a multiple choice: acc, acc_norm (log-likelihoods divided by the characters of the answers) and acc_bytes (by
-    their bytes). For one answer: acc (each of its tokens is the most probable one) and perplexity (of whole answers).
-    """
+    """For a multiple choice: acc, and acc_norm (log-likelihoods divided by the characters of the answers). For one
+    answer: acc (each of its tokens is the most probable one) and perplexity (of whole answers)."""
     is_choice: bool
     questions: Sequence[Question]
 
@@ -90,12 +89,8 @@ class Task:
         nats, misses = scores.T
         if not self.is_choice:
             return nats[0] if metric == "perplexity" else float(misses[0] == 0)
-        lengths = {
-            "acc": [1] * len(nats),
-            "acc_norm": [len(text) for text in question.texts],
-            "acc_bytes": [len(text.encode()) for text in question.texts],
-        }
-        return float(np.argmin(nats / lengths[metric]) == question.right)
+        lengths = [len(text) if metric == "acc_norm" else 1 for text in question.texts]
+        return float(np.argmin(nats / lengths) == question.right)
 
 
 class Scorer:

@@ -139,7 +139,7 @@ def _make_absolute(node: Any, key: Key, folder: Path) -> None:
         if not isinstance(value, str):
             continue
         match = CODE_FILE.fullmatch(value)
-        is_data = (part in ("path", "chat_template") or value.endswith(".yaml")) and value and not exists(value)
+        is_data = (part in ("path", "chat_template") or value.endswith(".jsonl")) and value and not exists(value)
         if is_data and exists(beside := folder / value):
             node[place] = str(beside.resolve())
         elif match and bool(match["scheme"]) == (part == "path"):

@@ -1,4 +1,4 @@
-"""Program that evaluates what others wrote, within limits: templates, YAML. It reads requests from a pipe, and answers.
+"""Program that evaluates templates of others within limits. It reads requests from a pipe, and answers.
 
 `limited` starts it by its path, and nothing else imports it. What it evaluates is a program in a sandbox that keeps it
 from files and from code, but not from endless loops and strings without end. So it gets limits on its processor time

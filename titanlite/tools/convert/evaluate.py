@@ -67,7 +67,8 @@ def evaluate(
     Args:
         data ([NAME=]PATH): a source, as data.path: text or prepared tokens; repeat it for more; default: the run's
             [validation]
-        task (TASK): a task as in validation.tasks: a YAML file, or python_cloze or number_choice; repeat it for more
+        task (TASK): a task as in validation.tasks: a file of JSON lines, or python_cloze or number_choice; repeat it
+            for more
         lm_eval (NAME): a task of lm-evaluation-harness, which must be installed (lm_eval); repeat it for more
         text_field ([NAME=]FIELD): field of a record that has the text, of one source or of all; default: the run's
         sequences: sequences of each source, always the same ones; 0 takes all; default: validation.sequences (256)
@@ -84,7 +85,7 @@ def evaluate(
     Example:
         outputs/debug --data stdlib:// --data mine='texts/*.jsonl'
         outputs/debug --json
-        outputs/debug --task python_cloze --task mine.yaml
+        outputs/debug --task python_cloze --task mine.jsonl
     """
     weights = open_source(path, config=config, tokenizer=tokenizer, model_file=model_file, average=average)
     known = tokenizer_of(weights)

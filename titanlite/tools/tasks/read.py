@@ -1,70 +1,51 @@
-"""Tasks from files: YAML in the form of EleutherAI's lm-evaluation-harness, and JSON lines with the questions.
+"""Tasks from files: JSON lines, each a question with its context, and its choices or its only answer.
 
-A file gives the same requests here as in the harness (0.4.13, without examples before a question), or is refused. What
-it writes in Jinja runs in a sandbox, in a process with limits on its time and memory; Python code that it names is
-never run.
+    {"context": "1, 2, 3, 4,", "choices": ["5", "2"], "answer": 0}
+    {"context": "import os\\nimport ", "answer": "sys"}
+
+A choice follows its context after "delimiter", a space by default; an only answer follows at once. Such a file has the
+scores that EleutherAI's lm-evaluation-harness (0.4.13, without examples before a question) gives the same requests;
+`examples/harness_task.py` writes one for a task of it.
 """
 
-import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Annotated
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import Field, TypeAdapter, ValidationError
 
 from titanlite.data.tokenizer import Tokenizer
-from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.runtime.files import read_small
-from titanlite.schema import Config, Name, Section
+from titanlite.schema import Config, Count, Name, Section
 from titanlite.tasks import Answer, Question, Task
 from titanlite.tools.convert.prompts import opening_ids
-from titanlite.tools.limited import Ended, LimitedProcess
 
 SHIPPED = Path(__file__).parent
-WORKER = SHIPPED / "questions.py"
-METRICS = {
-    "multiple_choice": ("acc", "acc_norm", "acc_bytes"),
-    "loglikelihood": ("acc", "perplexity"),
-}
-"""Metrics by `output_type`. A file that names none gets all but acc_bytes."""
-WITHOUT_EFFECT = {
-    "task_alias", "tag", "group", "metadata", "training_split", "fewshot_split", "fewshot_config", "fewshot_delimiter",
-    "should_decontaminate", "doc_to_decontamination_query",
-}  # fmt: skip
-"""Keys that change no score of questions without examples."""
 
 
-class Metric(Section):
-    metric: Name
-    aggregation: str | None = None
-    higher_is_better: bool | None = None
+class Choice(Section):
+    """A line with several answers."""
+
+    context: str
+    choices: Annotated[list[Name], Field(min_length=1)]
+    answer: Count
+    """Number of the right one, from 0."""
+    delimiter: str = " "
 
 
-class DataFiles(Section):
-    data_files: Name | list[Name] | dict[str, Name | list[Name]]
+class Single(Section):
+    """A line with one answer."""
+
+    context: str
+    answer: Name
 
 
-class TaskFile(Section):
-    """The keys of a YAML file that are read. Any other key might change scores, and is refused."""
-
-    task: Name | None = None
-    dataset_path: Literal["json"]
-    dataset_kwargs: DataFiles
-    test_split: Name | None = None
-    validation_split: Name | None = None
-    output_type: Literal["multiple_choice", "loglikelihood"]
-    description: str = ""
-    doc_to_text: str
-    doc_to_choice: str | list[Name] | dict[Any, Name] | None = None
-    doc_to_target: str | int
-    target_delimiter: str = " "
-    metric_list: list[Metric] | None = None
-    num_fewshot: Literal[0] | None = None
-    repeats: Literal[1] | None = None
+LINES = {True: TypeAdapter(Choice), False: TypeAdapter(Single)}
+"""Lines of a task, by whether they have choices."""
+METRICS = {True: ["acc", "acc_norm"], False: ["acc", "perplexity"]}
 
 
 def open_tasks(config: Config, tokenizer: Tokenizer) -> list[Task]:
@@ -77,134 +58,60 @@ def read_tasks(names: Sequence[str], *, tokenizer: Tokenizer, opening: Sequence[
     """Read tasks.
 
     Args:
-        names: YAML files, or names of shipped tasks.
+        names: files of JSON lines, or names of shipped tasks. A task has the name of its file.
         opening: tokens that begin a text.
         seq_len: tokens of the longest sequence. The beginning of longer contexts is cut off.
 
     Raises:
-        UserError: a package is missing, or a file is not there, is not of the form or asks for more than is read.
+        UserError: a file is not there, or a line is no question or does not fit.
     """
-    if missing := [package for package in ("yaml", "jinja2") if find_spec(package) is None]:
-        raise UserError(f"tasks need {' and '.join(missing)}: {install_hint('tasks')}")
-    files = [_Reader(_find(name)) for name in names]
-    titles = [file.name for file in files]
+    paths = [*map(_find, names)]
+    titles = [path.stem for path in paths]
     if twice := next((title for title in titles if titles.count(title) > 1), None):
-        raise UserError(f"two tasks are called {twice}: give one another `task`")
-    return [file.read(tokenizer, opening, seq_len) for file in files]
+        raise UserError(f"two tasks are called {twice}: rename one of the files")
+    encoder = partial(encode, tokenizer=tokenizer, opening=opening, seq_len=seq_len)
+    return [_read(path, encoder) for path in paths]
 
 
 def _find(name: str) -> Path:
-    if (shipped := SHIPPED / f"{name}.yaml").is_file() and Path(name).name == name:
+    if (shipped := SHIPPED / f"{name}.jsonl").is_file() and Path(name).name == name:
         return shipped
     path = Path(name).expanduser()
     if not path.is_file():
-        known = sorted(file.stem for file in SHIPPED.glob("*.yaml"))
+        known = sorted(file.stem for file in SHIPPED.glob("*.jsonl"))
         raise UserError(f"no file {name}{did_you_mean(name, known)} (shipped tasks: {', '.join(known)})")
+    if path.suffix in (".yaml", ".yml"):
+        raise UserError(f"{name}: a task is a file of JSON lines: examples/harness_task.py writes it for this YAML")
     return path
 
 
-class _Reader:
-    """Reader of the files of one task.
-
-    Raises:
-        UserError: the YAML is not that of a task, or asks for more than is read.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self._process = LimitedProcess(WORKER, "one question")
-        self.task_file = self._read_task_file()
-        self.name = self.task_file.task or path.stem
-        self.is_choice = self.task_file.output_type == "multiple_choice"
-        if self.is_choice and self.task_file.doc_to_choice is None:
-            self._refuse("doc_to_choice is missing")
-        self.metrics = [*self._metrics()]
-        self.files = self._files()
-        self._ask({"task": self.task_file.model_dump()}, self.path)
-
-    def read(self, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Task:
-        """Return the task, with its questions as tokens.
-
-        Raises:
-            UserError: a question has no answer, or is not in the form of the task.
-        """
-        encoder = partial(encode, tokenizer=tokenizer, opening=opening, seq_len=seq_len)
-        delimiter = self.task_file.target_delimiter if self.is_choice else ""
-        questions = []
-        for where, line in self._lines():
-            found = self._ask({"line": line}, where)
-            context, texts, right = found["context"], found["texts"], found["right"]
-            try:
-                questions.append(Question([encoder(context, delimiter + text) for text in texts], texts, right))
-            except UserError as error:
-                raise UserError(f"{where}: {error}") from None
-        if not questions:
-            self._refuse(f"has no questions in {', '.join(map(str, self.files))}")
-        return Task(self.name, self.metrics, self.is_choice, questions)
-
-    def _refuse(self, what: str) -> NoReturn:
-        raise UserError(f"{self.path}: {what}")
-
-    def _ask(self, request: dict[str, Any], where: object) -> dict[str, Any]:
-        """Return the answer of the worker, which reads files that somebody else may have written.
-
-        Raises:
-            UserError: it refuses the file, or has reached one of its limits.
-        """
+def _read(path: Path, encoder: "partial[Answer]") -> Task:
+    try:
+        lines = [(number, line) for number, line in enumerate(read_small(path).splitlines(), 1) if line.strip()]
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from None
+    if not lines:
+        raise UserError(f"{path} has no questions")
+    is_choice = b'"choices"' in lines[0][1]
+    questions = []
+    for number, line in lines:
         try:
-            answer = self._process.ask(request)
-        except Ended as error:
-            answer = {"error": str(error)}
-        if "error" in answer:
-            raise UserError(f"{where}: {answer['error']}")
-        return answer
-
-    def _read_task_file(self) -> TaskFile:
-        try:
-            content = json.loads(self._ask({"yaml": read_small(self.path)}, self.path)["text"])
-            if isinstance(content, dict):
-                content = {key: value for key, value in content.items() if key not in WITHOUT_EFFECT}
-            return TaskFile.model_validate(content)
+            question = LINES[is_choice].validate_json(line)
+            if isinstance(question, Choice):
+                if question.answer >= len(question.choices):
+                    raise UserError(f"answer {question.answer} is none of the {len(question.choices)} choices, from 0")
+                texts, right, delimiter = question.choices, question.answer, question.delimiter
+            else:
+                texts, right, delimiter = [question.answer], 0, ""
+            answers = [encoder(question.context, delimiter + text) for text in texts]
         except ValidationError as error:
-            first = min(error.errors(include_url=False), key=lambda problem: problem["type"] != "extra_forbidden")
+            first = error.errors(include_url=False)[0]
             key = ".".join(map(str, first["loc"]))
-            if first["type"] == "extra_forbidden":
-                self._refuse(f"{key} is not read, and may change scores{did_you_mean(key, TaskFile.model_fields)}")
-            self._refuse(f"{key}: {first['msg']}" + (f", got {first['input']!r:.80}" if key else ""))
-        except OSError as error:
-            self._refuse(str(error.strerror))
-        except RecursionError:
-            self._refuse("is nested too deeply")
-
-    def _metrics(self) -> Iterator[str]:
-        known = METRICS[self.task_file.output_type]
-        for entry in self.task_file.metric_list or [Metric(metric=name) for name in known if name != "acc_bytes"]:
-            if entry.metric not in known:
-                self._refuse(f"metric {entry.metric} is not supported, only {', '.join(known)}")
-            if entry.aggregation not in (None, own := "perplexity" if entry.metric == "perplexity" else "mean"):
-                self._refuse(f"metric {entry.metric}: only aggregation = {own} is supported")
-            yield entry.metric
-
-    def _files(self) -> list[Path]:
-        """Return the files with the questions. One that is not there from the current folder is beside the YAML."""
-        split = self.task_file.test_split or self.task_file.validation_split
-        given = self.task_file.dataset_kwargs.data_files
-        files = given if isinstance(given, dict) else {"train": given}
-        if split is None:
-            self._refuse("test_split is missing: the split with the questions")
-        if not (found := files.get(split)):
-            self._refuse(f"dataset_kwargs.data_files has no files of the split {split}")
-        names = [found] if isinstance(found, str) else found
-        paths = [path if (path := Path(name)).is_file() else self.path.parent / name for name in names]
-        if missing := [path for path in paths if not path.is_file()]:
-            self._refuse(f"no file {missing[0]}")
-        return paths
-
-    def _lines(self) -> Iterator[tuple[str, bytes]]:
-        for path in self.files:
-            for number, line in enumerate(read_small(path).splitlines(), 1):
-                if line.strip():
-                    yield f"{path}:{number}", line
+            raise UserError(f"{path}:{number}: {key + ': ' if key else ''}{first['msg']}") from None
+        except UserError as error:
+            raise UserError(f"{path}:{number}: {error}") from None
+        questions.append(Question(answers, texts, right))
+    return Task(path.stem, METRICS[is_choice], is_choice, questions)
 
 
 def encode(context: str, answer: str, *, tokenizer: Tokenizer, opening: Sequence[int], seq_len: int) -> Answer:

@@ -4,6 +4,7 @@ These run where its package lm_eval is installed. `test_tasks.py` compares with 
 """
 
 import json
+import runpy
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +15,10 @@ from titanlite.tools import cli
 
 pytest.importorskip("lm_eval")
 
-import yaml
 from lm_eval import simple_evaluate  # pyright: ignore[reportMissingImports]
 from lm_eval.models.huggingface import HFLM  # pyright: ignore[reportMissingImports]
 
-from tests.unit.tools.tasks.test_tasks import CHOICE, QUESTIONS, SHIPPED, scores_of, write
+from tests.unit.tools.tasks.test_tasks import QUESTIONS, SHIPPED, scores_of, write
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ops.cpu import CpuKernels
 from titanlite.tools.convert.prompts import opening_ids
@@ -33,7 +33,7 @@ SEQ_LEN = 64
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     tiny = TinyRun(tmp_path_factory.mktemp("harness"))
-    write(tiny.folder, CHOICE, [*QUESTIONS, {"q": "four", "options": ["one", " two"], "label": 1}])
+    write(tiny.folder, [*QUESTIONS, {"context": "four", "choices": ["one", " two"], "answer": 1}])
     options = ["--data.tokenizer=python-2k", "--model.args.vocab_size=2432", f"--training.seq_len={SEQ_LEN}"]
     with one_process():
         train_on_this_rank(tiny.config(*options, f"--model.args.max_seq_len={SEQ_LEN}"), 0, 1)
@@ -44,12 +44,30 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
 
 def harness_tasks(tiny: TinyRun) -> list[dict[str, Any]]:
     """The same files, as the harness takes them."""
-    files = [*(FOLDER / f"{name}.yaml" for name in SHIPPED), tiny.folder / "task.yaml"]
-    tasks = [yaml.safe_load(file.read_text()) for file in files]
-    for task, file in zip(tasks, files, strict=True):
-        data = file.parent / task["dataset_kwargs"]["data_files"]["test"]
-        task["dataset_kwargs"] = {"data_files": {"test": str(data)}, "cache_dir": str(tiny.folder / "cache")}
-    return tasks
+    files = [*(FOLDER / f"{name}.jsonl" for name in SHIPPED), tiny.folder / "mine.jsonl"]
+    kinds = [
+        {"output_type": "loglikelihood", "metric_list": [{"metric": "acc"}, {"metric": "perplexity"}]},
+        *[
+            {
+                "output_type": "multiple_choice",
+                "doc_to_choice": "choices",
+                "metric_list": [{"metric": "acc"}, {"metric": "acc_norm"}],
+            }
+        ]
+        * 2,
+    ]
+    return [
+        {
+            "task": file.stem,
+            "dataset_path": "json",
+            "dataset_kwargs": {"data_files": {"test": str(file)}, "cache_dir": str(tiny.folder / "cache")},
+            "test_split": "test",
+            "doc_to_text": "context",
+            "doc_to_target": "answer",
+            **kind,
+        }
+        for file, kind in zip(files, kinds, strict=True)
+    ]
 
 
 def scored_by_harness(tiny: TinyRun, model: Any) -> tuple[dict[str, Any], dict[str, list[tuple[float, bool]]]]:
@@ -65,7 +83,7 @@ def scored_by_harness(tiny: TinyRun, model: Any) -> tuple[dict[str, Any], dict[s
 def own_scores(tiny: TinyRun) -> tuple[dict[str, Any], dict[str, list[tuple[float, bool]]]]:
     source = open_source(str(tiny.folder / "outputs" / "tiny"))
     tokenizer = load_tokenizer("python-2k")
-    names = [*SHIPPED, str(tiny.folder / "task.yaml")]
+    names = [*SHIPPED, str(tiny.folder / "mine.jsonl")]
     tasks = read_tasks(names, tokenizer=tokenizer, opening=opening_ids(tokenizer, source.config), seq_len=SEQ_LEN)
     model = load_model(source)
     scores = {task.name: scores_of(model, [task], seq_len=SEQ_LEN) for task in tasks}
@@ -137,3 +155,24 @@ def test_the_command_runs_tasks_of_the_harness(
 def _fixed(names: list[str]) -> dict[str, Any]:
     values = {"alias": "x", "acc,none": 0.25, "acc_stderr,none": 0.1, "f1_stderr,none": "N/A"}
     return {"results": dict.fromkeys(names, values), "n-samples": {name: {"effective": 4} for name in names}}
+
+
+def test_a_task_of_the_harness_becomes_json_lines(tmp_path: Path) -> None:
+    """Its templates, description and targets by text are those of the harness."""
+    (tmp_path / "data.jsonl").write_text('{"q": "one", "options": ["two", "three"], "right": "three"}\n')
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(tmp_path / "data.jsonl")}, "cache_dir": str(tmp_path / "cache")},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "description": "Count. ",
+        "doc_to_text": "{{q}},",
+        "doc_to_choice": "options",
+        "doc_to_target": "{{options.index(right)}}",
+        "target_delimiter": "_",
+    }
+    (tmp_path / "mine.yaml").write_text(json.dumps(task))
+    lines = runpy.run_path(str(Path(__file__).parents[4] / "examples" / "harness_task.py"))["lines"]
+    expected = {"context": "Count. one,", "choices": ["two", "three"], "answer": 1, "delimiter": "_"}
+    assert [*lines(str(tmp_path / "mine.yaml"))] == [expected]
