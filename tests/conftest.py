@@ -6,6 +6,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -175,3 +176,18 @@ def pytest_sessionfinish() -> None:
     """Collect what tests left once, and hide the rest: pytest and the interpreter would walk through it for seconds."""
     gc.collect()
     gc.freeze()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the seconds of tests by folder, next to the longest ones (--durations)."""
+    if terminalreporter.config.option.durations is None:
+        return
+    seconds: Counter[str] = Counter()
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            if isinstance(report, pytest.TestReport):
+                seconds["/".join(report.nodeid.partition("::")[0].split("/")[:3])] += report.duration
+    terminalreporter.section("seconds by folder, or file")
+    for folder, spent in seconds.most_common(20):
+        terminalreporter.line(f"{spent:7.1f} {folder}")
+    terminalreporter.line(f"{sum(seconds.values()):7.1f} all")
