@@ -248,7 +248,9 @@ def _columns(text_field: str, schema: Any) -> list[str]:
 
 def is_json(field: Any) -> bool:
     """Return whether a field of Arrow holds JSON text. A pyarrow that does not know the type reads it as plain text."""
-    name = getattr(field.type, "extension_name", None) or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    name = (
+        getattr(field.type, "extension_name", None) or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    )
     return name == "arrow.json"
 
 

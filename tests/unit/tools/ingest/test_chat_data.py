@@ -300,7 +300,7 @@ def test_json_columns_and_json_text_have_the_tokens_of_their_lines(tmp_path: Pat
     tokenizer = write_chat_tokenizer(tmp_path, SHOWING)
     lines: list[dict[str, Any]] = [
         {"messages": [USER, called({"x": None, "y": [None, 0.7]}), ASSISTANT], "tools": [CALL, {"other": None}]},
-        {"messages": [USER, called({"z": "ü \"1\""})], "tools": None},
+        {"messages": [USER, called({"z": 'ü "1"'})], "tools": None},
         {"messages": [USER, ASSISTANT], "tools": []},
     ]
     plain = tmp_path / "text.jsonl"
