@@ -3,7 +3,9 @@
 import hashlib
 import json
 import re
+from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ from tokenizers import Encoding
 from tokenizers import Tokenizer as FastTokenizer
 
 from titanlite.data.pieces import CUT_RULE, joined, pieces
+from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_beside, read_small
 
@@ -20,12 +23,23 @@ EOS_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", "<｜end▁of�
 one."""
 
 
+AS_IT_IS = "PreTrainedTokenizerFast"
+"""`tokenizer_class` with which transformers takes a tokenizer.json as it is. With most others, transformers 5 takes the
+vocabulary from the file, and the normalizer, the pre-tokenizer and more from the class."""
+BESIDE = "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "config.json"
+"""Files that transformers reads with a tokenizer.json."""
+OF_IDS = "normalizer", "pre_tokenizer", "model", "added_tokens"
+"""Parts of a tokenizer.json that token ids depend on."""
+
+
 class HuggingFaceTokenizer:
-    """A tokenizer.json. Which tokens begin and end a document is read from the files beside it, tokenizer_config.json,
-    special_tokens_map.json or config.json; otherwise special tokens of well-known names are taken.
+    """A tokenizer.json, read as transformers reads it. Which tokens begin and end a document is read
+    from tokenizer_config.json, special_tokens_map.json or config.json; otherwise special tokens of well-known names are
+    taken. `dropout` of a BPE is off.
 
     Raises:
-        UserError: a file is not of its form, or tokenizer.json lacks a token that another file names.
+        UserError: a file is not of its form, tokenizer.json lacks a token that another file names, or transformers is
+            needed and not installed.
     """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
@@ -33,6 +47,15 @@ class HuggingFaceTokenizer:
         content, spec = _read_json(path)
         try:
             first = FastTokenizer.from_str(content.decode())
+            self.is_as_its_file, self.special_tokens, rebuilt, read = True, None, {}, content
+            if getattr(first.model, "dropout", None):
+                spec["model"]["dropout"] = first.model.dropout = None
+                self.is_as_its_file, read = False, json.dumps(spec).encode()
+            if theirs := _of_transformers(path, read):
+                own, spec = (json.loads(one.to_str()) for one in (first, theirs.backend_tokenizer))
+                first, self.special_tokens = theirs.backend_tokenizer, theirs.special_tokens_map
+                rebuilt = {part: spec[part] for part in OF_IDS if _plain(spec[part]) != _plain(own[part])}
+                self.is_as_its_file &= not rebuilt and spec["decoder"] == own["decoder"]
             vocab = first.get_vocab()
             missing = _missing_tokens(path, vocab)
             added = spec["added_tokens"] = [*spec["added_tokens"], *missing]
@@ -60,8 +83,8 @@ class HuggingFaceTokenizer:
         self.vocab_size = max(vocab.values()) + 1
         self._token_bytes = _token_bytes(spec, vocab, self.vocab_size)
         self._token_bytes[[i for i in (self.bos_id, self.eos_id) if i is not None]] = 0
-        key = hashlib.sha256(content + f"{self.bos_id} {self.eos_id}".encode()).hexdigest()[:16]
-        self.fingerprint = f"huggingface-{CUT_RULE}-{key}"
+        key = f"{self.bos_id} {self.eos_id}{json.dumps(rebuilt) if rebuilt else ''}"
+        self.fingerprint = f"huggingface-{CUT_RULE}-{hashlib.sha256(content + key.encode()).hexdigest()[:16]}"
 
     def encode(self, text: str, *, begins: bool = True) -> np.ndarray:
         ids: list[np.ndarray] = []
@@ -85,6 +108,10 @@ class HuggingFaceTokenizer:
         """Return a token as the file writes it."""
         return None if token is None else self._first.id_to_token(token)
 
+    def to_json(self) -> str:
+        """Return a tokenizer.json that gives the ids of this tokenizer as it is."""
+        return self._first.to_str()
+
     def added_ids(self) -> tuple[list[int], list[int]]:
         """Return the token ids that the file's post-processor puts before and after a text."""
         plain, whole = (self._first.encode("a", add_special_tokens=adds).ids for adds in (False, True))
@@ -106,6 +133,50 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"data.tokenizer: {path} cannot be read as JSON: {error}") from None
     return content, value
+
+
+def _of_transformers(path: Path, content: bytes) -> Any:
+    """Return the tokenizer that transformers makes of a tokenizer.json and the files beside it; None if these name
+    neither a class nor a model, so that the file alone counts.
+
+    Raises:
+        UserError: transformers is not installed, or cannot load it.
+    """
+    files = {name: _read_json(file) for name in BESIDE if (file := file_beside(path, name))}
+    about = [files[name][1] for name in ("tokenizer_config.json", "config.json") if name in files]
+    named = next((name for one in about if (name := one.get("tokenizer_class"))), None)
+    if named is None and not any("model_type" in one for one in about):
+        return None
+    take = f'"tokenizer_class": "{AS_IT_IS}" in tokenizer_config.json takes the file as it is'
+    if find_spec("transformers") is None:
+        if named == AS_IT_IS:
+            return None
+        why = f"transformers may read it by other rules, those of {named or 'its config.json'}"
+        raise UserError(f"data.tokenizer: {path}: {why}: {install_hint('transformers')}. Or {take}")
+    from transformers import AutoTokenizer
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        with TemporaryDirectory() as folder:  # a copy, in which no link leads elsewhere, and which has no code
+            for name, (data, _) in {**files, "tokenizer.json": (content, {})}.items():
+                (Path(folder) / name).write_bytes(data)
+            found = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        if not hasattr(found, "backend_tokenizer"):
+            raise ValueError(f"{type(found).__name__} is not of the package tokenizers")
+        found.encode("a 日")  # some classes need a token for what they do not know
+    except Exception as error:  # each class has errors of its own
+        why = f"transformers cannot read it by the rules of {named or 'its config.json'}"
+        raise UserError(f"data.tokenizer: {path}: {why}: {' '.join(str(error).split())}. {take}") from None
+    finally:
+        logging.set_verbosity(verbosity)
+    return found
+
+
+def _plain(part: Any) -> Any:
+    """Return a part of a tokenizer.json in which "", false and null are the same."""
+    return {key: value or None for key, value in part.items()} if isinstance(part, dict) else part
 
 
 def _missing_tokens(path: Path, vocab: dict[str, int]) -> list[dict[str, Any]]:

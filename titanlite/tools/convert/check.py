@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from titanlite.data.tokenizer import Tokenizer
 from titanlite.runtime.errors import RunError
 from titanlite.runtime.files import read_small
 from titanlite.tools.convert.layout import ExportTensor, values_of
@@ -59,6 +60,40 @@ def check_tokens(source: OpenedWeights) -> Tensor:
     length, vocab_size = min(LENGTH, source.spec.args.max_seq_len), source.spec.args.vocab_size
     ids = source.tokenizer.encode(Path(__file__).read_text()) if source.tokenizer else np.arange(2 * length) * 7919
     return torch.from_numpy(np.resize(ids, (2, length)).astype(np.int64)) % vocab_size
+
+
+TEXT = " It's 12345 o\u0301r 6\r\n\n\t  the  end.  日本語 👍🏽 \u00a0naïve, (self)"
+"""Digits, spaces, accents and others that normalizers and pre-tokenizers treat differently."""
+
+
+def check_tokenizer(ours: Tokenizer, folder: Path) -> None:
+    """Compare the tokens that transformers, where it is installed, reads a folder's tokenizer to give with those of
+    training: of texts, and of a text with special tokens in between.
+
+    Raises:
+        CheckFailed: naming the class that gives others.
+    """
+    if find_spec("transformers") is None:
+        return
+    from transformers import AutoTokenizer
+
+    try:
+        theirs: Any = AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
+        texts = {text: [*map(int, ours.encode(text))] for text in (TEXT, TEXT.strip(), Path(__file__).read_text())}
+        if encode := getattr(ours, "encode_marked", None):
+            marked = "".join(f"{token}{TEXT}" for token in theirs.all_special_tokens[:8])
+            texts[marked] = encode(marked).ids
+        found = {text: theirs.encode(text, add_special_tokens=False) for text in texts}
+        differ = [text for text, ids in texts.items() if found[text] != ids]
+        why = f"as {type(theirs).__name__}, {differ and found[differ[0]][:20]} for {differ and texts[differ[0]][:20]}"
+    except Exception as error:  # each class has errors of its own
+        differ, why = ["all"], str(error)
+    if differ:
+        model_type = json.loads(read_small(folder / "config.json")).get("model_type")
+        raise CheckFailed(
+            f"beside a config.json of {model_type}, transformers reads this tokenizer with other tokens than those of "
+            f"training: {why}. Export with --no-tokenizer"
+        )
 
 
 def check_tensors(source: OpenedWeights, folder: Path, tensors: Sequence[ExportTensor]) -> None:

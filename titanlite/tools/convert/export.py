@@ -20,7 +20,7 @@ from titanlite.storage.storage import sync
 from titanlite.techniques.lora.adapters import LORA_A, LORA_B
 from titanlite.tools.arguments import ModelFile, OfAverage, RunConfig, RunTokenizer, Weights
 from titanlite.tools.checkpoints.command import explaining_damage
-from titanlite.tools.convert.check import CheckFailed, check_folder
+from titanlite.tools.convert.check import CheckFailed, check_folder, check_tokenizer
 from titanlite.tools.convert.hub import check_repo, model_card, upload
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import ExportTensor, export_tensors, values_of
@@ -224,7 +224,7 @@ def export_folder(
 
     Raises:
         UserError: the model cannot be written in this format.
-        CheckFailed: the folder is not the model. It is deleted.
+        CheckFailed: the folder is not the model, or transformers would read its tokenizer as another. It is deleted.
     """
     form = format_of(source)
     tensors = export_tensors(source, form.tensors, dtype=dtype, drop=drop)
@@ -240,12 +240,14 @@ def export_folder(
     for name, data in others.items():
         target.write(name, data)
     report = ""
-    if check:
-        try:
+    try:
+        if source.tokenizer and with_tokenizer and not isinstance(target, Listing):
+            check_tokenizer(source.tokenizer, target.staging)
+        if check:
             report = check_folder(source, target.staging, tensors)
-        except CheckFailed:
-            target.discard()
-            raise
+    except CheckFailed:
+        target.discard()
+        raise
     target.commit()
     return Exported(len(files), sum(tensor.bytes for tensor in tensors), form.architecture, report)
 

@@ -62,16 +62,22 @@ def tokenizer_files(tokenizer: Tokenizer, *, add_bos: bool | None, max_length: i
 
 
 def _copied(path: Path, tokenizer: Tokenizer, add_bos: bool | None, max_length: int) -> Files:
-    from titanlite.data.tokenizers.huggingface import HuggingFaceTokenizer
+    from titanlite.data.tokenizers.huggingface import AS_IT_IS, HuggingFaceTokenizer
 
     assert isinstance(tokenizer, HuggingFaceTokenizer)
     bos, eos = tokenizer.text_of(tokenizer.bos_id), tokenizer.text_of(tokenizer.eos_id)
     files = files_of(path, BESIDE)
     if "tokenizer_config.json" not in files:
         files = {**_config(bos, eos, max_length), **files}
+    if not tokenizer.is_as_its_file:
+        files["tokenizer.json"] = tokenizer.to_json().encode()
+    config = json.loads(files["tokenizer_config.json"])
+    if config.get("tokenizer_class") != AS_IT_IS:  # the model's config.json beside it decides what other classes do
+        config = {**(tokenizer.special_tokens or {}), **config, "tokenizer_class": AS_IT_IS}
+        files["tokenizer_config.json"] = json_bytes(config)
     opening = [] if tokenizer.bos_id is None or not add_bos else [tokenizer.bos_id]
     # transformers 5 reads the post-processor alone. Other programs read the switches of tokenizer_config.json.
-    config, spec = (json.loads(files[name]) for name in ("tokenizer_config.json", "tokenizer.json"))
+    spec = json.loads(files["tokenizer.json"])
     switches = {"add_bos_token": bool(opening), "add_eos_token": False}
     stated = {name: config[name] for name in switches if name in config}
     if add_bos is None or (tokenizer.added_ids() == (opening, []) and stated.items() <= switches.items()):

@@ -137,6 +137,7 @@ class ChatReader:
 
 def _messages(value: Any, field: str) -> list[dict[str, Any]]:
     """Return the messages of a chat, with a role each."""
+    value = _from_text(value, field)
     if not isinstance(value, list):
         raise Wrong(f"field {field!r} is no list of objects with role and content")
     messages = []
@@ -152,16 +153,20 @@ def _messages(value: Any, field: str) -> list[dict[str, Any]]:
 
 
 def _tools(value: Any) -> list[dict[str, Any]] | None:
-    """Return the tools of a chat: a list of objects, or one object. Either may be JSON text, as in many datasets."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except (ValueError, RecursionError) as error:
-            raise Wrong(f"field {TOOLS!r} is a text, and not JSON: {error}") from None
+    """Return the tools of a chat: a list of objects, or one object."""
+    value = _from_text(value, TOOLS)
     tools = [value] if isinstance(value, dict) else value
     if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         raise Wrong(f"field {TOOLS!r} is neither a list of objects nor one object, nor JSON text of that")
     return tools
+
+
+def _from_text(value: Any, field: str) -> Any:
+    """Return what a field holds, which many datasets write as JSON text."""
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise Wrong(f"field {field!r} is a text, and not JSON: {error}") from None
 
 
 def _segments(text: str, spans: list[Sequence[int]]) -> Iterator[Segment]:

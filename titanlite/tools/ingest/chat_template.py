@@ -153,6 +153,8 @@ def _special_tokens(tokenizer: Tokenizer) -> dict[str, str]:
     """Return the names of special tokens in templates, and the tokens."""
     if (folder := _folder(tokenizer)) is None:
         return {}
+    if (named := getattr(tokenizer, "special_tokens", None)) is not None:
+        return named
     config = read_json(folder / CONFIG)
     if "added_tokens_decoder" not in config:  # as transformers 5
         config |= read_json(folder / "special_tokens_map.json")

@@ -2,10 +2,11 @@
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 from titanlite.runtime.errors import UserError
-from titanlite.tools.ingest.formats import Part, no_field
+from titanlite.tools.ingest.formats import Part, is_json, no_field
 from titanlite.tools.ingest.inputs import find_files
 from titanlite.tools.ingest.reading import CHUNK_BYTES, read_chunks
 
@@ -94,7 +95,7 @@ def _values(part: Part) -> Iterator[tuple[int, Any]]:
                 rows = table.to_pylist()
             except UnicodeDecodeError:
                 rows = [table.slice(row, 1) for row in range(len(table))]  # find the damaged row
-            yield from enumerate(rows, start=part.first)
+            yield from enumerate(zip(rows, repeat(table.schema)), start=part.first)
         case _:
             yield 0, part.data
 
@@ -106,7 +107,8 @@ def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
             case "text":
                 return raw.decode(), {}
             case "rows":
-                row = _without_nulls(raw if isinstance(raw, dict) else raw.to_pylist()[0])
+                row, schema = raw
+                row = _members(row if isinstance(row, dict) else row.to_pylist()[0], schema)
                 return row.get(text_field), row
             case "bad":
                 raise Wrong(raw.decode())
@@ -122,11 +124,31 @@ def _parse(kind: str, raw: Any, text_field: str) -> tuple[Any, dict[str, Any]]:
     return document[text_field], document
 
 
-def _without_nulls(value: Any) -> Any:
-    """Return a value of a table without the keys whose value is null: Arrow gives all objects of a column each key."""
+def _of_table(value: Any, field: Any) -> Any:
+    """Return a value of a table as Hugging Face datasets returns it: JSON decoded, which keeps its own nulls.
+
+    Args:
+        field: of Arrow.
+    """
+    import pyarrow
+
+    stored = getattr(field.type, "storage_type", field.type)  # that of an extension
+    if value is None or pyarrow.types.is_primitive(stored):
+        return value
+    if is_json(field):
+        return json.loads(value)
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+        return _members(value, stored)
+    return [_of_table(item, stored.value_field) for item in value] if hasattr(stored, "value_field") else value
+
+
+def _members(value: dict[str, Any], fields: Any) -> dict[str, Any]:
+    """Return an object of a table without the keys whose value is null: Arrow gives all objects of a column each key.
+
+    Args:
+        fields: schema of the table, or type of the object.
+    """
+    return {key: _of_table(item, fields.field(key)) for key, item in value.items() if item is not None}
 
 
 def _segments(value: Any, text_field: str) -> list[Segment]:

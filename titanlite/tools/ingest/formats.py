@@ -241,13 +241,17 @@ def _read_dataset(file: File, text_field: str, chunk_bytes: int) -> Iterator[tup
 
 def _columns(text_field: str, schema: Any) -> list[str]:
     """Return the columns to read: that of the text, and that of tools if there is one and the text may be chats."""
-    import pyarrow
+    if text_field not in schema.names:
+        raise _Unreadable(no_field(text_field, schema.names))
+    return [text_field, TOOLS] if TOOLS in schema.names and text_field != TOOLS else [text_field]
 
-    names = schema.names
-    if text_field not in names:
-        raise _Unreadable(no_field(text_field, names))
-    may_be_chats = pyarrow.types.is_nested(schema.types[names.index(text_field)])
-    return [text_field, TOOLS] if may_be_chats and TOOLS in names and text_field != TOOLS else [text_field]
+
+def is_json(field: Any) -> bool:
+    """Return whether a field of Arrow holds JSON text. A pyarrow that does not know the type reads it as plain text."""
+    name = (
+        getattr(field.type, "extension_name", None) or (field.metadata or {}).get(b"ARROW:extension:name", b"").decode()
+    )
+    return name == "arrow.json"
 
 
 def open_dataset(path: str) -> Any:

@@ -4,6 +4,7 @@ import base64
 import json
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,16 @@ import numpy as np
 import pytest
 import tokenizers
 import transformers
-from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from tokenizers import decoders, models, normalizers, pre_tokenizers, processors, trainers
 
+from tests.support.helpers import mentions
 from titanlite.data.tokenizer import LLAMA3_SPECIAL_TOKENS, SHIPPED, Tokenizer, load_tokenizer
+from titanlite.data.tokenizers.huggingface import AS_IT_IS, HuggingFaceTokenizer
 from titanlite.models.llama3 import Llama3
+from titanlite.runtime.console import install_hint
+from titanlite.runtime.errors import UserError
 from titanlite.tools import cli
+from titanlite.tools.convert.check import CheckFailed, check_tokenizer
 from titanlite.tools.convert.prompts import prompt_encoder
 from titanlite.tools.convert.tokenizer_files import tokenizer_files
 
@@ -36,7 +42,7 @@ def texts() -> Iterator[str]:
     yield ""
 
 
-def written(tokenizer: Tokenizer, folder: Path, *, add_bos: bool = True) -> Any:
+def written(tokenizer: Tokenizer, folder: Path, *, add_bos: bool | None = True) -> Any:
     """Write the files beside a config.json of Llama, and load them with transformers."""
     form = Llama3.formats.hugging_face
     assert form is not None
@@ -197,3 +203,140 @@ def test_translated_files_begin_a_text_as_training_did(name: str, add_bos: bool,
     expected = [*([ours.bos_id] if add_bos else []), *ours.encode("self").tolist()]
     assert theirs.encode("self") == expected
     assert prompt_encoder(load_tokenizer(str(tmp_path / "hf")), config=None, chat=None)("self") == expected
+
+
+# Classes of transformers that take only the vocabulary from a tokenizer.json
+
+HARD = ("345 in 2024", " the  end\n\n it's e\u0301", "naïve 日本")
+
+
+def splits_its_own_way(folder: Path) -> dict[str, Any]:
+    """A byte-level BPE with numbers of three digits and no normalizer."""
+    fast = tokenizers.Tokenizer(models.BPE())
+    split = pre_tokenizers.Split(tokenizers.Regex(r"\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+"), "isolated")
+    byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    fast.pre_tokenizer = pre_tokenizers.Sequence([split, byte_level])
+    fast.decoder = decoders.ByteLevel()
+    options: dict[str, Any] = {"initial_alphabet": pre_tokenizers.ByteLevel.alphabet(), "show_progress": False}
+    trainer = trainers.BpeTrainer(vocab_size=300, special_tokens=["<|endoftext|>"], **options)
+    fast.train_from_iterator([f"345 in 2024 the 345 end of 2024 e\u0301 {HARD[2]}"] * 50, trainer)
+    fast.save(str(folder / "tokenizer.json"))
+    return {"eos_token": "<|endoftext|>"}
+
+
+def like_llama_2(folder: Path) -> dict[str, Any]:
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256)), *"▁thendof", "he", "▁t", "▁the"]
+    merges = [("h", "e"), ("▁", "t"), ("▁t", "he")]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    fast = tokenizers.Tokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    fast.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = [decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), *strip])
+    fast.add_special_tokens([tokenizers.AddedToken(token, normalized=False) for token in tokens[:3]])
+    fast.save(str(folder / "tokenizer.json"))
+    return {"bos_token": "<s>", "eos_token": "</s>"}
+
+
+KINDS = {"split": splits_its_own_way, "llama": like_llama_2}
+REBUILT = [
+    ("split", "Qwen2Tokenizer", "qwen3"),
+    ("split", "Qwen2TokenizerFast", None),
+    ("split", "PreTrainedTokenizerFast", "qwen2"),
+    ("split", None, "qwen3"),
+    ("split", "GPTNeoXTokenizerFast", "gpt_neox"),
+    ("split", "GPTNeoXTokenizer", "olmo2"),
+    ("split", "GPT2Tokenizer", "llama"),
+    ("split", "CohereTokenizer", "cohere"),
+    ("split", "RobertaTokenizer", None),
+    ("split", "LlamaTokenizer", "llama"),
+    ("llama", "LlamaTokenizer", "llama"),
+    ("llama", "LlamaTokenizerFast", "mistral"),
+    ("llama", "GemmaTokenizer", None),
+    ("llama", "PreTrainedTokenizerFast", "llama"),
+]
+
+
+def of_class(folder: Path, kind: str, named: str | None, model_type: str | None) -> Path:
+    folder.mkdir()
+    config = KINDS[kind](folder) | ({"tokenizer_class": named} if named else {})
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    if model_type:
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+    return folder
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("kind", "named", "model_type"), REBUILT)
+def test_classes_that_rebuild_a_tokenizer_are_followed(
+    kind: str, named: str | None, model_type: str | None, tmp_path: Path
+) -> None:
+    own = of_class(tmp_path / "own", kind, named, model_type)
+    ours, theirs = load_tokenizer(str(own)), transformers.AutoTokenizer.from_pretrained(own)
+    assert isinstance(ours, HuggingFaceTokenizer)
+    marked = "".join(f"{theirs.eos_token}{text}" for text in HARD)
+    exported = {keep: written(ours, tmp_path / f"hf{keep}", add_bos=keep) for keep in (False, None)}
+    for text in (*HARD, marked):
+        ids = theirs.encode(text, add_special_tokens=False)
+        assert (ours.encode_marked(text).ids if text == marked else ours.encode(text).tolist()) == ids
+        assert [exported[keep].encode(text, add_special_tokens=False) for keep in exported] == [ids, ids]
+    as_it_is = load_tokenizer(str(own / "tokenizer.json"))
+    assert as_it_is.fingerprint == ours.fingerprint, "the same folder, named by its file"
+    again = load_tokenizer(str(tmp_path / "hfFalse"))
+    assert [again.encode(text).tolist() for text in HARD] == [ours.encode(text).tolist() for text in HARD]
+
+
+@pytest.mark.long
+def test_a_rebuilt_tokenizer_has_another_fingerprint(tmp_path: Path) -> None:
+    folders = [of_class(tmp_path / str(named), "split", named, "qwen3") for named in ("Qwen2Tokenizer", AS_IT_IS)]
+    one, other = (load_tokenizer(str(folder)) for folder in folders)
+    assert (folders[0] / "tokenizer.json").read_bytes() == (folders[1] / "tokenizer.json").read_bytes()
+    assert one.encode(HARD[0]).tolist() != other.encode(HARD[0]).tolist()
+    assert one.fingerprint != other.fingerprint
+    (folders[1] / "tokenizer_config.json").unlink()
+    (folders[1] / "config.json").unlink()
+    assert load_tokenizer(str(folders[1])).fingerprint == other.fingerprint, "as before classes were looked at"
+
+
+@pytest.mark.long
+def test_a_class_that_transformers_cannot_load_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = of_class(tmp_path / "own", "split", "T5Tokenizer", "llama")
+    with pytest.raises(UserError) as caught:
+        load_tokenizer(str(folder))
+    assert mentions(str(caught.value), "data.tokenizer: ", "T5Tokenizer", AS_IT_IS)
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    for named in ("T5Tokenizer", "Qwen2Tokenizer", AS_IT_IS):
+        shutil.rmtree(folder)
+        of_class(folder, "split", named, "llama")
+        if named == AS_IT_IS:
+            assert load_tokenizer(str(folder)).vocab_size == 278
+        else:
+            with pytest.raises(UserError) as caught:
+                load_tokenizer(str(folder))
+            assert mentions(str(caught.value), "data.tokenizer: ", named, install_hint("transformers"), AS_IT_IS)
+
+
+@pytest.mark.long
+def test_an_export_that_transformers_reads_with_other_tokens_fails(tmp_path: Path) -> None:
+    """Beside a config.json of qwen2, no class that is named counts."""
+    ours = load_tokenizer(str(of_class(tmp_path / "own", "split", AS_IT_IS, None)))
+    written(ours, tmp_path / "hf")
+    check_tokenizer(ours, tmp_path / "hf")
+    (tmp_path / "hf/config.json").write_text(json.dumps({"model_type": "qwen2"}))
+    with pytest.raises(CheckFailed) as caught:
+        check_tokenizer(ours, tmp_path / "hf")
+    assert mentions(str(caught.value), "qwen2", "Qwen2Tokenizer", "--no-tokenizer")
+
+
+def test_dropout_is_off(tmp_path: Path) -> None:
+    own = of_class(tmp_path / "own", "split", None, None)
+    ids = load_tokenizer(str(own)).encode(HARD[0]).tolist()
+    spec = json.loads((own / "tokenizer.json").read_text())
+    spec["model"]["dropout"] = 0.9
+    (own / "tokenizer.json").write_text(json.dumps(spec))
+    fast = tokenizers.Tokenizer.from_file(str(own / "tokenizer.json"))
+    assert len({tuple(fast.encode(HARD[0]).ids) for _ in range(20)}) > 1
+    ours = load_tokenizer(str(own))
+    theirs = written(ours, tmp_path / "hf")
+    for _ in range(20):
+        assert ours.encode(HARD[0]).tolist() == ids == theirs.encode(HARD[0])
+    check_tokenizer(ours, tmp_path / "hf")

@@ -291,6 +291,38 @@ def test_rows_of_tables_have_the_tokens_of_their_lines(tmp_path: Path, kind: str
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("column", ["messages", "message", "arguments"])
+def test_json_columns_and_json_text_have_the_tokens_of_their_lines(tmp_path: Path, column: str) -> None:
+    """Hugging Face datasets stores objects of different keys as JSON, in a type of its own, at any depth. There, null
+    is not a key that Arrow has added."""
+    import datasets
+
+    tokenizer = write_chat_tokenizer(tmp_path, SHOWING)
+    lines: list[dict[str, Any]] = [
+        {"messages": [USER, called({"x": None, "y": [None, 0.7]}), ASSISTANT], "tools": [CALL, {"other": None}]},
+        {"messages": [USER, called({"z": 'ü "1"'})], "tools": None},
+        {"messages": [USER, ASSISTANT], "tools": []},
+    ]
+    plain = tmp_path / "text.jsonl"
+    plain.write_text("".join(json.dumps(line | {"messages": json.dumps(line["messages"])}) + "\n" for line in lines))
+    json_type = datasets.Json()
+    call = {"function": {"name": datasets.Value("string"), "arguments": json_type}}
+    text = {name: datasets.Value("string") for name in ("role", "content")}
+    types = {"messages": json_type, "message": [json_type], "arguments": [{**text, "tool_calls": [call]}]}
+    features = datasets.Features({"messages": types[column], "tools": json_type})
+    chats = datasets.Dataset.from_list([{"tools": None, **line} for line in lines], features=features)
+    assert chats[0]["messages"][1]["tool_calls"][0]["function"]["arguments"]["y"][0] is None
+    chats.to_parquet(str(tmp_path / "chats.parquet"))
+    chats.save_to_disk(str(tmp_path / "saved.folder"))
+    expected = of_lines(tokenizer, lines)
+    for name in ("text.jsonl", "chats.parquet", "saved.folder"):
+        out = tmp_path / f"{name}.tokens"
+        words = ["data", "prepare", tmp_path / name, "--chat", "--tokenizer", tokenizer, "--out", out]
+        assert cli.run([*map(str, words)]) == 0
+        assert documents(out) == expected, name
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("as_files", [True, False])
 def test_a_template_is_taken_by_its_name(tmp_path: Path, capsys: pytest.CaptureFixture[str], *, as_files: bool) -> None:
     tokenizer = write_chat_tokenizer(tmp_path, None)

@@ -677,6 +677,26 @@ def test_segments_are_tokenized_one_by_one_and_masked(tmp_path: Path) -> None:
     assert bare.has_mask
 
 
+@pytest.mark.long
+def test_json_columns_are_decoded(tmp_path: Path) -> None:
+    """A column of type Json, as Hugging Face datasets writes it: a text has quotation marks there, and segments are a
+    text."""
+    import datasets
+
+    segments = [{"text": "ask", "loss": False}, {"text": "ö", "loss": True}]
+    features = datasets.Features({"text": datasets.Json(), "tools": datasets.Value("string")})
+    values = ['say "hi"', segments, "", None, 7]
+    rows = datasets.Dataset.from_list([{"text": value, "tools": "[]"} for value in values], features=features)
+    rows.save_to_disk(str(tmp_path / "dataset"))
+    rows.to_parquet(str(tmp_path / "rows.parquet"))
+    pyarrow.feather.write_feather(rows.data.table, str(tmp_path / "rows.arrow"))
+    for name in ("dataset", "rows.parquet", "rows.arrow"):
+        store = make(tmp_path / name, tmp_path / f"{name}.tokens", on_error="skip")
+        assert tokens_of(store) == [BOS, *b'say "hi"', EOS, BOS, *b"ask", *"ö".encode(), EOS]
+        assert store.read_mask(0, len(store)).tolist() == [1] * 10 + [0] * 4 + [1] * 3
+        assert (store.index["empty"], store.index["errors"]) == (1, 2)
+
+
 def test_only_the_first_of_a_document_begins_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some tokenizers put a space before a text: not in the middle of one."""
     original, began = ByteTokenizer.encode, []
