@@ -183,6 +183,9 @@ REPLACED = {
         "sys.stdout": "as in runtime/output.py; what is written is also logged",
         "sys.stderr": "as sys.stdout",
     },
+    "models/pytorch_layers.py": {
+        "module.__class__": "a layer of another library keeps its place, also where several objects refer to it",
+    },
     "models/transformers.py": {
         "setattr(module, name, tensor)": "buffers that were built without memory get some",
         "setattr(module, INITIALIZED, False)": "transformers' mark: its initialization runs again, and is recorded",

@@ -24,6 +24,7 @@ from titanlite.models.layers import (
     Attention,
     AttentionMask,
     Documents,
+    Embedding,
     FeedForward,
     Head,
     Loss,
@@ -189,7 +190,7 @@ class Decoder(Model):
 
     def build_embedding(self) -> nn.Embedding:
         """Return the module whose output the first block takes."""
-        return nn.Embedding(self.args.vocab_size, self.args.dim)
+        return Embedding(self.args.vocab_size, self.args.dim)
 
     def build_block(self, layer: int) -> Block:
         attention, feed_forward = self.build_attention(layer), self.build_feed_forward(layer)

@@ -23,7 +23,7 @@ from titanlite.models.decoder_formats import (
     write_layer_types,
 )
 from titanlite.models.formats import ConfigJson, Entry, Formats, HuggingFace, Table
-from titanlite.models.layers import FeedForward, RMSNorm, Rope, geglu, linear_of_each
+from titanlite.models.layers import Embedding, FeedForward, RMSNorm, Rope, geglu, linear_of_each
 from titanlite.models.qwen3 import Qwen3Args
 from titanlite.models.windows import WindowedArgs
 
@@ -54,7 +54,7 @@ class Gemma3Args(Qwen3Args, WindowedArgs):
             raise ValueError(f"query_pre_attn_scalar must be at least 1, got {self.query_pre_attn_scalar}")
 
 
-class ScaledEmbedding(nn.Embedding):
+class ScaledEmbedding(Embedding):
     """Embedding whose vectors are multiplied by sqrt(dim), rounded to their dtype as the released weights expect."""
 
     def __init__(self, vocab_size: int, dim: int) -> None:

@@ -22,6 +22,7 @@ __all__ = [
     "Attention",
     "AttentionMask",
     "Documents",
+    "Embedding",
     "FeedForward",
     "Head",
     "KeySource",
@@ -120,6 +121,15 @@ class Linear(nn.Linear):
     def add_bias(self, out: Tensor) -> Tensor:
         """Add the bias, if there is one, to the matmul's result."""
         return out if self.bias is None else out + self.bias
+
+
+class Embedding(nn.Embedding):
+    """Rows of a table by the numbers of tokens."""
+
+    kernels: Kernels = DEFAULT_KERNELS
+
+    def forward(self, input: Tensor) -> Tensor:
+        return self.kernels.embedding(input, self.weight, self.padding_idx)
 
 
 def linear_of_each(x: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:

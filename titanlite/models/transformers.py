@@ -36,6 +36,7 @@ from titanlite.models.formats import Entry, Formats, HuggingFace, Table, complet
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.layers import Loss
 from titanlite.ops.attention import Documents, additive_mask, seen_causally
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.runtime.files import read_small
 from titanlite.runtime.private_torch.tensors import TorchDispatchMode
@@ -120,6 +121,8 @@ class Head(nn.Module):
         factor: of the logits.
     """
 
+    kernels: Kernels = DEFAULT_KERNELS
+
     def __init__(self, weight_VD: nn.Parameter, factor: float) -> None:
         super().__init__()
         self.weight = weight_VD
@@ -127,7 +130,7 @@ class Head(nn.Module):
 
     def forward(self, x_BLD: Tensor, loss: Loss | None = None) -> Any:
         x_BLD = x_BLD if self.factor == 1 else x_BLD * self.factor
-        return F.linear(x_BLD, self.weight) if loss is None else loss(x_BLD, self.weight)
+        return self.kernels.linear(x_BLD, self.weight) if loss is None else loss(x_BLD, self.weight)
 
 
 class Transformers(Model):

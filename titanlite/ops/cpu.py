@@ -1,5 +1,5 @@
-"""Kernels of CPUs: the library of float32 matmuls, bfloat16 matmuls without hardware support, and RMSNorm in
-few passes."""
+"""Kernels of CPUs: the library of float32 matmuls, matmuls in dtypes that the hardware lacks, RMSNorm in few passes, and
+sums in float32 of gradients that PyTorch's CPU kernels add up in narrow dtypes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -100,6 +100,21 @@ class CpuKernels(Kernels):
                 return _Linears.apply(x, wide, source, *weights)
         return tuple(F.linear(x.to(wide), weight.to(wide)).type_as(x) for weight in weights)
 
+    def embedding(self, tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+        """See `Kernels.embedding`. The compiler adds up gradients in float32 by itself."""
+        if weight.itemsize >= 4 or torch.compiler.is_compiling():
+            return super().embedding(tokens, weight, padding_idx)
+        return _Embedding.apply(tokens, weight, padding_idx)
+
+    def layer_norm(
+        self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """See `F.layer_norm`. PyTorch adds up the gradients of weight and bias in their dtype."""
+        if x.itemsize >= 4:
+            return super().layer_norm(x, shape, weight, bias, eps)
+        weight, bias = (None if parameter is None else parameter.float() for parameter in (weight, bias))
+        return super().layer_norm(x.float(), shape, weight, bias, eps).type_as(x)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         return super().rms_norm(x, weight, eps) if torch.compiler.is_compiling() else rms_norm(x, weight, eps)
 
@@ -117,6 +132,42 @@ class CpuKernels(Kernels):
         if has_own and not isinstance(mask, tuple):
             return attend_in_tiles(q, k, v, mask, scores.scale)
         return super().attend_plainly(q, k, v, mask, scores)
+
+
+class _Embedding(torch.autograd.Function):
+    """Lookup in a table of a narrow dtype, whose gradient is added up in float32 and rounded once.
+
+    PyTorch's CPU kernel adds the gradients of a token's occurrences in the dtype of the table, one after the other: in
+    bfloat16, 4,096 ones are 256.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(tokens)
+        ctx.rows = len(weight)
+        ctx.padding = -1 if padding_idx is None else padding_idx % ctx.rows
+        return F.embedding(tokens, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        (tokens,) = ctx.saved_tensors
+        tokens_T, wide_TD, rows = tokens.flatten().long(), gradients[0].flatten(0, -2).float(), ctx.rows
+        if ctx.padding >= 0:
+            wide_TD = wide_TD.masked_fill((tokens_T == ctx.padding).unsqueeze(1), 0)
+        if rows <= len(tokens_T):
+            return None, _sums_of_rows(wide_TD, tokens_T, rows).type_as(gradients[0]), None
+        # A float32 table would be larger than the gradient of the tokens, of which each writes its number into its row:
+        # that of any one occurrence is the number of them all.
+        number_T = torch.arange(len(tokens_T), device=tokens.device)
+        number_V = number_T.new_empty(rows).index_copy_(0, tokens_T, number_T)
+        place_T = number_V.index_select(0, tokens_T)
+        sum_TD = _sums_of_rows(wide_TD, place_T, len(tokens_T)).type_as(gradients[0]).index_select(0, place_T)
+        return None, sum_TD.new_zeros(rows, sum_TD.shape[1]).index_copy_(0, tokens_T, sum_TD), None
+
+
+def _sums_of_rows(x_TD: Tensor, place_T: Tensor, places: int) -> Tensor:
+    """Return the sum of the rows of each place, added in their order."""
+    return torch.ops.aten.embedding_dense_backward(x_TD, place_T, places, -1, False)
 
 
 class _Linears(torch.autograd.Function):

@@ -150,6 +150,16 @@ class Kernels:
         *both, last = torch.cat([to_R, from_R, copies.view(1)]).tolist()
         return both[: len(to_R)], both[len(to_R) :], last
 
+    def embedding(self, tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
+        """Rows of the weight [V, D] -> [..., D]. That of padding_idx gets no gradient."""
+        return F.embedding(tokens, weight, padding_idx)
+
+    def layer_norm(
+        self, x: Tensor, shape: Sequence[int], weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        """See `F.layer_norm`."""
+        return F.layer_norm(x, shape, weight, bias, eps)
+
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float | None) -> Tensor:
         """x / sqrt(mean(x^2) + eps) * weight over the last dim, computed in float32; the dtype of x.
 

@@ -14,7 +14,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.mesh import build_mesh, context_group, expert_meshes, pipeline_mesh, shard_degree_of, tensor_mesh
 from titanlite.models.base import Model
-from titanlite.ops.kernels import Kernels, set_kernels
+from titanlite.models.pytorch_layers import use_kernels
+from titanlite.ops.kernels import Kernels
 from titanlite.parallelize.activation_checkpoint import (
     RecomputePolicy,
     apply_activation_checkpoint,
@@ -47,7 +48,7 @@ def parallelize(
     # What is trained, and in which dtype. Adapters are linear layers, which all that follows must see.
     set_dtype(model, DTYPES[training.dtype])
     choose_trained(model, config)
-    set_kernels(model, kernels)
+    use_kernels(model, kernels, torch.device(mesh.device_type))
     # Attention to keys of other ranks, or for heads of theirs. It replaces no layer.
     if context_group(mesh) and debug.reproducible_context_degree == 1:
         from titanlite.techniques.context.sequences import split_attention

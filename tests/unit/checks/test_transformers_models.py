@@ -8,18 +8,21 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tests.support.decoders import FAMILIES, SIZE, config_of
 from tests.support.helpers import TinyRun, built, mentions, titanlite, train_on_this_rank
 from tests.support.layouts import whole as gathered
+from tests.support.operators import Operators
 from titanlite.checks.preflight import preflight
 from titanlite.checks.transformers import check_forward
 from titanlite.models.base import build_on_meta
+from titanlite.models.pytorch_layers import use_kernels
 from titanlite.models.registry import resolve_model
 from titanlite.models.transformers import ATTENTION, Transformers, attend, decoder_of
 from titanlite.ops.attention import Documents
+from titanlite.ops.cpu import CpuKernels
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
@@ -268,6 +271,28 @@ def test_preflight_compares_a_decoder_of_transformers(tiny: TinyRun) -> None:
     tiny.toml.write_text(text[:start] + "args = {num_layers = 2}" + text[text.index("}", start) + 1 :])
     with pytest.raises(ConfigError, match=r"^model\.path"):
         preflight(tiny.config(), Ranks(0, 1, 0, 1), CPU)
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "stablelm", "starcoder2"])
+def test_gradients_in_bfloat16_on_a_cpu_are_added_up_in_float32(name: str) -> None:
+    """Of the table, also in a subclass of nn.Embedding, and of LayerNorm. Matmuls are those of the kernels."""
+    kept: list[dict[str, Tensor]] = []
+    tokens = torch.randint(0, 8, (32, 64), generator=torch.Generator().manual_seed(0)) ** 2 // 2
+    for dtype in (torch.bfloat16, torch.float32):
+        model = model_of(name, tie_word_embeddings=False)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.data = parameter.bfloat16().to(dtype)
+        use_kernels(model, CpuKernels(hardware_bfloat16=False), CPU)
+        with Operators() as mode:
+            model(tokens).float().square().mean().backward()
+        matmuls = {args[0].dtype for func, args in mode.calls if func.overloadpacket.__name__ in ("mm", "addmm")}
+        assert matmuls == {torch.float32}
+        kept.append({name: p.grad.double() for name, p in model.named_parameters() if p.grad is not None})
+    found, expected = kept
+    for key in expected:
+        if isinstance(model.get_submodule(key.rpartition(".")[0]), nn.Embedding | nn.LayerNorm):
+            assert (found[key] - expected[key]).norm() < 0.012 * expected[key].norm(), key
 
 
 def test_dropout_of_the_decoder_itself_ends_in_evaluation() -> None:

@@ -25,9 +25,9 @@ from titanlite.config.load import load
 from titanlite.data.tokenizer import Tokenizer, find_copy, is_shipped, load_tokenizer
 from titanlite.models.base import Model
 from titanlite.models.frozen import ModelWeights
+from titanlite.models.pytorch_layers import use_kernels
 from titanlite.models.registry import ModelSpec, resolve_model, vocab_size_for
 from titanlite.ops import pick_kernels
-from titanlite.ops.kernels import set_kernels
 from titanlite.ops.mean import rounded_once, weighted_mean
 from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, UserError
@@ -265,7 +265,7 @@ def load_model(
     device = torch.device(device)
     allocate(model, device, device)
     load_tensors(source.reader, stored_tensors(source.reader, model_state(model), where=source.where))
-    set_kernels(model, pick_kernels(device))
+    use_kernels(model, pick_kernels(device), device)
     return model.eval()
 
 
