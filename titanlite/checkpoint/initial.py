@@ -114,7 +114,7 @@ def _open(path: str, open_weights: Opener | None, group: dist.ProcessGroup) -> R
 def _check_fits(wrong: Difference, where: str) -> None:
     """Refuse weights with other tensors than those that may differ."""
     if wrong:
-        raise UserError(f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.options()}")
+        raise UserError(f"{where} does not fit this model:\n{wrong}\n{wrong.offer()}")
 
 
 def read_model(model: nn.Module, reader: RankReader, *, where: str, key: str, group: dist.ProcessGroup) -> None:
