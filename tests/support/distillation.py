@@ -61,13 +61,17 @@ def divergence(log_p: Tensor, log_q: Tensor, kind: str) -> Tensor:
 def plain(
     hidden: Tensor, weight: Tensor, labels: Tensor, teacher: Given, distill: Distill, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """Minimized sum and T^2 * divergence, by the formulas on whole logits in float64."""
+    """Minimized sum and T^2 * divergence, by the formulas on whole logits in float64.
+
+    The divergence is over the tokens that both have.
+    """
     logits = (hidden.double() @ weight.double().t()).flatten(0, 1)
     theirs = (teacher.hidden_BLD.double() @ teacher.weight_VD.double().t()).flatten(0, 1)
     valid = labels.flatten() != IGNORE
     own = F.cross_entropy(logits, labels.flatten(), ignore_index=IGNORE, reduction="sum")
     own = own + z_loss * (logits.logsumexp(1).square() * valid).sum()
-    log_p, log_q = ((x / distill.temperature).log_softmax(1) for x in (logits, theirs))
+    common = min(len(weight), len(teacher.weight_VD))
+    log_p, log_q = ((x[:, :common] / distill.temperature).log_softmax(1) for x in (logits, theirs))
     values = divergence(log_p, log_q, distill.kind)
     distilled = distill.temperature**2 * (values * valid).sum()
     return (1 - distill.ratio) * own + distill.ratio * distilled, distilled

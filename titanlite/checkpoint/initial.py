@@ -16,6 +16,7 @@ from titanlite.checkpoint.dcp_read import RankReader, ShardReader, read_tensors
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.resume import LORA_ALPHA, RunSettings
 from titanlite.checkpoint.state import Difference, State, difference, flat, model_state, names_of_ranks, selected
+from titanlite.checkpoint.vocabulary import VOCABULARY, ResizedReader, resized
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import on_each, on_rank_0
@@ -78,6 +79,13 @@ def load_initial(
             raise UserError(f"lora.alpha: {where} has adapters that were trained with {then}, and this is {now}")
     chosen = {name: tensor for name, tensor in flat(state).items() if selected(name, wanted)}
     chosen = {name: tensor for name, tensor in chosen.items() if name not in new and name not in reader.kept}
+    vocab_size = settings.at(0).get(VOCABULARY)
+    other = resized(chosen, reader.metadata, vocab_size) if vocab_size else {}
+    if other and selected(VOCABULARY, config.allow_changes):
+        for name, count in other.items():
+            rest = "others are their mean" if count < vocab_size else "others are left out"
+            logger.info(f"from {where}: {name} has rows of {min(count, vocab_size):,} tokens; {rest}")
+        reader, other = ResizedReader(reader, dict.fromkeys(other, vocab_size)), {}
     found = difference(chosen, reader.metadata, wanted, everywhere=everywhere)
     if selected("model", wanted):
         found = Difference(found.missing, {**found.unexpected, **reader.unknown})
@@ -87,7 +95,7 @@ def load_initial(
         found = found.without(unexpected=further)
     unexpected = [*config.allow_unexpected, *found.missing]  # one of another shape is listed once
     wrong = found.without(missing=config.allow_missing, unexpected=unexpected)
-    on_each(group, lambda: _check_fits(wrong, where))
+    on_each(group, lambda: _check_fits(wrong, where, other))
     if found:
         logger.warning(f"from {where} are not loaded, as allowed:\n{found}")
     try:
@@ -111,10 +119,19 @@ def _open(path: str, open_weights: Opener | None, group: dist.ProcessGroup) -> R
     return on_each(group, lambda: ShardReader(open_storage(url), folder, manifest))
 
 
-def _check_fits(wrong: Difference, where: str) -> None:
-    """Refuse weights with other tensors than those that may differ."""
-    if wrong:
-        raise UserError(f"{where} does not fit this model:\n{wrong}\nTo load the rest all the same:\n{wrong.options()}")
+def _check_fits(wrong: Difference, where: str, resized: Collection[str]) -> None:
+    """Refuse weights with other tensors than those that may differ.
+
+    Args:
+        resized: those of which only the number of tokens differs.
+    """
+    if not wrong:
+        return
+    rest = wrong.without(missing=resized)
+    offers = [rest.offer()] if rest else []
+    if len(rest.missing) < len(wrong.missing):
+        offers.append(f'To keep the rows of the tokens that are there:\n  checkpoint.allow_changes = ["{VOCABULARY}"]')
+    raise UserError("\n".join([f"{where} does not fit this model:\n{wrong}", *offers]))
 
 
 def read_model(model: nn.Module, reader: RankReader, *, where: str, key: str, group: dist.ProcessGroup) -> None:

@@ -18,6 +18,8 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import non_persistent_buffers
 from titanlite.runtime.ranks import gather
 
+STACK = re.compile(r" \[\d+, (?!1,)\d+, \d+\]")
+"""Shape of a stack of matrices, in a line of a `Difference`. Kernels of convolutions have a dim of 1 in the middle."""
 State = dict[str, dict[str, Tensor]]
 AVERAGE, OUTER = FURTHER = "average", "outer"
 """Parts of a state that a checkpoint and a run need not have: the average of the weights, and the outer optimizer."""
@@ -129,10 +131,14 @@ class Difference:
             {name: text for name, text in self.unexpected.items() if not selected(name, unexpected)},
         )
 
-    def options(self) -> str:
-        """Return the options that accept the difference."""
+    def offer(self) -> str:
+        """Return the options that accept the difference, where something of use is left."""
+        experts = (name for name, text in (self.missing | self.unexpected).items() if _is_expert(name, text))
+        if self.missing and any(experts):
+            return "Its experts are not those of this model, and the rest is of no use without them"
         globs = {"allow_missing": to_globs(self.missing), "allow_unexpected": to_globs(self.unexpected)}
-        return "\n".join(f"  checkpoint.{option} = {json.dumps(of)}" for option, of in globs.items() if of)
+        options = [f"  checkpoint.{option} = {json.dumps(of)}" for option, of in globs.items() if of]
+        return "\n".join(["To load the rest all the same:", *options])
 
     def is_of_quantization(self) -> bool:
         """Return whether the only difference is that one side quantizes a moment and the other does not."""
@@ -174,6 +180,11 @@ def difference(
         name: f"{name} {[*shape]}" for name, shape in stored.items() if name not in wanted and name not in everywhere
     }
     return Difference(missing, unexpected)
+
+
+def _is_expert(name: str, text: str) -> bool:
+    """Return whether a line of a `Difference` is of an expert, or of a stack of them."""
+    return ".experts." in name or STACK.search(text) is not None
 
 
 def _as_tensor(value: Tensor | int | float) -> Tensor:

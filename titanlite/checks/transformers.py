@@ -17,7 +17,7 @@ from transformers import PretrainedConfig
 
 from titanlite.models.base import build_on_meta, unique_parameters
 from titanlite.models.registry import ModelSpec
-from titanlite.models.transformers import Transformers, decoder_class
+from titanlite.models.transformers import Transformers, decoder_class, own_name
 from titanlite.models.trial import ALLOWED, SMALL, apart, documents_of, fill
 from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, Problem
@@ -123,9 +123,9 @@ def _own(ours: Transformers) -> Any:
     whole = ours._whole
     config = type(whole.config)(**whole.config.to_dict())  # or ours would have the other attention, too
     theirs = type(whole)._from_config(config, attn_implementation="eager").float().eval()
-    prefix, values = f"{theirs.base_model_prefix}.", dict(ours.named_parameters(remove_duplicate=False))
+    values = dict(ours.named_parameters(remove_duplicate=False))
     for name, parameter in theirs.named_parameters():
-        parameter.copy_(values[name.removeprefix(prefix)])
+        parameter.copy_(values[own_name(theirs, name)])
     return theirs
 
 

@@ -14,7 +14,7 @@ from typing import Any, ClassVar, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from titanlite.models.formats import Formats
+from titanlite.models.formats import Formats, Renaming
 from titanlite.models.initial import InitialValues
 from titanlite.models.layers import Loss
 from titanlite.ops.attention import Documents
@@ -344,6 +344,10 @@ class Model(nn.Module):
             scalars on the device for the metrics, by name.
         """
         return {}
+
+    def renaming(self) -> Renaming | None:
+        """Return further names of files of this model, on top of those in `formats`; None if there are none."""
+        return None
 
     def flops_per_token(self, seq_len: int, *, causal: bool = False) -> float:
         """Return the floating point operations of forward and backward for one token of a sequence of seq_len tokens.

@@ -8,9 +8,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from titanlite.runtime.console import install_hint
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 ConfigJson = dict[str, Any]
 """Content of a config.json."""
@@ -45,6 +48,29 @@ class Entry:
         return (*shape[:-2], shape[-1], shape[-2]) if self.transposed else shape
 
 
+class Made(NamedTuple):
+    """Tensors that are made of others, where a format renames, splits and joins them."""
+
+    sources: tuple[tuple[str, ...], ...]
+    """Names of what it is made of: for each kind, such as gates and downs, one or a list, as of all experts."""
+    tensors: "Mapping[str, Tensor]"
+    """What is made, by name, on the meta device."""
+    convert: "Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] | None"
+    """Return what is made of the values of the sources; None if the one source is only renamed."""
+
+
+class Renaming(Protocol):
+    """Further names of a format, on top of those of its table."""
+
+    def read(self, stored: "Mapping[str, Tensor]") -> list[Made]:
+        """Return what becomes of tensors of files, which have the names of the table then."""
+        ...
+
+    def write(self, tensors: "Mapping[str, Tensor]") -> list[Made]:
+        """Return what tensors with the names of the table become in files."""
+        ...
+
+
 class Place(NamedTuple):
     """Tensor of a model that a tensor of another format belongs to."""
 
@@ -61,11 +87,15 @@ class Table:
         further: names of the tensors of a `FurtherToken` and its norm, and of what it shares with the model, by ours.
             `{layer}` is the number of layers. The names of its block's tensors begin with that of
             `layers.{layer}.block.`, and go on as those of other blocks.
+        renaming: names of files on top of these.
     """
 
-    def __init__(self, entries: Sequence[Entry], further: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self, entries: Sequence[Entry], further: Mapping[str, str] | None = None, renaming: Renaming | None = None
+    ) -> None:
         self.entries = tuple(entries)
         self.further = further or {}
+        self.renaming = renaming
         self._ours = [(_pattern(entry.ours), entry) for entry in entries if not entry.is_copy]
         self._theirs = [(_pattern(entry.theirs), entry) for entry in entries]
 
@@ -82,7 +112,11 @@ class Table:
             replace(entry, ours=entry.ours.replace("{layer}", layer), theirs=entry.theirs.replace("{layer}", layer))
             for entry in entries
         ]
-        return Table([*numbered, *self.entries], self.further)
+        return Table([*numbered, *self.entries], self.further, self.renaming)
+
+    def with_renaming(self, renaming: Renaming | None) -> "Table":
+        """Return the table with names of files on top of its own."""
+        return self if renaming is None else Table(self.entries, self.further, renaming)
 
     def find(self, name: str) -> tuple[Entry, str] | None:
         """Return (entry, the other format's name, in which `{expert}` may be left) of our tensor; None if unknown."""

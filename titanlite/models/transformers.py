@@ -35,6 +35,7 @@ from titanlite.models.base import Model, ModelArgs, unique_parameters
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table, complete
 from titanlite.models.initial import Constant, InitialValues, Normal, TruncatedNormal, Uniform
 from titanlite.models.layers import Loss
+from titanlite.models.renaming import TransformersRenaming
 from titanlite.ops.attention import Documents, additive_mask, seen_causally
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.errors import UserError, did_you_mean
@@ -169,6 +170,9 @@ class Transformers(Model):
         """Return the config of transformers with these arguments."""
         return _config(cls.settings, args)
 
+    def renaming(self) -> TransformersRenaming:
+        return TransformersRenaming(self._whole)
+
     def init_weight(self, name: str, shape: torch.Size) -> InitialValues:
         return self._values[name]
 
@@ -204,6 +208,13 @@ class Transformers(Model):
         seen = {"full_attention": seq_len, "attention": seq_len, "sliding_attention": min(window, seq_len)}
         tokens = [seen.get(kind, 0) for kind in kinds]
         return weights + 12 * heads * size * sum(seen_causally(n, seq_len) if causal else n for n in tokens)
+
+
+def own_name(whole: PreTrainedModel, name: str) -> str:
+    """Return the name in our model of a tensor of transformers' model."""
+    head = whole.get_output_embeddings()
+    [place] = [place for place, module in whole.named_children() if module is head]
+    return re.sub(rf"^{place}\.", "lm_head.", name.removeprefix(f"{whole.base_model_prefix}."))
 
 
 class _Hidden(tuple[Tensor]):
@@ -303,11 +314,11 @@ def _initial_values(whole: PreTrainedModel) -> dict[str, InitialValues]:
         setattr(module, INITIALIZED, False)
     with _Recorder() as recorder, torch.random.fork_rng(devices=[]):
         whole.initialize_weights()
-    prefix, found = f"{whole.base_model_prefix}.", {}
+    found = {}
     for name, parameter in unique_parameters(whole):
         done = recorder.done.get(id(parameter), [])
         is_table = bool(done) and done[-1][0] == "copy_"
-        found[name.removeprefix(prefix)] = _table(whole, name) if is_table else _distribution(name, done)
+        found[own_name(whole, name)] = _table(whole, name) if is_table else _distribution(name, done)
     return found
 
 
@@ -487,9 +498,8 @@ def _check(whole: PreTrainedModel) -> None:
 
 
 def _format(whole: PreTrainedModel, settings: Mapping[str, Any]) -> HuggingFace:
-    prefix = f"{whole.base_model_prefix}."
     names = {re.sub(r"\blayers\.\d+\.", "layers.{layer}.", name): None for name in whole.state_dict()}
-    entries = [Entry(name.removeprefix(prefix), name) for name in names]
+    entries = [Entry(own_name(whole, name), name) for name in names]
     return _WholeConfig(
         architecture=type(whole).__name__,
         model_type=settings["model_type"],
@@ -517,4 +527,5 @@ class _WholeConfig(HuggingFace):
         return {name: found[name] for name in names if name not in ("initializer_range", "use_cache")}
 
     def to_config(self, args: Any) -> dict[str, Any]:
-        return {**_config(self.settings, args).to_dict(), "architectures": [self.architecture]}
+        stated = json.loads(_config(self.settings, args).to_json_string(use_diff=False))  # without infinities
+        return {**stated, "architectures": [self.architecture]}

@@ -10,6 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from titanlite.loss import LossTerm, TokenLoss, token_loss
@@ -77,6 +78,9 @@ def head_logits(hidden_TD: Tensor, weight_VD: Tensor, kernels: Kernels) -> Calla
 def head_divergence(hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kernels: Kernels) -> LossTerm:
     """Return the divergence from a teacher whose logits are hidden @ weight^T. Its logits [T, V] never exist at once.
 
+    If the student has another number of tokens, the divergence is of the distributions over those that both have:
+    releases of one tokenizer pad their vocabularies to different sizes.
+
     Args: as of `head_logits`.
     """
     logits, divergence = head_logits(hidden_TD, weight_VD, kernels), kernels.divergence(hidden_TD.device)
@@ -84,6 +88,12 @@ def head_divergence(hidden_TD: Tensor, weight_VD: Tensor, distill: Distill, kern
 
     @torch.no_grad()
     def of_chunk(logits_CV: Tensor, part: slice, weight_C: Tensor | None) -> ChunkDivergence:
-        return divergence(logits_CV, logits(part), weight_C=weight_C, **options)
+        further = logits_CV.shape[1] - weight_VD.shape[0]
+        theirs_CV = logits(part)
+        if further < 0:
+            theirs_CV = theirs_CV[:, :further].contiguous()
+        ours_CV = logits_CV if further <= 0 else logits_CV[:, :-further].contiguous()
+        value_C, d_CV = divergence(ours_CV, theirs_CV, weight_C=weight_C, **options)
+        return ChunkDivergence(value_C, d_CV if d_CV is None or further <= 0 else F.pad(d_CV, (0, further)))
 
     return LossTerm(METRIC, distill.ratio, of_chunk)

@@ -88,7 +88,8 @@ def frozen_teacher(config: Config, spec: ModelSpec, weights: ModelWeights | None
 def _check_vocabulary(source: ModelWeights, student: ModelSpec, tokenizer: Tokenizer | None) -> None:
     theirs, ours = source.spec.args.vocab_size, student.args.vocab_size
     changed = different_tokens(source.tokenizer, tokenizer) if source.tokenizer and tokenizer else []
-    problem = "" if theirs == ours else f"it has {theirs:,} tokens, and the model {ours:,}"
+    is_padded = source.tokenizer and tokenizer and tokenizer.vocab_size <= min(theirs, ours)
+    problem = "" if theirs == ours or is_padded else f"it has {theirs:,} tokens, and the model {ours:,}"
     if changed:
         problem += (", and " if problem else "") + f"its tokenizer is another: {'; '.join(changed)}"
     if not problem:

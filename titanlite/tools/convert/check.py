@@ -48,7 +48,7 @@ def check_folder(source: OpenedWeights, folder: Path, tensors: Sequence[ExportTe
         return f"{same}; nothing was computed, since transformers is not installed"
     tokens = check_tokens(source)
     names: dict[str, str] = {}
-    for tensor in tensors:
+    for tensor in _of_model(tensors):
         names.setdefault(tensor.ours, tensor.name)  # the first expert's name stands for the stack
     theirs = _values_of_transformers(folder, tokens, names)
     largest = compare(_our_values(source, tokens, tensors), theirs, names)
@@ -118,6 +118,11 @@ def check_tensors(source: OpenedWeights, folder: Path, tensors: Sequence[ExportT
                 )
 
 
+def _of_model(tensors: Sequence[ExportTensor]) -> list[ExportTensor]:
+    """Return the tensors of transformers' model, for those of files."""
+    return [part for tensor in tensors for part in tensor.parts or [tensor]]
+
+
 def _values_of_transformers(folder: Path, tokens: Tensor, names: Mapping[str, str]) -> Values:
     """Load a folder with transformers, and return the values that its modules compute.
 
@@ -171,7 +176,7 @@ def modules_in(names: Mapping[str, str]) -> dict[str, str]:
 
 def _our_values(source: OpenedWeights, tokens: Tensor, tensors: Sequence[ExportTensor]) -> Values:
     """Return the values that the modules of our model compute, with its weights rounded to the exported dtypes."""
-    model, dtypes = load_model(source), {tensor.ours: tensor.dtype for tensor in tensors}
+    model, dtypes = load_model(source), {tensor.ours: tensor.dtype for tensor in _of_model(tensors)}
     for name, parameter in model.named_parameters():
         parameter.data = parameter.data.to(dtypes.get(name, parameter.dtype)).float()
     return forward_values(model.named_modules(), lambda: model(tokens))

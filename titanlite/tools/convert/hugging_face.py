@@ -18,6 +18,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
 from titanlite.tools.convert.quantized import NARROW, form_of
 from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Region
+from titanlite.tools.convert.renamed import renamed, unstacked
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -123,16 +124,26 @@ class HuggingFaceFolder(ForeignSource):
         form = form_of(config, str(self.folder / CONFIG))
         stored = {tensor.name: tensor for file, names in self._files().items() for tensor in _open(file, names)}
         found: dict[str, ForeignTensor] = {}
-        for name, tensor in (form.widened(stored) if form else stored).items():
+        for name, tensor in self._renamed(form.widened(stored) if form else stored, table).items():
             if tensor.dtype not in DTYPES.values():
                 raise UserError(f"{self.where}: {name} is {tensor.dtype}: only {', '.join(DTYPES)} are read")
             if table.place(name) is None and table.place(f"model.{name}"):
                 name = f"model.{name}"
             if not name.endswith(IGNORED):
                 found[name] = replace(tensor, name=name)
-        if HEAD not in found and EMBEDDING in found and table.place(HEAD) and _is_tied(config):
-            found[HEAD] = replace(found[EMBEDDING], name=HEAD)
+        for name, other in (HEAD, EMBEDDING), (EMBEDDING, HEAD):  # safetensors' save_model keeps one of them, or other
+            if name not in found and other in found and table.place(name) and _is_tied(config):
+                found[name] = replace(found[other], name=name)
         return [*found.values()]
+
+    def _renamed(self, stored: dict[str, ForeignTensor], table: Table) -> dict[str, ForeignTensor]:
+        """Return tensors by the names of the table."""
+        if table.renaming is not None:
+            return renamed(stored, table.renaming)
+        found: dict[str, ForeignTensor] = {}
+        for name, tensor in stored.items():
+            found |= unstacked(tensor, table) or {name: tensor}
+        return found
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Return the files of the weights, with the names of the index to read from each; None: all that it has."""
@@ -167,12 +178,17 @@ def _is_tied(config: dict[str, Any]) -> bool:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(read_small(file))
+        found = json.loads(read_small(file), object_hook=_number)
     except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise UserError(f"{file} is not a JSON object")
     return found
+
+
+def _number(stored: dict[str, Any]) -> Any:
+    """Return the infinity, or NaN, that transformers writes as an object, or the object itself."""
+    return float(stored["__float__"]) if [*stored] == ["__float__"] else stored
 
 
 def _open(path: Path, names: list[str] | None) -> list[ForeignTensor]:

@@ -1,6 +1,6 @@
 """Tensors of a model in another format: their names, shapes and dtypes there, and their values."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from titanlite.checkpoint.initial import stored_tensors
 from titanlite.checkpoint.state import model_state, selected, to_globs
-from titanlite.models.formats import Entry, Table
+from titanlite.models.formats import Entry, Made, Renaming, Table
 from titanlite.runtime.errors import UserError
 from titanlite.tools.convert.source import OpenedWeights, read_tensor
 from titanlite.tools.convert.weights import with_further
@@ -28,6 +28,10 @@ class ExportTensor:
     """Number of the expert, where each has a tensor of its own."""
     other: str | None = None
     """Name of the model's tensor that has the other columns, where two share one."""
+    made: Made | None = None
+    """How it is made of the tensors of the format's table, where files have others."""
+    parts: tuple["ExportTensor", ...] = ()
+    """Those tensors; also the one that is only renamed."""
 
     @property
     def bytes(self) -> int:
@@ -79,7 +83,23 @@ def export_tensors(
         for expert in range(shape[0]):
             key = theirs.replace("{expert}", str(expert))
             found[key] = ExportTensor(key, own[1:], kept, name, entry, expert)
-    return [*found.values()]
+    renaming = built.renaming()
+    return _of_files(found, renaming) if renaming else [*found.values()]
+
+
+def _of_files(tensors: Mapping[str, ExportTensor], renaming: Renaming) -> list[ExportTensor]:
+    """Return the tensors of files, for those of a table."""
+    found = []
+    metas = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in tensors.items()}
+    for made in renaming.write(metas):
+        parts = tuple(tensors[name] for kind in made.sources for name in kind)
+        for name, tensor in made.tensors.items():
+            if made.convert is None:
+                found.append(replace(parts[0], name=name, parts=parts))
+            else:
+                first = replace(parts[0], name=name, shape=tuple(tensor.shape), dtype=tensor.dtype)
+                found.append(replace(first, made=made, parts=parts))
+    return found
 
 
 def _check_zero(source: OpenedWeights, name: str) -> None:
@@ -92,11 +112,18 @@ def _check_zero(source: OpenedWeights, name: str) -> None:
 
 def values_of(source: OpenedWeights) -> Callable[[ExportTensor], Tensor]:
     """Return a function that reads a tensor in the other layout, contiguous. One tensor of the model is kept in memory,
-    because a stack of experts is asked for expert by expert."""
+    and what files have in its place, because a stack of experts is asked for expert by expert."""
     head_size = getattr(source.spec.args, "head_size", None)
     kept: dict[str, Tensor] = {}
+    of_files: dict[str, Tensor] = {}
 
     def values(tensor: ExportTensor) -> Tensor:
+        if tensor.made is not None:
+            if tensor.name not in of_files:
+                assert tensor.made.convert is not None
+                of_files.clear()
+                of_files.update(tensor.made.convert({part.name: values(part) for part in tensor.parts}))
+            return of_files[tensor.name].clone()  # safetensors refuses shared memory
         if tensor.ours not in kept:
             kept.clear()
             kept[tensor.ours] = read_tensor(source, tensor.ours)

@@ -203,6 +203,15 @@ class ForeignReader(RankReader):
         if self.metadata.state_dict_metadata.pop(name, None) is not None:
             self._stored = {index: chunk for index, chunk in self._stored.items() if index.fqn != name}
 
+    def rename(self, old: str, new: str) -> None:
+        """Give a tensor another name."""
+        entries = self.metadata.state_dict_metadata
+        entries[new] = entries.pop(old)
+        self._stored = {
+            MetadataIndex(new, index.offset) if index.fqn == old else index: chunk
+            for index, chunk in self._stored.items()
+        }
+
     def shape(self, name: str) -> tuple[int, ...] | None:
         """Return the shape of our tensor in the source; None if it is not there."""
         entry = self.metadata.state_dict_metadata.get(name)

@@ -190,7 +190,7 @@ def open_foreign(
         tokenizer=found,
         no_tokenizer=reason,
         where=foreign.where,
-        reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec, is_described=args is not None),
+        reader=open_reader(foreign, table_of(foreign, spec.model_cls), spec),
         generation=generation,
         identity=" ".join(map(_sample, foreign.files())),
     )

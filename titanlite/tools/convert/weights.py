@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from titanlite.checkpoint.state import model_state, selected
-from titanlite.models.base import Model
+from titanlite.models.base import Model, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.formats import Table
 from titanlite.models.registry import ModelSpec
@@ -17,6 +17,10 @@ from titanlite.tools.convert.torchtitan import TorchtitanFolder
 
 KNOWN = """a checkpoint of titanlite (step-00000100, or the folder of a run), a Hugging Face folder (config.json and \
 *.safetensors), or a step of torchtitan (.metadata)"""
+
+
+TIED_OPTIONS = "tied_head", "tie_word_embeddings"
+"""Arguments of our models, and of those of transformers, that give the head the weight of the embedding."""
 
 
 def find_source(path: str) -> ForeignSource | None:
@@ -56,7 +60,7 @@ def open_weights(path: str, spec: ModelSpec, allow_changes: Sequence[str]) -> Fo
     args = source.read_args(spec.model_cls)
     if args is not None:
         check_args(source.where, args, spec, allow_changes)
-    return open_reader(source, table, spec, is_described=args is not None)
+    return open_reader(source, table, spec)
 
 
 def table_of(source: ForeignSource, model_cls: type[Model]) -> Table:
@@ -73,11 +77,11 @@ def table_of(source: ForeignSource, model_cls: type[Model]) -> Table:
     return table
 
 
-def open_reader(source: ForeignSource, table: Table, spec: ModelSpec, *, is_described: bool) -> ForeignReader:
+def open_reader(source: ForeignSource, table: Table, spec: ModelSpec) -> ForeignReader:
     """Open weights for a model whose arguments have been checked.
 
-    Args:
-        is_described: the source states its arguments, so that whether the head is tied is known.
+    Raises:
+        UserError: it has a head of its own, and the model has none.
     """
     model, table = with_further(spec, table)
     ours = model_state(model)
@@ -88,18 +92,30 @@ def open_reader(source: ForeignSource, table: Table, spec: ModelSpec, *, is_desc
         head_size=getattr(spec.args, "head_size", None),
         model_names=ours,
     )
-    head, embedding = "model.head.output.weight", "model.tok_embeddings.weight"
-    if getattr(spec.args, "tied_head", False) and reader.shape(head):
-        alike = reader.shape(head) == reader.shape(embedding)
-        if not is_described and alike and not reader.first_rows(head, 8).equal(reader.first_rows(embedding, 8)):
-            raise UserError(f"{source.where} has a head of its own: set model.args.tied_head = false")
-        reader.drop(head)
+    names = {parameter: name for name, parameter in unique_parameters(model)}
+    for other, parameter in model.named_parameters(remove_duplicate=False):
+        if (name := names[parameter]) != other:
+            _keep_one(reader, f"model.{name}", f"model.{other}", spec)
     return reader
+
+
+def _keep_one(reader: ForeignReader, name: str, other: str, spec: ModelSpec) -> None:
+    """Keep one of two tensors that are the same in our model. Files may have both, or either of them."""
+    if reader.shape(other) is None:
+        return
+    if reader.shape(name) is None:
+        reader.rename(other, name)
+        return
+    if reader.shape(name) == reader.shape(other) and not reader.first_rows(name, 8).equal(reader.first_rows(other, 8)):
+        option = next(option for option in TIED_OPTIONS if hasattr(spec.args, option))
+        raise UserError(f"{reader.where} has a head of its own: set model.args.{option} = false")
+    reader.drop(other)
 
 
 def with_further(spec: ModelSpec, table: Table) -> tuple[Model, Table]:
     """Return the model with a `FurtherToken`, on the meta device, and the table; without it if the table lacks it."""
     model = spec.build()
+    table = table.with_renaming(model.renaming())
     if not table.further or not isinstance(model, Decoder):
         return model, table
     model.predict_further(1.0)
