@@ -123,7 +123,7 @@ DISK = f"{OFFLOAD} --offload.parameters=disk --offload.optimizer=disk"
 LORA = "--lora.rank=3 --lora.alpha=6 --training.max_norm=0 --optimizer.lr=0.01"
 DROPOUT = "--training.dropout=0.2"
 SLOWLY, FURTHER = "--optimizer.lr=1e-3", "--training.multi_token_weight=0.3"
-BALANCED = "--model.args.balance_loss=0.1"
+BALANCED, PADDED = "--model.args.balance_loss=0.1", "--data.packing=best_fit"
 FROZEN = "--freeze.parameters=['tok*','layers.0.attention.*']"
 FROZEN_EXPERTS = "--freeze.parameters=['layers.0.feed_forward.w?','layers.1.feed_forward.router']"
 TEACHER = "--teacher.path={folder}/outputs/teacher --distill.ratio=0.5"
@@ -388,6 +388,10 @@ TECHNIQUES = {
         "balance loss, updates in backward": f"{SPARSE} {BALANCED} {IN_BACKWARD}",
         "balance loss, stopped and resumed": f"{SPARSE} {BALANCED} {RESUMED}",
     }),
+    "padding and experts": Row(f"{SPARSE} {PADDED}", "c2,p2,s2 p2,s4 e2", slow="p2"),
+    "padding and a balance loss": Row(
+        f"{SPARSE} {BALANCED} {PADDED}", f"{ON_SPLIT},{SPLIT_EXPERTS}", slow="s2 c2 e2,s2 t2 e2"
+    ),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
     "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
     "heads for tokens": Row(
@@ -457,6 +461,7 @@ COMPILED = {
     **rows("s2,c2,t2,s2 e2", {
         "balance loss, compiled": f"{SPARSE} {BALANCED} {COMPILE}",
         "balance loss, compiled, recomputed": f"{SPARSE} {BALANCED} {COMPILE} {FULL}",
+        "padding and a balance loss, compiled": f"{SPARSE} {BALANCED} {PADDED} {COMPILE} {OP}",
     }),
     "a model of one's own, compiled": Row(f"{OWN}Own {LLAMA} {COMPILE}", "t2"),
     "Qwen3-Next, compiled": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "s2"),
@@ -504,7 +509,7 @@ REPRODUCIBLE = {
         f"reproducible experts{title}": f"{MOE} {EXACT} {words}"
         for title, words in {
             "": "", ", pairs": PAIRS, ", recomputed": FULL, ", Muon": MUON, ", CPU offload": OFFLOAD, ", frozen":
-            FROZEN_EXPERTS, ", bfloat16 weights": NARROWEST,
+            FROZEN_EXPERTS, ", bfloat16 weights": NARROWEST, ", padding": PADDED,
         }.items()
     }, tolerance=0),
     **rows(CONTEXT, {

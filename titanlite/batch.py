@@ -31,4 +31,8 @@ Only with multi-token prediction (`training.multi_token_weight`), made before se
 Only with dropout (`training.dropout`), in training:
 
 - `draws` [B, L] int64: number of each token in the run.
+
+Only in training, where sequences can have padding (`data.packing = "best_fit"`) and the model counts tokens:
+
+- `padding` [B, L] bool: whether the token is padding.
 """

@@ -507,8 +507,8 @@ class Training(Section):
     """Passes over the data, instead of training.steps. The run ends with the last whole batch before a source would be
     read again. Default: training.steps decides."""
     tokens: PositiveInt | None = None
-    """Tokens that the whole run is trained on, instead of training.steps. The step that reaches them is the last one.
-    Default: training.steps decides."""
+    """Tokens that the whole run is trained on, padding included, instead of training.steps. The step that reaches them
+    is the last one. Default: training.steps decides."""
     max_duration: Duration | None = None
     """Time after which this start saves a checkpoint and ends with exit code 75, such as 11h30min or 2d. The same
     command resumes. A Slurm job stops before its end without it. Default: no limit."""

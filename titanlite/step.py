@@ -376,8 +376,7 @@ def model_arguments(
     """
     loss = partial(loss_function, labels_BL=batch["labels"], **targets)
     arguments: dict[str, Any] = {"loss": loss, **document_arguments(batch)}
-    if "draws" in batch:
-        arguments["draws"] = batch["draws"]
+    arguments |= {name: batch[name] for name in ("draws", "padding") if name in batch}
     if "next_tokens" not in batch:
         return batch["tokens"], arguments
     after = partial(loss_function, labels_BL=batch["next_labels"], **dict.fromkeys(targets))

@@ -261,6 +261,7 @@ def build_data(setup: Setup, prepare_text: PrepareText | None) -> tuple[Samples,
         group=world,
         prepare_text=prepare_text,
         numbers_tokens=config.training.dropout > 0,
+        counts_tokens=inputs.model.model_cls.counts_tokens,
     )
     check_same_everywhere(str(samples.settings()), "the training data", group=world)
     if inputs.tasks:

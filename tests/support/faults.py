@@ -100,8 +100,8 @@ def exchanged_chunks(right: Any) -> Any:
 
 
 def halved(right: Any) -> Any:
-    def route(self: Any, x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        weights_TK, chosen_TK = right(self, x_TD)
+    def route(self: Any, *inputs: Tensor) -> tuple[Tensor, Tensor]:
+        weights_TK, chosen_TK = right(self, *inputs)
         return HalfGradient.apply(weights_TK), chosen_TK
 
     return route

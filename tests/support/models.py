@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.models.mixtral.modeling_mixtral import load_balancing_loss_func
 
 from tests.support.helpers import world
 from titanlite.batch import IGNORE
@@ -106,15 +107,21 @@ def balanced_gradients(model: Decoder, batch: Any, kind: type[Step] = Step) -> t
 def assert_balance_loss_equal(
     model: Any, theirs: Any, theirs_of: Callable[[dict[str, Tensor]], dict[str, Tensor]]
 ) -> None:
-    """Compare the balance loss of a batch, and the gradients of the whole loss, with those of transformers' model. All
-    tokens count, and not all labels."""
+    """Compare the balance loss of a batch, and the gradients of the whole loss, with those of transformers' model and
+    its function for the logits of each layer. All tokens count, and not all labels."""
     tokens = torch.randint(0, model.args.vocab_size, (2, 33), generator=torch.Generator().manual_seed(1))
     labels = tokens[:, 1:].index_fill(1, torch.tensor([3, 4, 20]), IGNORE)
     gradients, found = balanced_gradients(model, {"tokens": tokens[:, :-1], "labels": labels})
     out = theirs(tokens[:, :-1], output_router_logits=True)
-    assert float(found) == pytest.approx(float(out.aux_loss.detach()), rel=1e-5)
+    of_layers = [
+        load_balancing_loss_func((logits,), model.args.n_experts, model.args.n_active_experts)
+        for logits in out.router_logits
+    ]
+    expected: Any = sum(of_layers) / len(of_layers)
+    assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
+    assert abs(float(out.aux_loss.detach()) - float(found)) > 1e-3, "transformers' own is over all layers"
     cross_entropy = F.cross_entropy(out.logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE)
-    (cross_entropy + model.args.balance_loss * out.aux_loss).backward()
+    (cross_entropy + model.args.balance_loss * expected).backward()
     assert_same(gradients, model, theirs, theirs_of)
 
 
@@ -137,9 +144,14 @@ def assert_balance_loss_is_the_formula(model: Any, plain: Any, batch: Any, kind:
     tokens, arguments = model_arguments(batch, token_loss, {})
     total = plain(tokens, **arguments).total / (batch["labels"] != IGNORE).sum()
     assert len(seen) == len(plain.experts())
-    probabilities_TE, chosen_TK = map(torch.cat, zip(*seen, strict=True))
-    loads_E = F.one_hot(chosen_TK, model.args.n_experts).sum(dim=(0, 1)) / len(chosen_TK)
-    expected = model.args.n_experts * (loads_E * probabilities_TE.mean(dim=0)).sum()
+    of_layers = [
+        model.args.n_experts
+        * (
+            F.one_hot(chosen_TK, model.args.n_experts).sum(dim=1).float().mean(dim=0) * probabilities_TE.mean(dim=0)
+        ).sum()
+        for probabilities_TE, chosen_TK in seen
+    ]
+    expected: Any = sum(of_layers) / len(of_layers)
     assert float(found) == pytest.approx(float(expected.detach()), rel=1e-5)
     (total + model.args.balance_loss * expected).backward()
     assert_same(gradients, model, plain, dict)

@@ -170,17 +170,18 @@ def _build_model(report: "_Report", spec: ModelSpec, config: Config) -> Model | 
         predicts_next = config.training.loss is None
         report.attempt("model.file", [], lambda: check_own_model(spec, model, predicts_next=predicts_next))
     if config.model.path:
-        with_documents = config.data.document_mask
-        report.attempt("model.path", ["data.document_mask"], lambda: check_decoder(spec, with_documents=with_documents))
+        options = {"with_documents": config.data.document_mask, "seq_len": config.training.seq_len}
+        reads = ["data.document_mask", "training.seq_len"]
+        report.attempt("model.path", reads, lambda: check_decoder(spec, **options))
     report.ask(lambda technique: technique.choose_trained, model, config)
     return model
 
 
-def check_decoder(spec: ModelSpec, *, with_documents: bool = False) -> None:
+def check_decoder(spec: ModelSpec, *, with_documents: bool = False, seq_len: int = 0) -> None:
     """Compare a decoder of transformers with transformers' own forward, see `check_forward`."""
     from titanlite.checks.transformers import check_forward  # transformers is there if this model is
 
-    check_forward(spec, with_documents=with_documents)
+    check_forward(spec, with_documents=with_documents, seq_len=seq_len)
 
 
 class _Report:

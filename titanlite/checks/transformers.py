@@ -33,11 +33,15 @@ WINDOW = 6
 """Tokens of a window or a chunk."""
 LENGTHS = (5, 40)
 """Tokens of the sequences: within every window, and beyond."""
+LIMIT = 20
+"""Tokens from which on positions are computed otherwise, where that is less than the tokens of a trained sequence."""
 # Names of numbers in configs: what each family calls its dims, windows and layers.
 IS_DIM = re.compile(r"(size|dim|rank|width|inner)s?$|(^|_)(d_[a-z]+|n_embd)$")
 IS_OF_HEAD = re.compile("head|rope")
 IS_NONE = re.compile("kernel|conv|block|patch|image|batch|vocab|position")
 IS_WINDOW = re.compile("window|chunk")
+IS_LIMIT = re.compile("max_position_embeddings")
+"""Beyond these, some rotary positions depend on the length of the longest sequence (`dynamic`, `longrope`)."""
 IS_DEPTH = re.compile("^(num|n)_(hidden_)?layers?$")
 IS_EXPERTS = re.compile("experts$")
 IS_PERIOD = re.compile("first|interval|period|freq|pattern|every|step|offset")
@@ -47,11 +51,12 @@ class _OtherSize(ValueError):
     """A config fits no such size, or is too large at it."""
 
 
-def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
+def check_forward(spec: ModelSpec, *, with_documents: bool, seq_len: int = 0) -> None:
     """Compare the logits of a decoder at a small size with those of transformers' own forward.
 
     Args:
         with_documents: compare the logits of documents in one sequence, too. They are those of each alone.
+        seq_len: tokens of the sequences in training.
 
     Raises:
         ConfigError: they differ, or one of them cannot be computed.
@@ -59,7 +64,7 @@ def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
     name, reason = spec.model_cls.__name__, ""
     for is_deep, scale in product((False, True), SCALES):  # all blocks where few are no valid config
         try:
-            ours = small_decoder(spec, scale, is_deep=is_deep)
+            ours = small_decoder(spec, scale, is_deep=is_deep, seq_len=seq_len)
             tokens = [_tokens(length, ours.args.vocab_size) for length in LENGTHS]
             with torch.no_grad(), torch.random.fork_rng(devices=[]):
                 theirs = _own(ours)
@@ -78,7 +83,9 @@ def check_forward(spec: ModelSpec, *, with_documents: bool) -> None:
     if with_documents:
         together, alone = torch.cat(tokens, 1), torch.cat(expected, 1)
         if problem := _difference(ours, together, alone, documents=documents_of(LENGTHS, len(together))):
-            text = f"{name} does not keep documents apart: at a small size, {problem}. Set it to false"
+            limits = _limits(cast(type[Transformers], spec.model_cls).config_of(spec.args).to_dict(), seq_len)
+            further = f", or training.seq_len to {min(limits)}" if limits else ""
+            text = f"{name} does not keep documents apart: at a small size, {problem}. Set it to false{further}"
             raise ConfigError([Problem("data.document_mask", text)])
 
 
@@ -99,17 +106,18 @@ def _line(error: Exception) -> str:
 
 
 @torch.no_grad()
-def small_decoder(spec: ModelSpec, scale: int, *, is_deep: bool = False) -> Transformers:
+def small_decoder(spec: ModelSpec, scale: int, *, is_deep: bool = False, seq_len: int = 0) -> Transformers:
     """Return a decoder on the CPU that has few blocks of each kind, dims divided by scale, and random values.
 
     Args:
         is_deep: keep all blocks.
+        seq_len: tokens of the sequences in training; what begins before their end begins in the trial, too.
 
     Raises:
         Exception: whatever transformers raises for a config that fits no such size.
     """
     config = cast(type[Transformers], spec.model_cls).config_of(spec.args)
-    model_cls = decoder_class(_smaller(config, scale, is_deep=is_deep))
+    model_cls = decoder_class(_smaller(config, scale, is_deep=is_deep, seq_len=seq_len))
     model = build_on_meta(model_cls, next(iter(model_cls.flavors.values())))
     if (size := sum(parameter.numel() for _, parameter in unique_parameters(model))) > SMALL:
         raise _OtherSize(f"{size:,} parameters")
@@ -133,7 +141,18 @@ def _tokens(length: int, vocabulary: int) -> Tensor:
     return torch.randint(0, vocabulary, (2, length), generator=torch.Generator().manual_seed(length))
 
 
-def _smaller(config: PretrainedConfig, scale: int, *, is_deep: bool) -> dict[str, Any]:
+def _limits(settings: Mapping[str, Any], seq_len: int) -> list[int]:
+    """Return the lengths in a config that sequences exceed and from which on positions are computed otherwise."""
+    nested = [_limits(value, seq_len) for value in settings.values() if isinstance(value, Mapping)]
+    own = [value for name, value in settings.items() if _is_exceeded(name, value, seq_len)]
+    return [*own, *(limit for limits in nested for limit in limits)]
+
+
+def _is_exceeded(name: str, value: Any, seq_len: int) -> bool:
+    return type(value) in (int, float) and bool(IS_LIMIT.search(name)) and 0 < value < seq_len
+
+
+def _smaller(config: PretrainedConfig, scale: int, *, is_deep: bool, seq_len: int) -> dict[str, Any]:
     settings, depth = config.to_dict(), config.num_hidden_layers
     if scale > 1 and config.hidden_size < LEAST_WIDTH * scale:
         raise _OtherSize(f"hidden_size of {config.hidden_size} is too small to be divided by {scale}")
@@ -153,6 +172,8 @@ def _smaller(config: PretrainedConfig, scale: int, *, is_deep: bool) -> dict[str
             return {key: smaller(key, item) for key, item in value.items()}
         if isinstance(value, list):
             return [smaller(name, item) for item in (value[:blocks] if len(value) == depth else value)]
+        if _is_exceeded(name, value, seq_len):
+            return type(value)(min(value, LIMIT))
         if type(value) is not int:
             return value
         if "vocab" in name or name.endswith("token_id"):

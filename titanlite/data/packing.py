@@ -47,6 +47,8 @@ class TokenSequence(NamedTuple):
     """[L], int64: the next token, or IGNORE."""
     starts: np.ndarray
     """int64, ascending from 0: positions at which documents, and the padding, begin."""
+    padding: int = 0
+    """Number of tokens at the end that are padding."""
 
 
 class SequenceReader(Protocol):
@@ -102,7 +104,7 @@ def _padded(sequence: TokenSequence, length: int) -> TokenSequence:
     missing = 0, length - len(sequence.tokens)
     tokens = np.pad(sequence.tokens, missing, constant_values=PADDING)
     labels = np.pad(sequence.labels, missing, constant_values=IGNORE)
-    return TokenSequence(tokens, labels, np.append(sequence.starts, len(sequence.tokens)))
+    return TokenSequence(tokens, labels, np.append(sequence.starts, len(sequence.tokens)), missing[1])
 
 
 class BestFit:
@@ -158,7 +160,7 @@ class BestFit:
             at += length
         if at < self.seq_len:
             starts.append(at)
-        return TokenSequence(tokens, labels, np.array(starts, dtype=np.int64))
+        return TokenSequence(tokens, labels, np.array(starts, dtype=np.int64), self.seq_len - at)
 
 
 class _Plan:

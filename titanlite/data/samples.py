@@ -226,6 +226,7 @@ class Samples(Dataset[Batch]):
         shuffle, window: of each source's `Order`.
         origin: start of the present data, in a run whose data was changed.
         numbers_tokens: whether batches have `draws`.
+        marks_padding: whether batches have `padding`.
 
     Raises:
         UserError: two sources hold the same tokens.
@@ -241,8 +242,10 @@ class Samples(Dataset[Batch]):
         window: int | None = None,
         origin: Origin | None = None,
         numbers_tokens: bool = False,
+        marks_padding: bool = False,
     ) -> None:
         self.numbers_tokens = numbers_tokens
+        self.marks_padding = marks_padding
         self.sources = sorted(sources, key=lambda source: source.name)  # their order in the config does not matter
         self.seed = seed
         self.stages = stages
@@ -302,10 +305,13 @@ class Samples(Dataset[Batch]):
         located = [self.locate(sample) for sample in samples]
         sequences = [self.sources[source].read(sequence) for source, _, sequence in located]
         batch = as_batch(sequences, mark_documents=self.sources[0].marks_documents)
-        if not self.numbers_tokens:
-            return batch
         seq_len = batch["tokens"].shape[1]
-        return batch | {"draws": torch.tensor(samples).unsqueeze(1) * seq_len + torch.arange(seq_len)}
+        if self.numbers_tokens:
+            batch["draws"] = torch.tensor(samples).unsqueeze(1) * seq_len + torch.arange(seq_len)
+        if self.marks_padding:
+            lengths = torch.tensor([seq_len - sequence.padding for sequence in sequences])
+            batch["padding"] = torch.arange(seq_len) >= lengths.unsqueeze(1)
+        return batch
 
     def consumed(self, samples_seen: int) -> list[int]:
         """Count the samples of each source among the first `samples_seen` of the run."""
@@ -378,7 +384,8 @@ class Samples(Dataset[Batch]):
                 at = origin.consumed.get(source.fingerprint, 0)
                 logger.info(f"data changed: {source.name} continues after {at:,} of its sequences (data.on_change)")
         options = {"seed": self.seed, "stages": self.stages, "shuffle": self.shuffle, "window": self.window}
-        return Samples(self.sources, **options, origin=origin, numbers_tokens=self.numbers_tokens)
+        options |= {"numbers_tokens": self.numbers_tokens, "marks_padding": self.marks_padding}
+        return Samples(self.sources, **options, origin=origin)
 
 
 def as_batch(sequences: Sequence[TokenSequence], *, mark_documents: bool) -> Batch:

@@ -39,12 +39,14 @@ def open_data(
     group: dist.ProcessGroup,
     prepare_text: PrepareText | None = None,
     numbers_tokens: bool = False,
+    counts_tokens: bool = False,
 ) -> tuple[Samples, list[Source]]:
     """Return the samples to train on, and the sources to validate on. An error of one rank is raised on all.
 
     Args:
         group: all ranks; each opens the same.
         numbers_tokens: whether the samples have `draws`.
+        counts_tokens: whether the model counts tokens, so that it must know which are padding.
 
     Other arguments and errors: see `open_sources`.
     """
@@ -67,8 +69,15 @@ def open_data(
     on_all(group, open_on_this_rank)
     sources, validation_sources = opened
     stages = [Stage(-(-stage.until_tokens // seq_len), stage.weights) for stage in data.stages]
-    options = {"shuffle": data.shuffle, "window": data.shuffle_window, "numbers_tokens": numbers_tokens}
-    samples = Samples(sources, seed=seed, stages=stages, **options)
+    samples = Samples(
+        sources,
+        seed=seed,
+        stages=stages,
+        shuffle=data.shuffle,
+        window=data.shuffle_window,
+        numbers_tokens=numbers_tokens,
+        marks_padding=counts_tokens and data.packing == "best_fit",
+    )
     return samples, validation_sources
 
 

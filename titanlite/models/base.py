@@ -96,6 +96,9 @@ class ExpertLayer(nn.Module):
     parallelism sets it."""
     exchange: TokenExchange | None = None
     """None: this process has all experts. `techniques.expert` sets it."""
+    drops_padding: bool = False
+    """Whether padding goes to no expert. Where a process has all experts it does, since the number of tokens is known
+    before the step then. `techniques.expert` sets it."""
 
     def send(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> Any:
         """Begin to send tokens to their experts. Return an argument for `receive`.
@@ -105,7 +108,7 @@ class ExpertLayer(nn.Module):
 
         Args:
             weights_TE: of experts in the sum, at least 0 or NaN; `NOT_CHOSEN` for others.
-            active: experts of a token.
+            active: experts of a token. With `drops_padding`, some may have none.
         """
         if self.exchange is not None:
             return self.exchange.send(x_TD, weights_TE, active)
@@ -271,6 +274,9 @@ class Model(nn.Module):
     draws_random: ClassVar[bool] = True
     """Random numbers in blocks, as dropout draws them: recomputation draws the same ones again. A class whose blocks
     draw none sets False, which saves copies of the random state in each block. Subclasses do not inherit it."""
+
+    counts_tokens: ClassVar[bool] = False
+    """Whether `forward` takes `padding` in training, bool [B, L]: tokens that it must not count, as routers do."""
 
     formats: ClassVar[Formats] = Formats()
     """Tables of the names and layouts in which weights are imported and exported. Optional."""

@@ -139,13 +139,15 @@ class Block(nn.Module):
         sin_LH: Tensor,
         mask: AttentionMask | None = None,
         draws_BL: Tensor | None = None,
+        padding_BL: Tensor | None = None,
     ) -> Tensor:
         # The layers are called here, because the compiler cuts a block at the exchange of experts: a method around that
         # layer would be a graph of its own, whose norm would not be fused with the sum before it.
         norms = self.norms()
         attended_BLD = norms.behind_attention(self.attention(norms.before_attention(x_BLD), cos_LH, sin_LH, mask))
         x_BLD = x_BLD + self.dropped(attended_BLD, draws_BL, 0)
-        return x_BLD + self.dropped(norms.behind_ffn(self.feed_forward(norms.before_ffn(x_BLD))), draws_BL, 1)
+        padding = () if padding_BL is None else (padding_BL,)
+        return x_BLD + self.dropped(norms.behind_ffn(self.feed_forward(norms.before_ffn(x_BLD), *padding)), draws_BL, 1)
 
     def norms(self) -> "BlockNorms":
         """Return the norms of the block."""
@@ -281,29 +283,36 @@ class Decoder(Model):
         documents: Documents | None = None,
         further: Loss | None = None,
         draws: Tensor | None = None,
+        padding: Tensor | None = None,
     ) -> Any:
         """See `Model.forward`.
 
         Args:
             further: loss of the tokens after the next. Then `tokens` are [B, L, 2]: with each is its next one.
             draws: int64 [B, L], number of each token in the run, with which dropout draws. None: nothing is dropped.
+            padding: bool [B, L], tokens that experts do not count.
         """
         x_BLD = self.tok_embeddings(tokens)
         if further:
             from titanlite.models.multi_token import forward_of_pairs
 
-            return forward_of_pairs(self, x_BLD, loss, further, documents)
-        inputs = self.block_inputs(x_BLD, documents)
+            return forward_of_pairs(self, x_BLD, loss, further, documents, padding)
+        inputs = self.block_inputs(x_BLD, documents, padding)
         if draws is not None and self.dropout:
             from titanlite.ops.dropout import draws_of_blocks  # few runs have it
 
             first, *of_blocks = draws_of_blocks(draws, len(inputs))
             x_BLD = self.dropout(x_BLD, first)
-            inputs = [(*of_block, draws_BL) for of_block, draws_BL in zip(inputs, of_blocks, strict=True)]
+            inputs = [
+                (*of_block[:3], draws_BL, *of_block[4:]) for of_block, draws_BL in zip(inputs, of_blocks, strict=True)
+            ]
         return self.head(self.through_blocks(x_BLD, inputs), loss)
 
-    def block_inputs(self, x_BLD: Tensor, documents: Documents | None) -> list[tuple[Any, ...]]:
-        """Return the further arguments of each block: cosines and sines of its rotary positions, and its mask."""
+    def block_inputs(
+        self, x_BLD: Tensor, documents: Documents | None, padding: Tensor | None = None
+    ) -> list[tuple[Any, ...]]:
+        """Return the further arguments of each block: cosines and sines of its rotary positions, and its mask; with
+        experts and padding, these two more: no draws, and the padding."""
         seq_len = x_BLD.shape[1]
         ropes = [
             (rope_at(cos_SH, seq_len, documents), rope_at(sin_SH, seq_len, documents))

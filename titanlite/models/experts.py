@@ -5,15 +5,18 @@ A family declares its router and its experts by `ExpertOptions`. Experts are kep
 expert had less than its share of the global batch, else down. So the loss stays what it is, and the balance does not
 depend on how the batch is split.
 
-A balance loss (arXiv:2101.03961) may join it, over the global batch, too. It is linear in the probabilities, so that
-each token has the same gradient: a vector that follows from counts, which are summed between forward and backward.
+A balance loss (arXiv:2101.03961) may join it, of each layer over the global batch. It is linear in the probabilities,
+so that the tokens of a layer have the same gradient: a vector that follows from counts, which are summed between
+forward and backward.
+
+Padding counts in neither: its tokens are all alike, so that they would push real ones away from the experts they go to.
 
 Shape suffixes: as in `layers`; E experts, K those of one token, S = T * K, G groups.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +33,7 @@ from titanlite.models.base import (
 )
 from titanlite.models.decoder import Decoder, DecoderArgs
 from titanlite.models.initial import Constant, InitialValues, Normal
-from titanlite.models.layers import FeedForward
+from titanlite.models.layers import Documents, FeedForward
 from titanlite.ops.functions import Activation, swiglu, with_gradient
 from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.runtime.private_torch.tensors import is_in_backward, reshape_result
@@ -78,8 +81,8 @@ class ExpertArgs(DecoderArgs):
     """Change of an expert's bias in a step, in the unit of what it is added to; 0 turns balancing off."""
     balance_loss: float = 0.0
     """Weight of the balance loss, E * sum over experts of (tokens of the expert / all tokens) * mean probability, over
-    the tokens of all layers in the global batch (arXiv:2101.03961); 0.001 is usual. Sigmoid scores become probabilities
-    by their sum."""
+    the tokens of a layer in the global batch (arXiv:2101.03961), as the mean over layers; 0.001 is usual. Sigmoid
+    scores become probabilities by their sum."""
 
     @property
     def experts(self) -> ExpertOptions:
@@ -183,13 +186,22 @@ class Experts(ExpertLayer):
         for name in ("probability_E", "balance_E"):
             self.register_buffer(name, torch.zeros(E) if args.balance_loss else None, persistent=False)
 
-    def forward(self, x_BLD: Tensor) -> Tensor:
+    def forward(self, x_BLD: Tensor, padding_BL: Tensor | None = None) -> Tensor:
+        """Return the sum of the outputs of each token's experts.
+
+        Args:
+            padding_BL: whether a token is padding, which is not counted. None: there is none.
+        """
         x_TD = x_BLD.flatten(0, 1)
-        weights_TK, chosen_TK = self.route(x_TD)
+        padding_T1 = None if padding_BL is None else padding_BL.flatten().unsqueeze(1)
+        weights_TK, chosen_TK = self.route(x_TD, padding_T1)
         others_TE = weights_TK.new_full((len(x_TD), len(self.bias_E)), NOT_CHOSEN, dtype=x_TD.dtype)
         weights_TE = others_TE.scatter(1, chosen_TK, weights_TK.to(x_TD.dtype))
+        of_tokens_TE = weights_TE if padding_T1 is None else weights_TE.masked_fill(padding_T1, NOT_CHOSEN)
         if self._counts():
-            self.load_E.add_((weights_TE != NOT_CHOSEN).sum(dim=0))
+            self.load_E.add_((of_tokens_TE != NOT_CHOSEN).sum(dim=0))
+        if self.drops_padding:
+            weights_TE = of_tokens_TE
         sent = self.send(x_TD, weights_TE, self.n_active)
         # While tokens are sent. Recomputation ends before the last matmul of the experts, as nothing behind it is kept.
         shared_BLD = None if self.shared is None else self.shared(x_BLD)
@@ -207,12 +219,12 @@ class Experts(ExpertLayer):
         is_recomputed = not torch.compiler.is_compiling() and is_in_backward()
         return self.training and torch.is_grad_enabled() and not is_recomputed
 
-    def route(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+    def route(self, x_TD: Tensor, padding_T1: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the float32 weights [T, K] and the int64 numbers [T, K] of the experts of each token."""
         options, bias_E = self.options, self.router_bias
         logits_TE = F.linear(x_TD.float(), self.router.float(), None if bias_E is None else bias_E.float())
         if self.balance_E is not None and self.training and torch.is_grad_enabled():
-            logits_TE = self._balanced(logits_TE, self.balance_E)
+            logits_TE = self._balanced(logits_TE, self.balance_E, padding_T1)
         scores_TE = logits_TE.sigmoid() if options.scores == "sigmoid" else logits_TE
         chosen_TK = computed_once(lambda: self._choose(scores_TE + self.bias_E))
         if options.scores == "softmax" and not options.normalized:
@@ -224,12 +236,14 @@ class Experts(ExpertLayer):
             weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)  # all may be 0 in float32
         return (weights_TK if options.scale == 1 else weights_TK * options.scale), chosen_TK
 
-    def _balanced(self, logits_TE: Tensor, gradient_E: Tensor) -> Tensor:
+    def _balanced(self, logits_TE: Tensor, gradient_E: Tensor, padding_T1: Tensor | None) -> Tensor:
         """Return the logits, which get a gradient for the probabilities of their experts, too."""
         if self.options.scores == "sigmoid":  # as in the loss of a sequence of DeepSeek-V3
             probabilities_TE = F.normalize(logits_TE.sigmoid(), p=1.0, dim=-1)
         else:
             probabilities_TE = logits_TE.softmax(dim=-1)
+        if padding_T1 is not None:
+            probabilities_TE = probabilities_TE.masked_fill(padding_T1, 0.0)
         if self._counts():
             self.probability_E.add_(probabilities_TE.detach().sum(dim=0))
         return with_gradient(logits_TE, probabilities_TE, gradient_E)
@@ -275,6 +289,7 @@ class Experts(ExpertLayer):
 class DecoderOfExperts(Decoder):
     """Decoder whose feed-forward layers are `Experts`, after the first dense ones. It must be a family's first base."""
 
+    counts_tokens = True
     roles: ClassVar[Roles] = {
         "layers.*.feed_forward.router": "output",
         "layers.*.feed_forward.shared_gate": "output",
@@ -284,8 +299,6 @@ class DecoderOfExperts(Decoder):
     }
 
     args: ExpertArgs  # pyright: ignore[reportIncompatibleVariableOverride]
-    balance: Mapping[str, Tensor] = {}
-    """Metric of the balance loss in this step, without its weight."""
 
     @property
     def tensor_plan(self) -> TensorPlan:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -299,6 +312,14 @@ class DecoderOfExperts(Decoder):
     def build_feed_forward(self, layer: int) -> nn.Module:
         options = self.args.experts
         return FeedForward(self.args.dim, options.dense_dim) if layer < options.n_dense_layers else Experts(self.args)
+
+    def block_inputs(
+        self, x_BLD: Tensor, documents: Documents | None, padding: Tensor | None = None
+    ) -> list[tuple[Any, ...]]:
+        inputs, dense = super().block_inputs(x_BLD, documents), self.args.experts.n_dense_layers
+        if padding is None:
+            return inputs
+        return [*inputs[:dense], *((*of_block, None, padding) for of_block in inputs[dense:])]
 
     def feed_forward_weights(self, layer: int) -> int:
         args, options = self.args, self.args.experts
@@ -334,7 +355,9 @@ class DecoderOfExperts(Decoder):
         return [layer for layer in layers if isinstance(layer, Experts)]
 
     def counters(self) -> list[Tensor]:
-        return [experts.load_E for experts in self.experts()]
+        layers = self.experts()
+        probabilities = [layer.probability_E for layer in layers if layer.balance_E is not None]
+        return [*(layer.load_E for layer in layers), *probabilities]
 
     @torch.no_grad()
     def before_backward(
@@ -343,28 +366,35 @@ class DecoderOfExperts(Decoder):
         layers, weight = self.experts(), self.args.balance_loss
         if not (layers and weight):
             return
-        sums_2E = torch.stack([torch.stack([layer.load_E, layer.probability_E]) for layer in layers]).sum(dim=0)
-        add_over_processes(sums_2E)
-        load_E, probability_E = sums_2E
-        tokens = load_E.sum() / self.args.n_active_experts  # of all layers
-        gradient_E = load_E * (self.args.n_experts / tokens.square())
-        self.balance = {"balance_loss": gradient_E.dot(probability_E)}
-        gradient_E *= weight * factor * valid_tokens
-        for layer in layers:  # processes that split it add up the gradients of its router
+        load_NE = torch.stack([layer.load_E for layer in layers])  # of N layers
+        add_over_processes(load_NE)
+        gradient_NE = self._balance_gradient(load_NE) * (weight * factor * valid_tokens)
+        for layer, gradient_E in zip(layers, gradient_NE, strict=True):
             assert layer.balance_E is not None
+            # Processes that split the layer add up the gradients of its router.
             layer.balance_E.data.copy_(gradient_E * layer.share_of_unsplit)
+
+    def _balance_gradient(self, load_NE: Tensor) -> Tensor:
+        """Return the gradient [N, E] of the mean balance loss of N layers with respect to the sums of probabilities."""
+        tokens_N1 = load_NE.sum(dim=1, keepdim=True) / self.args.n_active_experts
+        return load_NE * (self.args.n_experts / len(load_NE) / tokens_N1.square())
 
     @torch.no_grad()
     def end_step(self, taken: Tensor) -> dict[str, Tensor]:
         """Return `busiest_expert`: its tokens over an even share of them, in the layer where that is most; and the
         `balance_loss` of the step, without its weight, if the model has one."""
-        busiest = []
-        for experts in self.experts():
-            mean = experts.load_E.mean()
-            busiest.append(experts.load_E.max() / mean)
-            if experts.router.requires_grad:  # the bias of a frozen router is frozen, too
-                experts.bias_E += self.args.balance_rate * torch.sign(mean - experts.load_E) * taken
-            experts.load_E.zero_()
-            if experts.balance_E is not None:
-                experts.probability_E.zero_()
-        return {"busiest_expert": torch.stack(busiest).max(), **self.balance} if busiest else {}
+        layers = self.experts()
+        if not layers:
+            return {}
+        load_NE = torch.stack([layer.load_E for layer in layers])
+        mean_N1 = load_NE.mean(dim=1, keepdim=True)
+        metrics = {"busiest_expert": (load_NE / mean_N1).max()}
+        if self.args.balance_loss:
+            probability_NE = torch.stack([layer.probability_E for layer in layers])
+            metrics["balance_loss"] = (self._balance_gradient(load_NE) * probability_NE).sum()
+        for layer, change_E in zip(layers, torch.sign(mean_N1 - load_NE), strict=True):
+            if layer.router.requires_grad:  # the bias of a frozen router is frozen, too
+                layer.bias_E += self.args.balance_rate * change_E * taken
+        for counter in self.counters():
+            counter.zero_()
+        return metrics

@@ -83,7 +83,12 @@ class LossOfTwo:
 
 
 def forward_of_pairs(
-    decoder: "Decoder", pairs_BLTD: Tensor, loss: Loss | None, further: Loss, documents: Documents | None
+    decoder: "Decoder",
+    pairs_BLTD: Tensor,
+    loss: Loss | None,
+    further: Loss,
+    documents: Documents | None,
+    padding: Tensor | None = None,
 ) -> Any:
     """Return what a decoder's forward returns for tokens with their next ones.
 
@@ -92,7 +97,7 @@ def forward_of_pairs(
         further: loss of the tokens after the next.
     """
     x_BLD, next_BLD = (part.contiguous() for part in pairs_BLTD.unbind(2))  # compiled blocks get one layout of memory
-    inputs = decoder.block_inputs(x_BLD, documents)
+    inputs = decoder.block_inputs(x_BLD, documents, padding)
 
     def predict(hidden_BLD: Tensor, next_BLD: Tensor) -> Tensor:
         return decoder.head.further_norm(decoder.layers[-1](hidden_BLD, next_BLD, *inputs[-1]))

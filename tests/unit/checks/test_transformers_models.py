@@ -214,6 +214,42 @@ def test_decoders_that_mix_documents_are_refused() -> None:
             tried(name, with_documents=True)
 
 
+LONG = {"short_factor": [1.0] * 4, "long_factor": [1.0, 1.5, 4.0, 9.0], "rope_theta": 10000.0}
+
+
+def with_limit(name: str, limit: int, folder: Path) -> str:
+    """Return the folder of a config whose positions depend on the length beyond `limit` tokens."""
+    sizes: dict[str, Any] = {**SIZE, "num_hidden_layers": 2, "vocab_size": 64, "pad_token_id": 0}
+    if name in ("phi3", "phimoe"):
+        scales = {"short_mscale": 1.0, "long_mscale": 1.2, "factor": 8.0} if name == "phimoe" else {}
+        rope = {"rope_type": "longrope", **LONG, **scales, "original_max_position_embeddings": limit}
+        sizes |= {"max_position_embeddings": 8 * limit, "original_max_position_embeddings": limit}
+    else:
+        rope = {"rope_type": name.partition(" ")[2], "factor": 4.0, "rope_theta": 10000.0}
+        sizes["max_position_embeddings"] = limit
+        if "dynamic" not in name:
+            rope |= {"original_max_position_embeddings": limit // 4}
+    config = transformers.AutoConfig.for_model(name.partition(" ")[0], **sizes, rope_parameters=rope)
+    config.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.mark.parametrize("name", ["phi3", "phimoe", "llama dynamic"])
+def test_positions_that_depend_on_the_length_are_refused_with_documents(name: str, tmp_path: Path) -> None:
+    """Where sequences are longer than the limit, a short document would be computed as the longest one asks for."""
+    spec = resolve_model("transformers", None, {}, path=with_limit(name, 256, tmp_path))
+    check_forward(spec, with_documents=True, seq_len=256)
+    check_forward(spec, with_documents=False, seq_len=512)
+    with pytest.raises(ConfigError) as error:
+        check_forward(spec, with_documents=True, seq_len=512)
+    assert mentions(str(error.value), "data.document_mask", "training.seq_len", "256")
+
+
+def test_positions_that_only_depend_on_the_place_are_taken(tmp_path: Path) -> None:
+    spec = resolve_model("transformers", None, {}, path=with_limit("llama yarn", 256, tmp_path))
+    check_forward(spec, with_documents=True, seq_len=512)
+
+
 def without_masks(*arguments: Any, **options: Any) -> Any:
     module, q, k, v, _ = arguments
     return attend(module, q, k, v, None, **options)

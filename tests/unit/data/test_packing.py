@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from titanlite.batch import IGNORE
 from titanlite.data import packing
 from titanlite.data.packing import PADDING, BestFit, Stream, TokenSequence, best_fit_decreasing
+from titanlite.data.samples import Samples, Source
 from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.tools.ingest.token_writer import TokenWriter
@@ -47,6 +48,19 @@ def as_lists(sequence: TokenSequence) -> tuple[list[int], list[int], list[int]]:
 
 
 # Stream
+
+
+def test_batches_know_their_padding(tmp_path: Path) -> None:
+    """Also without a document mask, and where a document of token 0 without labels ends a sequence."""
+    store = write(tmp_path / "a", [3, 2, 5, 4], masked={*range(10, 14)})
+    source = Source("a", BestFit(store, seq_len=5, plan_folder=tmp_path / "plans"), "f")
+    samples = Samples([source], seed=0, shuffle=False, marks_padding=True)
+    batch = samples.__getitems__([0, 1, 2])
+    assert batch["tokens"].tolist() == [[1, 2, 3, 4, 5], [6, 7, 8, 9, 10], [11, 12, 13, 14, PADDING]]
+    assert batch["padding"].int().tolist() == [[0] * 5, [0] * 5, [0, 0, 0, 0, 1]]
+    assert "padding" not in Samples([source], seed=0).__getitems__([0])
+    last = Stream(store, seq_len=5, document_mask=False, to_end=True).read(2)
+    assert (last.tokens.tolist(), last.padding) == ([11, 12, 13, PADDING, PADDING], 2)
 
 
 def test_documents_without_a_token_do_not_show(tmp_path: Path) -> None:

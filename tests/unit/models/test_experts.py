@@ -17,7 +17,7 @@ from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextConfig, 
 
 from tests.support.operators import OperatorNames
 from tests.support.own_models import Variants
-from titanlite.models.base import build_on_meta
+from titanlite.models.base import NOT_CHOSEN, build_on_meta
 from titanlite.models.experts import ExpertArgs, ExpertOptions, Experts
 from titanlite.ops.copies import Copies
 from titanlite.ops.cpu import CpuKernels
@@ -203,8 +203,8 @@ def scale_shared(layer: Experts) -> None:
 def weight_by_biased_scores(layer: Experts) -> None:
     route = layer.route
 
-    def biased(x_TD: Tensor) -> tuple[Tensor, Tensor]:
-        _, chosen_TK = route(x_TD)
+    def biased(x_TD: Tensor, *padding: Any) -> tuple[Tensor, Tensor]:
+        _, chosen_TK = route(x_TD, *padding)
         weights_TK = (F.linear(x_TD, layer.router).sigmoid() + layer.bias_E).gather(-1, chosen_TK)
         return 2.5 * weights_TK / weights_TK.sum(dim=-1, keepdim=True), chosen_TK
 
@@ -261,16 +261,16 @@ def test_copies_of_rows_and_their_sums(dtype: torch.dtype, share: float) -> None
     torch.library.opcheck(torch.ops.titanlite.places_of_copies, (is_copied_TN, len(row_S)))
 
 
-def checkpointed(layer: Experts) -> Callable[[Tensor], Tensor]:
-    return lambda x: checkpoint(layer, x, use_reentrant=False)
+def checkpointed(layer: Experts) -> Callable[..., Tensor]:
+    return lambda *inputs: checkpoint(layer, *inputs, use_reentrant=False)
 
 
-def compiled(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+def compiled(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Compile with inductor's choice of what backward keeps."""
     return torch.compile(call, backend="aot_eager_decomp_partition", fullgraph=True)
 
 
-WAYS: dict[str, Callable[[Experts], Callable[[Tensor], Tensor]]] = {
+WAYS: dict[str, Callable[[Experts], Callable[..., Tensor]]] = {
     "recomputed": checkpointed,
     "compiled": compiled,
     "compiled, recomputed": lambda layer: compiled(checkpointed(layer)),
@@ -318,6 +318,51 @@ def test_the_gradient_of_a_balance_loss_is_known_after_forward(options: ExpertOp
         for gradient, wanted in zip(in_two_steps(other, way(other), sums_E), found, strict=True):
             near = torch.allclose(gradient, wanted, rtol=1e-5, atol=1e-6 * float(wanted.abs().max()))
             assert torch.equal(gradient, wanted) if name == "recomputed" else near, name
+
+
+PADDING_BL = torch.arange(20) >= torch.tensor([[13], [20]])
+"""The last tokens of the first sequence of X are padding."""
+
+
+@pytest.mark.parametrize("way", ["", *WAYS])
+@pytest.mark.parametrize("options", [ExpertOptions(), SIGMOID])
+def test_padding_is_not_counted(options: ExpertOptions, way: str) -> None:
+    """Counts, the gradients of a balance loss, and all others of a loss of real tokens, are those of them alone."""
+    torch._dynamo.reset()
+    x = torch.where(PADDING_BL.unsqueeze(2), 3 * X[0, 0], X)  # padding is alike, and goes to the same experts
+    alone, padded = (built(options, balance_loss=0.5) for _ in range(2))
+    call = WAYS[way](padded) if way else padded
+    is_real_T = ~PADDING_BL.flatten()
+    for layer, out in (
+        (alone, alone(x.flatten(0, 1)[is_real_T][None])[0]),
+        (padded, call(x, PADDING_BL).flatten(0, 1)[is_real_T]),
+    ):
+        assert layer.load_E.sum() == 33 * 3
+        assert layer.balance_E is not None
+        layer.balance_E.data.copy_(ROWS[0])
+        out.square().mean().backward()
+    assert padded.probability_E.allclose(alone.probability_E)
+    for name, parameter in padded.named_parameters():
+        expected: Any = alone.get_parameter(name).grad
+        assert parameter.grad is not None
+        assert parameter.grad.allclose(expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max())), name
+
+
+def test_padding_is_sent_to_no_expert() -> None:
+    sent: list[Tensor] = []
+
+    class Kept:
+        def send(self, x_TD: Tensor, weights_TE: Tensor, active: int) -> Tensor:
+            sent.append(weights_TE)
+            return x_TD
+
+        def compute(self, sent: Tensor, stacks: Any, compute: Any) -> Tensor:
+            return sent
+
+    layer = built(SIGMOID)
+    layer.exchange, layer.drops_padding = Kept(), True
+    layer(X, PADDING_BL)
+    assert (sent[0] != NOT_CHOSEN).sum(dim=1).tolist() == [3] * 13 + [0] * 7 + [3] * 20
 
 
 def test_operators_of_a_gradient_that_is_known_after_forward() -> None:

@@ -118,6 +118,69 @@ def test_a_skipped_step_moves_no_bias() -> None:
         assert not first.load_E.any()
 
 
+def balanced_choices(halves: tuple[slice, slice], *, over_layers: bool) -> tuple[float, list[Tensor]]:
+    """Return the balance loss of two routers that choose experts of one half each, and the gradients of their logits,
+    computed with float64 by autograd from the definition.
+
+    Args:
+        over_layers: whether counts and probabilities are added over layers first, as transformers does.
+    """
+    logits = []
+    for half, seed in zip(halves, (0, 1), strict=True):
+        logits.append(torch.randn(64, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64))
+        logits[-1][:, half] += 6
+    leaves = [layer.requires_grad_() for layer in logits]
+    groups = [torch.cat(leaves)] if over_layers else leaves
+    losses = []
+    for logits_TE in groups:
+        share_E = F.one_hot(logits_TE.topk(2).indices, 8).sum(dim=1).double().mean(dim=0)
+        losses.append(8 * (share_E * logits_TE.softmax(dim=-1).mean(dim=0)).sum())
+    loss = torch.stack(losses).mean()
+    loss.backward()
+    return float(loss.detach()), [leaf.grad for leaf in leaves if leaf.grad is not None]
+
+
+def test_each_layer_has_a_balance_loss_of_its_own() -> None:
+    """Routers on complementary halves of the experts: together they choose all alike, and neither is balanced."""
+    model = built(replace(MOE, balance_loss=1.0))
+    assert isinstance(model, Qwen3Moe)
+    halves = slice(0, 4), slice(4, 8)
+    expected, gradients = balanced_choices(halves, over_layers=False)
+    together, _ = balanced_choices(halves, over_layers=True)
+    assert expected > 3.9
+    assert together < 2.1
+    layers, logits = model.experts(), []
+    for layer, half, seed in zip(layers, halves, (0, 1), strict=True):
+        x_TE = torch.randn(64, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.float64).float()
+        x_TE[:, half] += 6
+        logits.append(F.pad(x_TE, (0, 56)).requires_grad_())
+        layer.router.data = torch.eye(8, 64)  # so that the first dims of inputs are the logits
+    outs = [layer(x_TD[None]) for layer, x_TD in zip(layers, logits, strict=True)]
+    tokens = torch.tensor(64)
+    model.before_backward(1 / tokens, tokens, lambda _: None)
+    (0 * sum(out.sum() for out in outs)).backward()
+    for found, wanted in zip(logits, gradients, strict=True):
+        assert found.grad is not None
+        assert found.grad[:, :8].double().allclose(wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))
+    assert float(model.end_step(torch.tensor(True))["balance_loss"]) == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_metric_of_the_balance_loss_is_of_all_tokens_that_the_step_has_summed() -> None:
+    """Also where gradients are those of a worker's own tokens (`outer.over_replicas`): the counters are of all."""
+    one, other, both = (built(replace(MOE, balance_loss=0.1)) for _ in range(3))
+    x_BLD = torch.randn(2, 40, 64, generator=torch.Generator().manual_seed(0))
+    x_BLD[1] += 1
+    for model, part in ((one, x_BLD[:1]), (other, x_BLD[1:]), (both, x_BLD)):
+        assert isinstance(model, Qwen3Moe)
+        for layer in model.experts():
+            layer(part)
+    for counter, its in zip(one.counters(), other.counters(), strict=True):
+        counter += its
+    values = [float(model.end_step(torch.tensor(True))["balance_loss"]) for model in (one, other, both)]
+    assert values[0] == pytest.approx(values[2], rel=1e-5)
+    assert abs(values[1] - values[2]) > 1e-3
+
+
 def test_impossible_shapes_are_explained() -> None:
     for change, message in (
         ({"head_dim": 7}, r"head_dim\b.*\b7$"),

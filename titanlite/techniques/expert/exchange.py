@@ -83,6 +83,7 @@ def distribute_experts(
     layers = expert_layers(model)
     for layer in layers:
         layer.exchange = token_exchange
+        layer.drops_padding = exchange is None
         for name in layer.stacks:
             old = layer.get_parameter(name)
             placements = [Shard(0), *(old.placements if isinstance(old, DTensor) else ())]

@@ -16,8 +16,9 @@ from titanlite.techniques.reproducible.sums import copies
 
 class ExchangeOfMicroBatches(AllToAllExchange):
     """Computes the tokens of each rank, which are those of one micro-batch, apart: so kernels get the tokens of an
-    expert that they would get on one process. So a token is sent once for each of its experts, and its rank adds their
-    outputs up. Gradients of weights are added over those ranks in the tree, whose lowest bits they are.
+    expert that they would get on one process, padding among them. So a token is sent once for each of its experts, and
+    its rank adds their outputs up. Gradients of weights are added over those ranks in the tree, whose lowest bits they
+    are.
 
     Args:
         dtype: in which gradients are added over ranks, `training.mixed_precision_reduce`.

@@ -107,7 +107,7 @@ def trace_step(
                     fill_states(optimizer, one_by_one=config.optimizer.in_backward)
                     outer = parts.outer(model) if parts.outer else None
                     average = parts.average(model, None, after_update) if parts.average else None
-                    batches = [*map(parts.batch, _batches(config, data_parallel_rank(mesh)[1]))]
+                    batches = [*map(parts.batch, _batches(config, data_parallel_rank(mesh)[1], model))]
                     recorder.micro_batches = len(batches)
                 states = (value for state in optimizer.state.values() for value in state.values())
                 recorder.label((value for value in states if isinstance(value, Tensor)), "optimizer")
@@ -249,7 +249,7 @@ def traced_micro_batches(config: Config, accumulation: int) -> int:
     return min(accumulation, MICRO_BATCHES if ranks == 1 else ranks + 1 if schedule == "1F1B" else 2 * ranks)
 
 
-def _batches(config: Config, ranks: int) -> list[Batch]:
+def _batches(config: Config, ranks: int, model: Model) -> list[Batch]:
     size, accumulation = config.training.batch_split(ranks)
     seq_len = config.training.seq_len
     batches = []
@@ -262,6 +262,8 @@ def _batches(config: Config, ranks: int) -> list[Batch]:
             batch["boundaries"] = torch.zeros(size + 1, dtype=torch.int32)
         if config.training.dropout:
             batch["draws"] = torch.zeros_like(tokens)
+        if model.counts_tokens and config.data.packing == "best_fit":
+            batch["padding"] = torch.zeros_like(tokens, dtype=torch.bool)
         batches.append(batch)
     return batches
 
