@@ -13,6 +13,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.batch import Batch
+from titanlite.checkpoint.history import RunHistory, claim
 from titanlite.checkpoint.initial import OpenWeights
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress
@@ -188,7 +189,7 @@ def build(
     trained = build_trained(setup)
     phase.phase(Phase.CHECKPOINT_LOAD)
     checkpoints = build_checkpoints(setup, trained, samples, open_weights)
-    progress = checkpoints.load(has_saved=setup.folder.has_saved)
+    progress = checkpoints.load()
     if progress.step:
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
         skipped = setup.folder.records("skipped")
@@ -232,7 +233,8 @@ def build(
 
 def set_up(config: Config, inputs: "RunInputs", *, ranks: Ranks, device: torch.device, phase: CurrentPhase) -> Setup:
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
-    folder = open_run_folder(config.job, config.data, ranks.rank, partial(newest_saved, config.checkpoint))
+    of_run = partial(newest_saved, config.checkpoint), partial(claim, config.checkpoint)
+    folder = open_run_folder(config.job, config.data, ranks.rank, *of_run)
     backend = config.training.attention_backend
     return Setup(
         config=config,
@@ -313,9 +315,10 @@ def build_checkpoints(
         of_inputs = {**samples.settings(samples_seen), **dict(of_targets)}
         return resume_settings(config, model_args=spec.args, inputs=of_inputs)
 
+    storage = open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id)
     return CheckpointManager(
         config.checkpoint,
-        storage=open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id),
+        history=RunHistory(storage, folder.earlier, config.checkpoint.load_step, folder.has_saved),
         model=trained.model,
         optimizer=trained.optimizer,
         before_read=trained.updates.finish if trained.updates else nothing,
@@ -327,7 +330,6 @@ def build_checkpoints(
         may_change=["data.*"] if config.data.on_change != "error" else [],
         whole_config=setup.written,
         timeout_seconds=config.comm.save_timeout_seconds,
-        earlier=folder.earlier,
         flush=memory.flush if memory else None,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
     )
@@ -521,6 +523,9 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
     run.trained.after_update()
     observer, leaves_updates = Observers(*run.observers, run.phase), not run.reads_weights
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
+    if run.checkpoints.owes_save:  # of the copy's own step, as every copy and checkpoint is of a due step
+        run.phase.phase(Phase.CHECKPOINT)
+        run.checkpoints.save(_progress(run, run.progress.step), last=False)
     for step in range(run.progress.step + 1, run.steps + 1):
         observer.begin_step(step)
         batches = list(islice(run.batches, run.micro_batches.count(step)))
@@ -568,7 +573,7 @@ def _after_step(
     run.guard.remember(step, result)
     is_agreed = stop.is_agreed(result.stop_flags)  # asked by every rank at every step; on a GPU of the step before
     config, stops = run.config, is_agreed and not last
-    saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last or checkpoints.owes_save)
+    saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
     copies = config.checkpoint.local_interval and not last and step % config.checkpoint.local_interval == 0
     if saves or copies or stops or metrics.records(step, last=last):
         skipped = run.guard.check(run.train_step.world)  # waits for the device, and raises StoppedByGuard
@@ -592,7 +597,7 @@ def _after_step(
             observer.phase(Phase.CHECKPOINT)
             checkpoints.save(_progress(run, step), last=last)
     if copies:
-        checkpoints.copy(_progress(run, step))
+        checkpoints.copy(_progress(run, step), is_target=config.guard.on_spike == "rollback")
 
 
 def _learning_rate(run: Run, step: int) -> float:

@@ -39,8 +39,8 @@ def steps(tiny: TinyRun, name: str = "tiny") -> list[int]:
 def disk_full(patch: pytest.MonkeyPatch, run_folder: Path) -> None:
     create = LocalStorage.create
 
-    def into_nothing(self: LocalStorage, name: str) -> Any:
-        return create(self, "/dev/full") if name.endswith("__1_0.distcp") else create(self, name)
+    def into_nothing(self: LocalStorage, name: str, size: int = 0) -> Any:
+        return create(self, "/dev/full") if name.endswith("__1_0.distcp") else create(self, name, size)
 
     patch.setattr(LocalStorage, "create", into_nothing)
 

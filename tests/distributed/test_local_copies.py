@@ -37,6 +37,7 @@ from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import build_on_meta
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.errors import ConfigError, UserError
+from titanlite.runtime.files import Room
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
 from titanlite.storage.storage import LocalStorage
@@ -66,14 +67,14 @@ def shard(home: Path, rank: int, step: int = NEWEST) -> Path:
 SAVE = LocalCopies.save
 
 
-def without_skipping(self: LocalCopies, *args: Any) -> None:
+def without_skipping(self: LocalCopies, *args: Any, **options: Any) -> None:
     """Wait for the copy before, which a busy machine may still be making."""
-    if self._in_flight is not None:
-        wait([self._in_flight])
-    SAVE(self, *args)
+    SAVE(self, *args, **options | {"waits": True})
 
 
-def train_until_failure(config: Config, rank: int, world_size: int, home: Path) -> None:
+def train_until_failure(
+    config: Config, rank: int, world_size: int, home: Path, fails_at: int = FAILS_AT, newest: int = NEWEST
+) -> None:
     """Train until step 8 is done and the copy of step 6 is whole, and fail."""
     patch = pytest.MonkeyPatch()
     end_step = MetricsRecorder.end_step
@@ -85,8 +86,8 @@ def train_until_failure(config: Config, rank: int, world_size: int, home: Path) 
         end_step(self, step, *args, **options)
         if step == config.checkpoint.interval + 1:
             wait_for(Path(config.job.dump_folder, str(config.job.name), "checkpoints", folder_name(step - 1)))
-        if step == FAILS_AT:
-            wait_for(copies_of(home) / folder_name(NEWEST))
+        if step == fails_at:
+            wait_for(copies_of(home) / folder_name(newest))
             raise Failed
 
     patch.setattr(MetricsRecorder, "end_step", fail)
@@ -399,7 +400,77 @@ def test_a_checkpoint_that_was_due_before_a_copy_is_saved(tiny: TinyRun) -> None
         train_until_failure(tiny.config(*LOCAL), 0, 1, home)
         train_on_this_rank(tiny.config(*LOCAL, "--checkpoint.interval=5"), 0, 1)
     saved = [path.name for path in (tiny.folder / "outputs" / "tiny" / "checkpoints").iterdir()]
-    assert sorted(saved) == [folder_name(step) for step in (NEWEST + 1, 10, STEPS)]
+    assert sorted(saved) == [folder_name(step) for step in (NEWEST, 10, STEPS)]
+
+
+def test_copies_of_another_history_neither_count_nor_push_out(tiny: TinyRun) -> None:
+    """There is no checkpoint: with another seed the run is refused, and a start without these copies leaves them."""
+    home, record = tiny.folder / "home", tiny.folder / "outputs" / "tiny" / "run.json"
+    with one_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        train_until_failure(tiny.config(*LOCAL), 0, 1, home)
+        lines = ""
+        try:
+            train_on_this_rank(tiny.config(*LOCAL, "--debug.seed=1"), 0, 1)
+        except UserError as error:
+            lines = str(error)
+        assert mentions(lines, str(copies_of(home) / folder_name(NEWEST)), "debug.seed", "checkpoint.allow_changes")
+        assert re.search(r"debug\.seed\b.*\b0\b.*\b1\b", lines)
+        older_than_a_later_start([home], record.parent)
+        options = [*LOCAL, "--checkpoint.local_interval=2"]
+        train_until_failure(tiny.config(*options), 0, 1, home, fails_at=5, newest=4)
+        assert sorted(path.name for path in copies_of(home).glob("step-*")) == [folder_name(2), folder_name(4)]
+        assert train_on_this_rank(tiny.config(*options), 0, 1).progress.step == 4
+
+
+@pytest.mark.parametrize("copies", [0.5, 2.5, 4])
+def test_a_copy_is_made_where_there_is_room_for_it_and_others(
+    tiny: TinyRun, copies: float, warnings: Callable[[], list[str]]
+) -> None:
+    """Where two fit, the older one makes room for the next. Where none fits, none is written, with one warning."""
+    home, config = tiny.folder / "home", tiny.config(*LOCAL, "--checkpoint.local_interval=2")
+    reserved: list[int] = []
+    reserve = os.posix_fallocate
+
+    def room(folder: Path) -> Room:
+        taken = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+        return Room(round(copies * size / 0.9) - taken, round(copies * size / 0.9))
+
+    with one_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.setattr(
+            os, "posix_fallocate", lambda file, start, size: (reserved.append(size), reserve(file, start, size))
+        )
+        train_until_failure(tiny.config(*LOCAL, "--job.name=measured"), 0, 1, home)
+        size = (copies_of(home) / folder_name(NEWEST) / "__0_0.distcp").stat().st_size
+        assert reserved == [size] * len(reserved) != []
+        shutil.rmtree(home)
+        patch.setattr("titanlite.checkpoint.local.room_in", room)
+        patch.setattr(LocalCopies, "close", lambda self, saved: (self._end_save(), self._saver.close()))
+        patch.setattr(LocalCopies, "save", without_skipping)
+        train_on_this_rank(config, 0, 1)
+    left = [int(path.parent.name[5:]) for path in sorted(home.rglob("step-*/manifest.json"))]
+    assert left == ([] if copies < 1 else [8, 10])
+    assert len(warnings()) == (copies == 0.5)
+    assert all(mentions(line, str(copies_of(home)), "MiB") for line in warnings())
+
+
+def crowded(rank: int, world_size: int, given: tuple[Config, list[Path]]) -> list[str]:
+    """Train where one machine has no room. Returns the files of copies that were written on the way."""
+    config, homes = given
+    os.environ["HOME"] = str(homes[rank])
+    written: list[str] = []
+    create = LocalStorage.create
+
+    def recorded(self: LocalStorage, name: str, size: int = 0) -> Any:
+        written.extend([name] if "/copies/" in str(self.root) else [])
+        return create(self, name, size)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalStorage, "create", recorded)
+        patch.setattr("titanlite.checkpoint.local.room_in", lambda folder: Room(2**30 * (1 - rank), 2**30))
+        train_on_this_rank(config, rank, world_size)
+    return written
 
 
 def full(rank: int, world_size: int, given: tuple[Config, Path]) -> int:
@@ -408,9 +479,9 @@ def full(rank: int, world_size: int, given: tuple[Config, Path]) -> int:
     os.environ["HOME"] = str(home)
     patch, create = pytest.MonkeyPatch(), LocalStorage.create
 
-    def into_nothing(self: LocalStorage, name: str) -> Any:
+    def into_nothing(self: LocalStorage, name: str, size: int = 0) -> Any:
         is_full = "/copies/" in str(self.root) and NAME.search(name)
-        return create(self, "/dev/full") if is_full else create(self, name)
+        return create(self, "/dev/full") if is_full else create(self, name, size)
 
     patch.setattr(LocalStorage, "create", into_nothing)
     patch.setattr(LocalCopies, "save", without_skipping)
@@ -430,6 +501,11 @@ def test_a_full_folder_costs_its_copies_and_no_run(tiny: TinyRun) -> None:
     log = (tiny.folder / "outputs" / "tiny" / "logs" / "rank-0.log").read_text()
     assert log.count("No space left on device") == 1
     assert len(tiny.losses()) == STEPS
+    config = tiny.config(*LOCAL, *degrees(1, 2), "--job.name=crowded", world_size=2)
+    assert run_in_turn(crowded, 2, [(config, machines(tiny, "crowded"))]) == [[[], []]]
+    log = (tiny.folder / "outputs" / "crowded" / "logs" / "rank-0.log").read_text()
+    [warning] = [line for line in log.splitlines() if " WARNING " in line]
+    assert mentions(warning, "rank 1", "0.0 MiB", "1,024.0 MiB")
 
 
 @pytest.mark.parametrize("owner", ["link", "file", "another user"])
@@ -466,6 +542,25 @@ def test_nobody_else_can_read_copies(tiny: TinyRun) -> None:
     assert [line.split()[0] for line in out if line.split()[0].isdecimal()] == [str(BEFORE), str(NEWEST)]
 
 
+def test_a_folder_that_is_deleted_under_the_run_is_made_again(tiny: TinyRun) -> None:
+    """As a cleaner of /tmp does: for nobody else to read, and with the id of its machine."""
+    home, found, save = tiny.folder / "home", [], without_skipping
+
+    def delete_after(self: LocalCopies, *args: Any, **options: Any) -> None:
+        save(self, *args, **options)
+        if len(found) < 2 and self._in_flight is not None:
+            wait([self._in_flight])
+            found.append((copies_of(home) / "machine").read_text())
+            shutil.rmtree(home / "copies")
+
+    with one_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        patch.setattr("tests.distributed.test_local_copies.without_skipping", delete_after)
+        train_until_failure(tiny.config(*LOCAL, "--checkpoint.local_interval=2"), 0, 1, home)
+        assert copies_of(home).stat().st_mode & 0o777 == 0o700
+        assert [(copies_of(home) / "machine").read_text()] * 2 == found
+
+
 def test_copies_are_refused_without_checkpoints_and_with_states_on_disk(tiny: TinyRun) -> None:
     disk = ["--offload.optimizer=disk", f"--offload.path={tiny.folder}"]
     for options in (["--checkpoint.enable=false"], disk):
@@ -487,6 +582,14 @@ def test_a_run_is_refused_whose_copies_do_not_fit(
         monkeypatch.setattr("titanlite.checks.memory.host_memory", lambda memory=memory: memory)
         with nullcontext() if memory == needed else pytest.raises(UserError, match="does not fit"):
             check_model_memory(model, config, Ranks(0, 2, 0, 2), torch.device("cpu"))
+    monkeypatch.setattr("titanlite.checks.memory.host_memory", lambda: needed)
+    two_copies = round(2 * 2 * 12 / sharing * count)
+    for room in (two_copies, two_copies - 1, 0):
+        monkeypatch.setattr("titanlite.checks.memory.room_in", lambda folder, room=room: Room(0, room))
+        with nullcontext() if room != two_copies - 1 else pytest.raises(ConfigError) as refusal:
+            check_model_memory(model, config, Ranks(0, 2, 0, 2), torch.device("cpu"))
+            continue
+        assert [problem.key for problem in refusal.value.problems] == ["checkpoint.local_interval"]
 
 
 def test_memory_of_copies_is_counted(tiny: TinyRun) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from titanlite.checkpoint.state import flat
 from titanlite.guard import REASONS, SkipReason
 from titanlite.loss import TokenLoss
 from titanlite.schema import Config
+from titanlite.storage.storage import LocalStorage
 from titanlite.tools import cli
 from titanlite.train import finish, train
 
@@ -220,6 +222,42 @@ def test_without_a_checkpoint_the_step_is_skipped(tiny: TinyRun) -> None:
     for name in names:
         [record] = skipped(tiny, name)
         assert (record["step"], record["rollback"]) == (BAD_STEP, None)
+
+
+def with_odd_copies(rank: int, world_size: int, config: Config) -> Result:
+    """Train where a local copy takes longer than some steps, or in a run named "impossible", where none can be made."""
+    publish = LocalStorage.publish
+
+    def publish_oddly(self: LocalStorage, folder: str, manifest: bytes) -> None:
+        if "copies" in str(self.root):
+            time.sleep(0.1)
+            if config.job.name == "impossible":
+                raise OSError("impossible")
+        publish(self, folder, manifest)
+
+    with patch.object(LocalStorage, "publish", publish_oddly):
+        return spiking(rank, world_size, config)
+
+
+@pytest.mark.long
+def test_a_rollback_returns_to_the_same_copy_however_long_copies_take(tiny: TinyRun) -> None:
+    """A due copy is not left out. Where none is whole, the step is skipped."""
+    local = ["--checkpoint.local_interval=1", f"--checkpoint.local_folder={tiny.folder}/copies"]
+    [[(_, quick)], [(_, skips)]] = run_in_turn(
+        spiking,
+        1,
+        [
+            tiny.config(*GUARD, *local, "--job.name=quick"),
+            tiny.config(*GUARD, "--guard.on_spike=skip", "--job.name=skips"),
+        ],
+    )
+    names = {"slow": (BAD_STEP - 1, quick), "impossible": (None, skips)}
+    ends = run_in_turn(with_odd_copies, 1, [tiny.config(*GUARD, *local, f"--job.name={name}") for name in names])
+    for (name, (target, wanted)), [(stopped, values)] in zip(names.items(), ends, strict=True):
+        [record] = skipped(tiny, name)
+        assert (stopped, record["step"], (record["rollback"] or {}).get("checkpoint")) == (None, BAD_STEP, target)
+        assert_equal(values, wanted)
+    assert [record["rollback"]["checkpoint"] for record in skipped(tiny, "quick")] == [BAD_STEP - 1]
 
 
 @pytest.mark.long

@@ -132,8 +132,8 @@ def own_norm(right: Any) -> Any:
 
 
 def new_buffers(right: Any) -> Any:
-    def load(self: Any, *, has_saved: bool) -> Any:
-        progress = right(self, has_saved=has_saved)
+    def load(self: Any) -> Any:
+        progress = right(self)
         self.model.init_buffers()
         return progress
 

@@ -3,6 +3,7 @@
 import time
 import zlib
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name, read_manifest
@@ -28,15 +29,21 @@ def manifest_of(step: int, contents: dict[str, bytes], *, saved_at: float = 1.5)
 
 
 def save(
-    place: str, step: int, *, age: float = 200, contents: dict[str, bytes] = CONTENTS, publish: bool = True
+    place: str,
+    step: int,
+    *,
+    age: float = 200,
+    contents: dict[str, bytes] = CONTENTS,
+    publish: bool = True,
+    run_id: str = "me",
 ) -> None:
     """Save a checkpoint of a step in a place; without `publish`, leave it in the staging folder."""
-    storage = open_storage(place, owner="me")
+    storage = open_storage(place, owner=run_id)
     folder = storage.begin(folder_name(step))
     for name, content in contents.items():
         with storage.create(f"{folder}/{name}") as file:
             file.write(content)
-    manifest = manifest_of(step, contents, saved_at=time.time() - age)
+    manifest = replace(manifest_of(step, contents, saved_at=time.time() - age), run_id=run_id)
     if publish:
         storage.publish(folder_name(step), manifest.to_json())
 

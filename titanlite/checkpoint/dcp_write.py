@@ -116,6 +116,8 @@ class ShardWriter(StorageWriter):
         self.read = read
         self.name = f"__{rank}_0.distcp"
         self.written: WrittenFiles = {}
+        self.reserved = 0
+        """Bytes to reserve for the file of this rank."""
         self.planning_seconds = self.writing_seconds = 0.0
         self._opened = time.perf_counter()
 
@@ -128,10 +130,15 @@ class ShardWriter(StorageWriter):
         self.planning_seconds, self.writing_seconds = started - self._opened, time.perf_counter() - started
         return results
 
+    def size_of(self, items: list[WriteItem]) -> int:
+        """Return the bytes of the file of this rank."""
+        tensors = (self.read(item.index.fqn) for item in items)
+        return sum(sum(map(len, around_data(tensor.shape, tensor.dtype))) + tensor.nbytes for tensor in tensors)
+
     def _write(self, items: list[WriteItem]) -> list[WriteResult]:
         results: list[WriteResult] = []
         written = WrittenFile()
-        with self.storage.create(f"{self.folder}/{self.name}") as file:
+        with self.storage.create(f"{self.folder}/{self.name}", self.reserved) as file:
             for item in items:
                 start, tensor = written.size, self.read(item.index.fqn).contiguous()
                 before, after = around_data(tensor.shape, tensor.dtype)

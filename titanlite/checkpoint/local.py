@@ -26,17 +26,20 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
+from torch import Tensor
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan, SavePlanner
+from torch.distributed.checkpoint.storage import WriteResult
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.dcp_write import ShardWriter
-from titanlite.checkpoint.manifest import DAMAGED, KEPT_COPIES, History, Manifest, committed_steps, folder_name
+from titanlite.checkpoint.history import History
+from titanlite.checkpoint.manifest import DAMAGED, KEPT_COPIES, Manifest, committed_steps, folder_name
 from titanlite.checkpoint.save import Part, Saved, Saver, saved_of
 from titanlite.checkpoint.state import State
 from titanlite.run.timeouts import COPY_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
-from titanlite.runtime.files import memory_folder
+from titanlite.runtime.files import Room, memory_folder, room_in
 from titanlite.runtime.ranks import gather, on_all, on_each, on_rank_0
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import LocalStorage
@@ -148,8 +151,8 @@ class LocalCopies:
         self.group = group
         folder = memory_folder(config.local_folder) / on_rank_0(group, name)
         self.storage = LocalStorage(str(folder), run_id)
-        is_default = config.local_folder is None
-        machines = self._of_all(lambda: _open_folder(folder, is_default=is_default))
+        self._is_default = config.local_folder is None
+        machines = self._of_all(lambda: _open_folder(folder, is_default=self._is_default))
         self.machines = Machines(machines, dist.get_rank(group))
         on_each(group, lambda: self.storage.sweep() if self.machines.leads else None)
         self._saver = _LocalSaver(
@@ -168,15 +171,20 @@ class LocalCopies:
         """Return when the state may change."""
         self._saver.staging.wait()
 
-    def save(self, state: Callable[[], State], draft: Callable[[], Manifest], history: History) -> None:
+    def save(
+        self, state: Callable[[], State], draft: Callable[[], Manifest], history: History, *, waits: bool = False
+    ) -> None:
         """Begin to copy a state, unless the copy before is still being made. A failure is a warning.
 
         Args:
             history: is written by rank 0.
+            waits: wait for the copy before.
         """
         if self._has_stopped:
             return
         if self._in_flight is not None:
+            if waits:
+                wait([self._in_flight])
             is_done = self._in_flight.done()
             has_failed = is_done and self._in_flight.exception() is not None
             flags = torch.tensor([not is_done, has_failed], dtype=torch.int32)
@@ -190,6 +198,14 @@ class LocalCopies:
             self._end_save()
         self._saver.history = history
         self._in_flight = self._saver.start(state(), draft(), background=True)
+
+    def is_whole(self) -> bool:
+        """Wait for the copy in flight, and return whether it is whole on all machines."""
+        is_whole = self._in_flight is not None and self._in_flight.exception() is None
+        self._end_save()
+        flag = torch.tensor(is_whole)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag)
 
     def close(self, *, saved: int) -> None:
         """Wait for the copy in flight, and delete all copies if a shared checkpoint has replaced them.
@@ -208,9 +224,10 @@ class LocalCopies:
         if self._in_flight is None:
             return
         error, self._in_flight = self._in_flight.exception(), None
-        if error is not None and not self._has_warned:
-            logger.warning(f"no local copy was made: {error}. A failure costs the steps since the newest checkpoint")
-        self._has_warned = error is not None
+        if error is not None:
+            level = logging.INFO if self._has_warned or self.machines.rank else logging.WARNING
+            logger.log(level, f"no local copy was made: {error}. A failure costs the steps since the newest checkpoint")
+            self._has_warned = True
 
     # At a start.
 
@@ -273,15 +290,10 @@ class LocalCopies:
         for transfer in transfers:
             copy.owners[transfer.name].append(self.machines.of_rank[transfer.target])
 
-    def forget_after(self, step: int) -> None:
-        """Delete the copies of later steps than the one at which the run resumes."""
-
-        def delete() -> None:
-            for folder in self.storage.list() if self.machines.leads else ():
-                if (manifests.step_of(folder) or 0) > step:
-                    self.storage.delete(folder)
-
-        on_each(self.group, delete)
+    def continue_at(self, step: int) -> None:
+        """Delete the copies that the run leaves behind: those of later steps than the one at which it continues. From
+        now on, the copies that it makes count, and those up to that step."""
+        self._saver.continue_at(step)
 
     def exchange(self, folder: str, transfers: Sequence[Transfer]) -> Callable[[], dict[str, int]]:
         """Send and receive files of a folder. All ranks give the same transfers, and none waits for a failed one.
@@ -322,6 +334,10 @@ class LocalCopies:
             return sums
 
         return arrived
+
+    def open_folder(self) -> None:
+        """Make the folder of this machine again, where it was deleted."""
+        _open_folder(self.storage.root, is_default=self._is_default, machine=self.machines.own)
 
     def _of_all(self, act: Callable[[], T]) -> list[T]:
         """Call a function on every rank, and return the results of all. Raises as `on_all`."""
@@ -392,10 +408,59 @@ class _LocalSaver(Saver):
         """Of the copy before, on each machine's first rank: it changes with the plan only."""
         self._sent = b""
         """The same on rank 0, while all machines have it."""
+        self._from, self._made = 0, set[int]()
+        """Step at which the run continued, and those of the copies that it has made since."""
+
+    def continue_at(self, step: int) -> None:
+        """See `LocalCopies.continue_at`. No copy is in flight."""
+        self._from, self._made = step, set()
+        self._thread.submit(self.retain).result()
 
     def begin(self, final: str) -> str:
-        leads = self.copies.machines.leads
-        return on_all(self.group, lambda: self.storage.begin(final) if leads else final, lambda names: names[0])
+        def make() -> str:
+            if not self.copies.machines.leads:
+                return final
+            self.copies.open_folder()
+            return self.storage.begin(final)
+
+        return on_all(self.group, make, lambda names: names[0])
+
+    def writer(self, folder: str, read: Callable[[str], Tensor]) -> ShardWriter:
+        return _CopyWriter(self, folder, read)
+
+    def ask_for_room(self, size: int) -> None:
+        """Check that each machine has room for its part of the next copy. Call it on every rank. Of the copies that are
+        there, the newest alone stays where more leave no room.
+
+        Args:
+            size: bytes that this rank writes.
+
+        Raises:
+            UserError: on every rank, if one has no room. Nothing was taken from it.
+        """
+        machines, root = self.copies.machines, self.storage.root
+
+        def without_room(of_all: list[tuple[int, Room]]) -> dict[str, str]:
+            needed = dict.fromkeys(machines.of_rank, 0)
+            for rank, (written, _) in enumerate(of_all):
+                for keeper in {rank, machines.neighbours[rank]} if self.copies.is_doubled else {rank}:
+                    needed[machines.of_rank[keeper]] += written
+            return {
+                machines.of_rank[
+                    rank
+                ]: f"{root}, of rank {rank}'s machine, has {_mib(room.free)} of {_mib(room.whole)} "
+                f"free, and a copy takes {_mib(needed[machines.of_rank[rank]])}, with some room for others"
+                for rank, (_, room) in enumerate(of_all)
+                if needed[machines.of_rank[rank]] > room.usable
+            }
+
+        def ask() -> dict[str, str]:
+            return on_all(self.group, lambda: (size, room_in(root)), without_room)
+
+        if machines.own in (lacking := ask()):
+            self.retain(most=1)
+        if lacking and (lacking := ask()):
+            raise UserError(next(iter(lacking.values())))
 
     def commit(self, writer: ShardWriter, draft: Manifest, part: Part, started: float) -> Saved:
         """Send each file to the neighbour, and commit the folder of each machine. It raises as `Saver.commit`."""
@@ -434,6 +499,7 @@ class _LocalSaver(Saver):
             for name, data in ({} if parts else {manifests.METADATA: self._metadata, **small}).items():
                 writer.write_file(name, data)  # on rank 0 they are there
             self.storage.publish(folder_name(draft.step), manifest)
+            self._made.add(draft.step)
 
         on_each(self.group, publish if self.copies.machines.leads else lambda: None)
         self._sent = self._metadata
@@ -443,26 +509,45 @@ class _LocalSaver(Saver):
         """Delete what a failed copy has left, also where it was committed."""
         if self.copies.machines.leads:
             self.storage.discard(folder)
-            with suppress(OSError):
+            with suppress(OSError, RunError):
                 self.storage.delete(folder)
 
-    def retain(self) -> None:
-        """Delete this machine's copies before the newest ones: those are whole on all machines."""
+    def retain(self, most: int = KEPT_COPIES) -> None:
+        """Keep the newest copies of this machine that continue the run, which are whole on all machines; delete the
+        others."""
         if not self.copies.machines.leads:
             return
         folders = {folder: manifests.step_of(folder) for folder in self.storage.list()}
-        newest = sorted({step for step in folders.values() if step is not None})[-KEPT_COPIES:]
+        steps = {step for step in folders.values() if step is not None and (step <= self._from or step in self._made)}
         for folder, step in folders.items():
-            if step is not None and step not in newest:
-                with suppress(OSError):
+            if step is not None and step not in sorted(steps)[-most:]:
+                with suppress(OSError, RunError):
                     self.storage.delete(folder)
 
 
-def _open_folder(folder: Path, *, is_default: bool) -> str:
+class _CopyWriter(ShardWriter):
+    """Writer that asks for room, on all ranks together, and reserves it, before it writes the first byte."""
+
+    def __init__(self, saver: _LocalSaver, folder: str, read: Callable[[str], Tensor]) -> None:
+        super().__init__(saver.storage, folder, dist.get_rank(saver.group), read)
+        self._saver = saver
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:
+        self.reserved = self.size_of(plan.items)
+        self._saver.ask_for_room(self.reserved)
+        return super().write_data(plan, planner)
+
+
+def _mib(size: float) -> str:
+    return f"{size / 2**20:,.1f} MiB"
+
+
+def _open_folder(folder: Path, *, is_default: bool, machine: str | None = None) -> str:
     """Make the folder of a run's copies, which nobody else may read, and return the id of its machine.
 
     Args:
         is_default: it is in /dev/shm, where others can make folders and links of any name.
+        machine: the id. By default, a new folder gets a new one.
 
     Raises:
         UserError: it, or the folder above it, belongs to someone else.
@@ -474,8 +559,10 @@ def _open_folder(folder: Path, *, is_default: bool) -> str:
         if not stat.S_ISDIR(about.st_mode) or about.st_uid != os.getuid():
             raise UserError(f"{place} is no folder of this user: set checkpoint.local_folder")
     folder.chmod(0o700)
+    if machine and (folder / TOKEN).exists():
+        return machine
     new = folder / f".{uuid.uuid4().hex}"
-    new.write_text(uuid.uuid4().hex)
+    new.write_text(machine or uuid.uuid4().hex)
     with suppress(FileExistsError):  # another rank was first
         os.link(new, folder / TOKEN)
     new.unlink()

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import wait as wait_for
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING
@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from titanlite.checkpoint.dcp_read import ShardReader
+from titanlite.checkpoint.history import History, RunHistory
 from titanlite.checkpoint.initial import Opener, load_initial
-from titanlite.checkpoint.manifest import History, Manifest, Progress, Settings, copies_name
+from titanlite.checkpoint.manifest import Manifest, Progress, Settings, copies_name
 from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
@@ -31,7 +32,6 @@ from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.ranks import on_rank_0
 from titanlite.schema import Checkpoint
-from titanlite.storage.storage import Storage
 
 if TYPE_CHECKING:
     from titanlite.checkpoint.local import LocalCopies
@@ -46,14 +46,13 @@ class CheckpointManager:
     """Loads and saves the checkpoints of a run. Every rank reads and writes its own part of the state.
 
     Args:
-        storage: where the run's checkpoints are.
+        history: what the run went through, and where its checkpoints are.
         before_read: returns when the state may be read.
         further: tensors in use of further parts of the state, by the part and their names; see `FURTHER`.
         settings: returns the settings that must match on resume, by the samples that the run has seen by then.
         may_change: globs of settings that need not match.
         whole_config: resolved config of the run as TOML, of which each checkpoint keeps a copy.
         timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
-        earlier: steps at which earlier starts of the run resumed.
         worker: number of the replica that this rank belongs to, where replicas have states of their own. The parts
             `further` are the same everywhere.
         flush: called before a save where the state is on disk, and too large for a copy. The state itself is saved
@@ -65,7 +64,7 @@ class CheckpointManager:
         self,
         config: Checkpoint,
         *,
-        storage: Storage,
+        history: RunHistory,
         model: nn.Module,
         optimizer: torch.optim.Optimizer,
         before_read: Callable[[], None] = lambda: None,
@@ -77,12 +76,12 @@ class CheckpointManager:
         may_change: Sequence[str] = (),
         whole_config: str,
         timeout_seconds: float = 1800,
-        earlier: Sequence[int | None] = (),
         flush: Callable[[], None] | None = None,
         open_weights: Opener | None = None,
     ) -> None:
         self.config = config
-        self.storage = storage
+        self.history = history
+        self.storage = storage = history.storage
         self.model = model
         self.optimizer = optimizer
         self._further = further or {}
@@ -126,9 +125,8 @@ class CheckpointManager:
         self.owes_save = False
         """A checkpoint was due before the local copy from which the run resumed, and was not committed."""
         self.can_go_back = False
-        """A checkpoint or a local copy was loaded, or was begun in this start."""
-        self._earlier = self._known = earlier
-        """Steps at which the starts resumed that are over, and those whose local copies count."""
+        """A checkpoint or a local copy was loaded or, in this start, a checkpoint was begun or a copy completed."""
+        self._start = len(history.starts)
         optimizer.register_step_pre_hook(self.wait_until_staged)
 
     def state(self) -> State:
@@ -147,24 +145,25 @@ class CheckpointManager:
         own = (part if part in self._further else f"worker{self._worker}.{part}" for part in state)
         return dict(zip(own, state.values(), strict=True))
 
-    def load(self, *, has_saved: bool) -> Progress:
+    def load(self) -> Progress:
         """Load the newest complete checkpoint of the run in place. Without one, load `initial_load_path` if it is set.
-
-        Args:
-            has_saved: the run has saved checkpoints before.
 
         Raises:
             UserError: no checkpoint fits, or the run's checkpoints have disappeared.
         """
+        progress = self._load()
+        if self._local is not None:
+            self._local.continue_at(progress.step)
+        return progress
+
+    def _load(self) -> Progress:
         if self.config.enable:
             on_rank_0(self._group, self.storage.sweep)
-            resumption = Resumption(self.config, self.storage, self._settings, self._group, self._is_cut)
-            if progress := self._resume(resumption, has_saved=has_saved):
+            resumption = Resumption(self.config, self.history, self._settings, self._group, self._is_cut)
+            if progress := self._resume(resumption):
                 self.can_go_back = True
-                if self._local is not None:
-                    self._local.forget_after(progress.step)
                 return progress
-            if on_rank_0(self._group, lambda: has_saved):  # rank 0 reads the run's folder
+            if on_rank_0(self._group, lambda: self.history.has_saved):  # rank 0 reads the run's folder
                 raise UserError(
                     f"this run has saved checkpoints, and none is in {self.storage.url}. Is that the right place, and "
                     "is it mounted? To begin anew, give another job.name, or delete the run's folder"
@@ -189,14 +188,15 @@ class CheckpointManager:
             UserError: the checkpoints have disappeared.
         """
         self._end_save()
-        self._known = [*self._earlier, None]  # with this start
+        starts = [*self.history.starts[: self._start], None]  # with this start
+        self.history = replace(self.history, starts=starts, has_saved=self.newest > 0)
         with self._clock.not_training():
-            progress = self.load(has_saved=self.newest > 0)
+            progress = self.load()
         if not progress.step:
             raise RunError("no local copy to go back to can be read: start again")
         return progress
 
-    def _resume(self, resumption: Resumption, *, has_saved: bool) -> Progress | None:
+    def _resume(self, resumption: Resumption) -> Progress | None:
         """Load the newest local copy that continues the run, or the newest checkpoint if that is newer.
 
         Raises:
@@ -208,7 +208,7 @@ class CheckpointManager:
             newest = shared.step if shared else 0
             if shared is not None:
                 self._saver.newest = shared.step, shared.saved_at
-            if progress := self._load_copy(resumption, newest, has_saved=has_saved):
+            if progress := self._load_copy(resumption, newest):
                 self.newest = newest
                 self.owes_save = newest < progress.step // self.config.interval * self.config.interval
                 return progress
@@ -226,16 +226,15 @@ class CheckpointManager:
             raise RunError("a local copy was read in part, and there is no checkpoint: start again")
         return None
 
-    def _load_copy(self, resumption: Resumption, newest: int, *, has_saved: bool) -> Progress | None:
+    def _load_copy(self, resumption: Resumption, newest: int) -> Progress | None:
         """Load the newest local copy after step `newest` that continues this run; return None if there is none."""
         for copy in self._local.search(after=newest) if self._local is not None else ():
             assert self._local is not None
             try:
-                allows = partial(
-                    resumption.allows, copy.manifest, self._local.history(copy), earlier=self._known,
-                    has_saved=has_saved,
-                )  # fmt: skip
-                if not on_rank_0(self._group, allows):
+                where = self._local.storage.url_of(copy.folder)
+                if not on_rank_0(
+                    self._group, partial(resumption.allows, copy.manifest, self._local.history(copy), where)
+                ):
                     continue
                 self._is_undefined = True
                 self._read(resumption, copy.manifest, partial(self._local.open, copy))
@@ -307,13 +306,20 @@ class CheckpointManager:
         if not background:
             self._end_save()
 
-    def copy(self, progress: Progress) -> None:
-        """Start to make local copies, and return."""
-        if self._local is not None:
-            saving = self._in_flight[0] if self._in_flight else None
-            history = History(*self._saver.newest, saving=saving, start=len(self._earlier))
-            self._local.save(self.state, partial(self._draft, progress), history)
-            self.can_go_back = True
+    def copy(self, progress: Progress, *, is_target: bool = False) -> None:
+        """Start to make local copies, and return.
+
+        Args:
+            is_target: a rollback may return to the copy, so that no due one may be missing: the one before is waited
+                for, and so is this one while there is nothing else to return to.
+        """
+        if self._local is None:
+            return
+        saving = self._in_flight[0] if self._in_flight else None
+        history = History(*self._saver.newest, saving=saving, start=self._start)
+        self._local.save(self.state, partial(self._draft, progress), history, waits=is_target)
+        if is_target and not self.can_go_back:
+            self.can_go_back = self._local.is_whole()
 
     def save_if_newer(self, progress: Progress) -> None:
         """Save the state at the end of an earlier step, and wait; do nothing if that step or a later one is saved.

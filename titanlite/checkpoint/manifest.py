@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
-from titanlite.runtime.errors import DamagedCheckpoint, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, UserError, printable
 from titanlite.runtime.files import SMALL, checked_name
 from titanlite.storage.storage import MANIFEST, Listing, Storage
 
@@ -36,6 +36,9 @@ TYPES: dict[str, type] = {
     "files": dict, "data": dict, "guard": dict,
 }  # fmt: skip
 """Types of the entries of a manifest, on which code relies."""
+SECONDS = ("saved_at", "elapsed_seconds")
+LAST_SECOND = 2**38
+"""Seconds that a manifest may have at most: a date in the year 10680."""
 
 
 @dataclass(frozen=True)
@@ -124,26 +127,13 @@ class Manifest:
         for name in ("data", "guard"):  # the first manifests of this format lack them
             fields.setdefault(name, {})
         wrong = [name for name, kind in TYPES.items() if not isinstance(fields.get(name), kind)]
-        if wrong or not all(isinstance(record, dict) for record in fields["files"].values()):
+        wrong += [name for name in SECONDS if not _are_seconds(fields.get(name, 0))]
+        if wrong or not all(_is_record(record) for record in fields["files"].values()):
             raise ValueError(f"{', '.join(wrong) or 'files'}: not of the right type")
         fields["files"] = {name: FileRecord(**record) for name, record in fields["files"].items()}
         for name in (fields["run_id"], *fields["files"]):
             checked_name(name)
         return Manifest(**fields)
-
-
-@dataclass(frozen=True)
-class History:
-    """What a local copy continues (history.json). It counts only while this is the history of its run."""
-
-    step: int
-    """Of the newest shared checkpoint; 0 if there was none."""
-    saved_at: float
-    """Its `Manifest.saved_at`."""
-    saving: int | None
-    """Step of the save that was under way."""
-    start: int
-    """Number of starts of the run before the one that made the copy."""
 
 
 def folder_name(step: int) -> str:
@@ -203,7 +193,7 @@ def read_manifest(storage: Storage, folder: str, size: int | None = None) -> Man
     except UserError as error:
         raise UserError(f"{storage.url_of(name)} {error}") from None
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-        raise DamagedCheckpoint(f"{storage.url_of(name)}: {error}") from None
+        raise DamagedCheckpoint(f"{storage.url_of(name)}: {printable(str(error))}") from None
     if manifest.step != step_of(folder):
         raise DamagedCheckpoint(f"{storage.url_of(name)} is the manifest of step {manifest.step}")
     return manifest
@@ -297,6 +287,14 @@ def to_delete(steps: list[int], *, keep_latest_k: int, keep_every: int) -> list[
     """
     older = sorted(steps)[: -max(keep_latest_k, 1)] if keep_latest_k else []
     return [step for step in older if not keep_every or step % keep_every]
+
+
+def _is_record(value: Any) -> bool:
+    return isinstance(value, dict) and isinstance(value.get("size"), int) and isinstance(value.get("crc32"), str)
+
+
+def _are_seconds(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 <= value <= LAST_SECOND
 
 
 def _crc32(data: bytes) -> str:

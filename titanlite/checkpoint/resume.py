@@ -12,7 +12,8 @@ import torch.distributed as dist
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
-from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, History, Manifest, Settings, folder_name
+from titanlite.checkpoint.history import History, RunHistory
+from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
 from titanlite.checkpoint.state import FURTHER, Difference, State, difference, flat, names_of_ranks, selected
 from titanlite.models.base import ModelArgs
 from titanlite.optim.quantized import MIN_ELEMENTS
@@ -125,14 +126,19 @@ class Resumption:
     """
 
     config: Checkpoint
-    storage: Storage
+    history: RunHistory
     settings: RunSettings
     group: dist.ProcessGroup
     is_cut: bool
     """Ranks have tensors of different names."""
 
+    @property
+    def storage(self) -> Storage:
+        return self.history.storage
+
     def choose(self) -> Manifest | None:
-        """Return the newest complete checkpoint; None if there is none. Quarantine damaged ones, with a warning.
+        """Return the newest complete checkpoint of this run; None if there is none. Quarantine damaged ones, with a
+        warning.
 
         Raises:
             UserError: the one that load_step names is damaged, or settings changed.
@@ -145,7 +151,10 @@ class Resumption:
         for step in reversed(steps):
             folder = folder_name(step)
             try:
-                manifest = manifests.read_complete(self.storage, folder, listing[folder])
+                manifest = manifests.read_manifest(self.storage, folder, listing[folder][MANIFEST])
+                if manifest.run_id != self.storage.owner:
+                    continue
+                manifests.check_sizes(self.storage, folder, manifest, listing[folder])
             except DamagedCheckpoint as damage:
                 self.quarantine(step, damage)
                 continue
@@ -153,8 +162,6 @@ class Resumption:
             for lost in sorted(manifests.without_manifest(listing, since=step)):
                 logger.warning(f"{self.storage.url_of(lost)} has lost its {MANIFEST}, and does not count")
             self.settings.check(manifest, where)
-            if manifest.run_id != self.storage.owner:
-                logger.warning(f"{where} was saved by another run (id {manifest.run_id}); this run resumes from it")
             return manifest
         return None
 
@@ -172,41 +179,20 @@ class Resumption:
                 "begin anew under another job.name"
             )
 
-    def allows(self, copy: Manifest, history: History, *, earlier: Sequence[int | None], has_saved: bool) -> bool:
-        """Return whether a local copy continues this run: its settings, its branch, and what it went through.
+    def allows(self, copy: Manifest, history: History, where: str) -> bool:
+        """Return whether a local copy continues this run.
 
         Args:
-            earlier: steps at which earlier starts of the run resumed.
-            has_saved: the run has saved checkpoints before.
-        """
-        left_behind = [step for step in earlier[history.start + 1 :] if step is not None and step < copy.step]
-        try:
-            self.settings.check(copy, "")
-        except UserError:
-            continues = False
-        else:
-            continues = history.start < len(earlier) and not left_behind and self._is_own(history, has_saved)
-            continues &= self.config.load_step in (None, copy.load_step)
-        if not continues:
-            logger.info(f"the local copy of step {copy.step} does not continue this run, and does not count")
-        return continues
+            where: the copy, for errors.
 
-    def _is_own(self, history: History, has_saved: bool) -> bool:
-        """Return whether the shared checkpoints at the time of a local copy are those of this storage."""
-        listing = self.storage.list()
-        steps = manifests.committed_steps(listing)
-        folder = folder_name(history.step)
-        files = listing.get(folder, {})
-        if not steps and not history.step:
-            return not has_saved
-        if history.saving in steps or f"{MANIFEST}.{DAMAGED}" in files:
-            return True
-        if MANIFEST not in files:
+        Raises:
+            UserError: it does, but for settings that changed.
+        """
+        if not self.history.continues(copy, history):
+            logger.info(f"the local copy of step {copy.step} does not continue this run, and does not count")
             return False
-        try:
-            return manifests.read_manifest(self.storage, folder).saved_at == history.saved_at
-        except DamagedCheckpoint:  # it is there, and does not say otherwise
-            return True
+        self.settings.check(copy, where)
+        return True
 
     def load(self, manifest: Manifest, state: State, open_reader: Callable[[], ShardReader] | None = None) -> None:
         """Load a checkpoint into all tensors of a state, on every rank.
@@ -300,12 +286,13 @@ def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:
     """Return (step, run id) of the newest checkpoint whose manifest is not damaged; (0, None) if there is none.
 
     Args:
-        run: folder of the run.
+        run: folder of the run. Without run.json, it owns the checkpoints in it, and none elsewhere.
     """
     storage = open_storage(config.folder or str(run / "checkpoints"))
     listing = storage.list()
+    is_own = config.folder is None or (run / "run.json").exists()
     for step in reversed(manifests.committed_steps(listing)):
         with suppress(DamagedCheckpoint):
             newest = manifests.read_manifest(storage, folder_name(step), listing[folder_name(step)][MANIFEST])
-            return newest.step, newest.run_id
+            return newest.step, newest.run_id if is_own else None
     return 0, None

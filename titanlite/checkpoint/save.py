@@ -19,6 +19,7 @@ from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import CachingPlanner, ShardWriter, WrittenFiles, write_state
@@ -83,6 +84,8 @@ class Saver:
         self.staging = Staging(self.device, pin=self.pin)
         self.newest: Commit = 0, 0.0
         """Commit of the newest checkpoint, on rank 0."""
+        self._runs: dict[int, str | None] = {}
+        """Run that has saved each checkpoint, on rank 0: each manifest is read once."""
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
 
     def start(self, state: State, draft: Manifest, *, background: bool) -> Future[Saved]:
@@ -117,8 +120,7 @@ class Saver:
         try:
             # Write: rank 0 makes an empty staging folder. Each rank writes its part to one file, and syncs it.
             folder = self.begin(final)
-            rank = dist.get_rank(self.group)
-            writer = ShardWriter(self.storage, folder, rank, lambda name: local_tensor(tensors[name]).cpu())
+            writer = self.writer(folder, lambda name: local_tensor(tensors[name]).cpu())
             write_state(state, writer, self.planner, self.group)
             # Commit: rank 0 collects the checksums of all ranks, writes the manifest, and renames the folder.
             part = Part(writer.written, (staging_seconds, writer.planning_seconds, writer.writing_seconds))
@@ -134,6 +136,10 @@ class Saver:
         """Return the name of the staging folder, which is empty."""
         return on_rank_0(self.group, lambda: self.storage.begin(final))
 
+    def writer(self, folder: str, read: Callable[[str], Tensor]) -> ShardWriter:
+        """Return what writes this rank's part; arguments as of `ShardWriter`."""
+        return ShardWriter(self.storage, folder, dist.get_rank(self.group), read)
+
     def commit(self, writer: ShardWriter, draft: Manifest, part: Part, started: float) -> Saved:
         """Commit a checkpoint after every rank has written its part.
 
@@ -148,6 +154,7 @@ class Saver:
         def publish(parts: list[Part]) -> Saved:
             manifest = writer.complete(draft, self.whole_config, started=started, others=[part.files for part in parts])
             writer.check_sizes(manifest)
+            self.storage.check_claim()
             self.storage.publish(folder_name(manifest.step), manifest.to_json())
             self.newest = manifest.step, manifest.saved_at
             return saved_of(manifest, parts, started)
@@ -173,12 +180,17 @@ class Saver:
                 self.storage.discard(folder)
 
     def retain(self) -> None:
-        """Delete checkpoints by the retention rule, on rank 0, if the newest is the one saved last, and complete."""
+        """Delete checkpoints by the retention rule, on rank 0, if the newest is the one saved last, and complete. Those
+        of other runs do not count, and stay."""
         if dist.get_rank(self.group) != 0:
             return
         try:
             listing = self.storage.list()
-            steps = manifests.committed_steps(listing)
+            for step in manifests.committed_steps(listing):
+                if step not in self._runs:
+                    self._runs[step] = self.storage.run_of(folder_name(step), listing[folder_name(step)])
+            own = (None, self.storage.owner)
+            steps = [step for step in manifests.committed_steps(listing) if self._runs[step] in own]
             newest = folder_name(steps[-1])
             if steps[-1] != self.newest[0]:
                 logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")

@@ -7,7 +7,8 @@ from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.frozen import FrozenModel
 from titanlite.optim.state_size import state_bytes
 from titanlite.runtime.dtypes import DTYPES
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import ConfigError, Problem, UserError
+from titanlite.runtime.files import memory_folder, room_in
 from titanlite.runtime.hardware import host_memory
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Degrees
@@ -23,7 +24,7 @@ def check_model_memory(
         frozen: model beside the one that is trained.
 
     Raises:
-        UserError: it does not fit, with both numbers.
+        UserError: it does not fit, with both numbers, or local copies do not fit in their folder's file system.
     """
     in_memory, _ = bytes_per_parameter(model, config)
     degrees = config.parallelism.degrees(ranks.world_size)
@@ -37,10 +38,9 @@ def check_model_memory(
         or_host = f", or set {frozen.section}.enable_cpu_offload = true"
     if device.type == "cpu":  # host memory is all there is
         needed = {True: sum(needed.values())}
+    _check_room_for_copies(model, config, ranks)
     if copies := copies_in_memory(config, machines=ranks.world_size // ranks.local_world_size):
-        state = even_share(model, degrees) * state_per_parameter(model, config)
-        state /= 1 if config.outer.over_replicas else degrees.replicate  # workers have states of their own
-        needed[True] = needed.get(True, 0) + copies * state
+        needed[True] = needed.get(True, 0) + copies * copied_bytes(model, config, ranks)
         count += f" and {copies} copies of them (checkpoint.local_interval)"
     for on_host, size in needed.items():
         if on_host:
@@ -66,6 +66,34 @@ def copies_in_memory(config: Config, machines: int) -> int:
         return 0
     in_memory = checkpoint.local_folder is None or checkpoint.local_folder.startswith("/dev/shm")
     return 1 + in_memory * (KEPT_COPIES + 1) * min(checkpoint.local_copies, machines)
+
+
+def copied_bytes(model: Model, config: Config, ranks: Ranks) -> float:
+    """Return the bytes that a rank writes into a local copy."""
+    degrees = config.parallelism.degrees(ranks.world_size)
+    state = even_share(model, degrees) * state_per_parameter(model, config)
+    return state / (1 if config.outer.over_replicas else degrees.replicate)  # workers have states of their own
+
+
+def _check_room_for_copies(model: Model, config: Config, ranks: Ranks) -> None:
+    """Check that the file system of local copies could hold the newest one and the next, if it were empty.
+
+    Raises:
+        UserError: it could not.
+    """
+    checkpoint = config.checkpoint
+    if not checkpoint.local_interval:
+        return
+    kept = min(checkpoint.local_copies, ranks.world_size // ranks.local_world_size)
+    needed = 2 * kept * ranks.local_world_size * copied_bytes(model, config, ranks)
+    folder = memory_folder(checkpoint.local_folder)
+    if 0 < (whole := room_in(folder).whole) < needed:
+        text = (
+            f"{folder} is on a file system of {whole / 2**20:,.0f} MiB, and the newest local copy and the next take "
+            f"{needed / 2**20:,.0f} MiB on this machine. Name a larger one in checkpoint.local_folder, or enlarge it "
+            "(docker run --shm-size)"
+        )
+        raise ConfigError([Problem("checkpoint.local_interval", text)])
 
 
 def bytes_on_disk(model: Model, config: Config, ranks: Ranks) -> float:

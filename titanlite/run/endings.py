@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from titanlite.run.proc import kill_stopped_descendants
-from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.errors import RunError, UserError, printable
 from titanlite.runtime.files import lock_file
 from titanlite.runtime.signals import STOPPED, kill_workers
 
@@ -199,7 +199,7 @@ def _marks(exit_file: Path) -> Iterator[tuple[Path, bool]]:
 
 def print_errors(lines: Iterable[object]) -> None:
     for line in lines:
-        print(f"error: {line}", file=sys.stderr, flush=True)
+        print(f"error: {printable(str(line))}", file=sys.stderr, flush=True)
 
 
 def another_has_ended() -> bool:

@@ -43,6 +43,8 @@ LOCK_TIMEOUT = 15.0
 
 NewestSaved = Callable[[Path], tuple[int, str | None]]
 """Returns (step, run id) of the newest checkpoint in a run's folder; (0, None) if there is none."""
+Claim = Callable[[Path, str], IO[str] | None]
+"""Given a run's folder and its id, claims the folder of its checkpoints; returns what holds that."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,14 @@ class RunFolder:
     """Steps at which the starts before this one resumed; None: it is not known."""
     lock: IO[str] | None = None
     """Lock of the run, held by rank 0 until the process ends or the object is deleted."""
+    claim: IO[str] | None = None
+    """The same of a folder of checkpoints elsewhere."""
+
+    def release(self) -> None:
+        """Let other processes train in the folder."""
+        for held in (self.lock, self.claim):
+            if held is not None:
+                held.close()
 
     @property
     def checkpoints(self) -> Path:
@@ -82,27 +92,33 @@ class RunFolder:
 
 
 def open_run_folder(
-    job: JobConfig, data: Data, rank: int, newest_saved: NewestSaved = lambda run: (0, None)
+    job: JobConfig,
+    data: Data,
+    rank: int,
+    newest_saved: NewestSaved = lambda run: (0, None),
+    claim: Claim = lambda run, run_id: None,
 ) -> RunFolder:
     """Create the folder of the run, or open it again. Start a log file for each rank.
 
     Args:
         newest_saved: returns the newest checkpoint's step, for restarts without progress, and the run's id in it, for a
             run whose run.json is damaged.
+        claim: claims the folder of checkpoints on rank 0.
 
     Raises:
-        UserError: the folder cannot be created or written, or another job trains in it.
+        UserError: the folder cannot be created or written, or another job trains in it or in that of the checkpoints.
         CrashLoop: the restarts before this one made no progress.
     """
     outputs = Path(job.dump_folder)
     path = outputs / str(job.name)
-    lock = None
+    lock = claimed = None
     shared: list[Any] = [None]
     if rank == 0:
         try:
             _make_folder(path)
             lock = _lock(path)
-            shared = [_begin(path, job, newest_saved)]
+            shared = [begun := _begin(path, job, newest_saved)]
+            claimed = claim(path, begun[0])
         except (UserError, CrashLoop, RunError) as error:
             shared = [error]
         except OSError as error:
@@ -112,7 +128,7 @@ def open_run_folder(
         raise shared[0]
     data_cache = Path(data.cache_folder or outputs / "data_cache")
     run_id, earlier = shared[0]
-    folder = RunFolder(path, run_id=run_id, data_cache=data_cache, earlier=earlier, lock=lock)
+    folder = RunFolder(path, run_id=run_id, data_cache=data_cache, earlier=earlier, lock=lock, claim=claimed)
     _make_folder(folder.logs)
     log = log_to_file(folder.logs, rank)
     if "TORCHELASTIC_RUN_ID" in os.environ:  # one of several processes, started by torchrun
@@ -252,7 +268,7 @@ def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> 
     try:
         run = json.loads(read_small(record))
     except FileNotFoundError:
-        return {"id": uuid.uuid4().hex, "starts": []}
+        return {"id": newest_saved(path)[1] or uuid.uuid4().hex, "starts": []}
     except (ValueError, RecursionError):
         run = None
     if not isinstance(run, dict):

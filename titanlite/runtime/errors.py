@@ -30,6 +30,11 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f", did you mean {near}?" if near else ""
 
 
+def printable(text: str) -> str:
+    """Return a text with what a terminal would obey instead of showing it escaped: others may have written it."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 class UserError(ValueError):
     """Wrong config or input."""
 

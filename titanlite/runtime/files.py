@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from titanlite.runtime.errors import UserError
 
@@ -337,6 +337,26 @@ def why_not_writable(folder: str) -> str | None:
 def is_file_url(path: str) -> bool:
     """Return whether a path is a URL of files, whose name has an extension of letters or a `*`, and not of a folder."""
     return re.fullmatch(r"\w+://[^/]+/(.*/)?[^/]*(\*[^/]*|\.[A-Za-z]+)", path) is not None
+
+
+class Room(NamedTuple):
+    """Room of a file system, in bytes; both are 0 where it has no limit."""
+
+    free: int
+    whole: int
+
+    @property
+    def usable(self) -> float:
+        """Bytes to take at most: a tenth, but 1 GiB at most, is left to others. Loaders send batches through /dev/shm,
+        and GPUs exchange data through it."""
+        return self.free - min(self.whole // 10, 2**30) if self.whole else math.inf
+
+
+def room_in(folder: Path) -> Room:
+    """Return the room of the file system of a folder, or of the nearest folder above it that exists."""
+    existing = next(place for place in (folder, *folder.parents) if place.exists())
+    about = os.statvfs(existing)
+    return Room(about.f_bavail * about.f_frsize, about.f_blocks * about.f_frsize)
 
 
 def memory_folder(given: str | None) -> Path:

@@ -2,22 +2,24 @@
 
 Names are relative to the storage, with slashes: step-00000100/manifest.json. A checkpoint is a folder of files. Its
 manifest, published last, makes it count: on a file system by renaming the folder, in an object store, which cannot
-rename, by writing the manifest.
+rename, by writing the manifest. A storage belongs to one run: what another run has saved is never replaced or deleted.
 """
 
 import contextlib
 import copy
 import errno
+import json
 import logging
 import os
+import platform
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import IO, Any, BinaryIO, TypeVar
 
 from titanlite.runtime.errors import DamagedCheckpoint, RunError
-from titanlite.runtime.files import naming_path, quarantine_path, write_all
+from titanlite.runtime.files import SMALL, FileLocked, checked_name, lock_file, naming_path, quarantine_path, write_all
 from titanlite.storage import retry
 
 logger = logging.getLogger(__name__)
@@ -33,13 +35,15 @@ SLOWEST = 2**20
 """Bytes in a second that an object store reads at least."""
 DISCARD_SECONDS = 2.0
 """Time for which the deletion of a failed save is repeated: the store that failed may be down."""
+OWNER = "owner.json"
+"""Object that names the run to which a place in an object store belongs: there are no locks."""
 
 
 class Storage(ABC):
     """Storage of a run's checkpoints.
 
     Args:
-        owner: id of the run. `sweep` deletes only unfinished folders of this id.
+        owner: id of the run. Only what this run has written is deleted or replaced.
     """
 
     PATIENCE = retry.PATIENCE
@@ -52,6 +56,49 @@ class Storage(ABC):
     def url_of(self, name: str) -> str:
         """Return the path or URL of a file, for error messages."""
         return f"{self.url}/{name}"
+
+    @abstractmethod
+    def claim(self, timeout: float) -> IO[str] | None:
+        """Let no other run save here, until the result is closed or the process ends.
+
+        Args:
+            timeout: seconds to wait for another run that is ending.
+
+        Raises:
+            FileLocked: another run saves here.
+            OSError: the place cannot be written, or has no locks.
+        """
+
+    def check_claim(self) -> None:  # noqa: B027 (where there are locks, a claim lasts)
+        """Check that no other run has claimed the place since.
+
+        Raises:
+            RunError: one has.
+        """
+
+    def run_of(self, folder: str, sizes: dict[str, int]) -> str | None:
+        """Return the id of the run that has saved a folder, by its manifest, a quarantined one as well; None if none
+        can be read.
+
+        Args:
+            sizes: bytes of the folder's files, as `list` returns them.
+        """
+        for name, size in sizes.items():
+            if name.startswith(MANIFEST) and size <= SMALL:
+                with contextlib.suppress(ValueError, RecursionError, FileNotFoundError):
+                    found = json.loads(self.read(f"{folder}/{name}"))
+                    if isinstance(found, dict):
+                        return checked_name(found.get("run_id"))
+        return None
+
+    def _check_own(self, folder: str, sizes: dict[str, int]) -> None:
+        """Check that a folder may be replaced or deleted; arguments as of `run_of`.
+
+        Raises:
+            RunError: another run has saved it.
+        """
+        if (run := self.run_of(folder, sizes)) not in (None, self.owner):
+            raise RunError(f"{self.url_of(folder)} was saved by another run (id {run}), and stays as it is")
 
     @abstractmethod
     def list(self) -> Listing:
@@ -85,8 +132,12 @@ class Storage(ABC):
         return data
 
     @abstractmethod
-    def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
-        """Open a new file for `write_all`. The file is durable when the context ends without an error."""
+    def create(self, name: str, size: int = 0) -> contextlib.AbstractContextManager[BinaryIO]:
+        """Open a new file for `write_all`. The file is durable when the context ends without an error.
+
+        Args:
+            size: bytes to reserve on a file system before any is written; as many must be written.
+        """
 
     @abstractmethod
     def begin(self, folder: str) -> str:
@@ -94,7 +145,11 @@ class Storage(ABC):
 
     @abstractmethod
     def publish(self, folder: str, manifest: bytes) -> None:
-        """Commit a folder whose other files are complete and durable."""
+        """Commit a folder whose other files are complete and durable.
+
+        Raises:
+            RunError: another run has saved this folder.
+        """
 
     @abstractmethod
     def discard(self, folder: str) -> None:
@@ -110,7 +165,11 @@ class Storage(ABC):
 
     @abstractmethod
     def delete(self, folder: str) -> None:
-        """Delete a folder. If the process is killed halfway, the rest does not count, and `sweep` deletes it."""
+        """Delete a folder. If the process is killed halfway, the rest does not count, and `sweep` deletes it.
+
+        Raises:
+            RunError: another run has saved it.
+        """
 
     @abstractmethod
     def sweep(self) -> None:
@@ -128,14 +187,17 @@ class LocalStorage(Storage):
         self.root = Path(url).expanduser()
         super().__init__(str(self.root), owner)
 
+    def claim(self, timeout: float) -> IO[str] | None:
+        self.root.mkdir(parents=True, exist_ok=True)
+        return lock_file(self.root / ".lock", timeout=timeout)
+
     def list(self) -> Listing:
         found: Listing = {}
         with contextlib.suppress(FileNotFoundError, NotADirectoryError), naming_path(self.root):
             for folder in os.scandir(self.root):
                 with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # deleted meanwhile
                     if folder.is_dir(follow_symlinks=False):  # a link's manifest is that of another folder
-                        entries = [entry for entry in os.scandir(folder) if _is_file(entry)]
-                        found[folder.name] = {entry.name: entry.stat().st_size for entry in entries}
+                        found[folder.name] = _sizes(folder)
         return found
 
     def read(self, name: str, start: int = 0, size: int | None = None) -> bytes:
@@ -144,12 +206,16 @@ class LocalStorage(Storage):
             return file.read() if size is None else _read_all(file, size)
 
     @contextlib.contextmanager
-    def create(self, name: str) -> Iterator[BinaryIO]:
+    def create(self, name: str, size: int = 0) -> Iterator[BinaryIO]:
         with naming_path(self.root / name), open(self.root / name, "wb", buffering=0) as file:
+            if size:
+                os.posix_fallocate(file.fileno(), 0, size)
             yield file
             os.fsync(file.fileno())
 
     def begin(self, folder: str) -> str:
+        if (self.root / folder).is_dir():
+            self._check_own(folder, _sizes(self.root / folder))
         staging = self._staging(folder)
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
@@ -179,6 +245,7 @@ class LocalStorage(Storage):
         sync(self.root / folder)
 
     def delete(self, folder: str) -> None:
+        self._check_own(folder, _sizes(self.root / folder))
         hidden = self.root / f".deleted-{folder}-{self.owner}"
         shutil.rmtree(hidden, ignore_errors=True)
         os.rename(self.root / folder, hidden)
@@ -217,6 +284,27 @@ class ObjectStorage(Storage):
             self.fs.retries = 1
         self.root = root.rstrip("/")
 
+    def claim(self, timeout: float) -> IO[str] | None:
+        about = {"run_id": self.owner, "host": platform.node(), "process": os.getpid()}
+        if self._claimed_by() is None:
+            self._put(OWNER, json.dumps(about).encode())
+        if (other := self._claimed_by()) != self.owner:  # two runs that begin together find the later one's id
+            raise FileLocked(f"the run with the id {other}, by {self.url_of(OWNER)}")
+        return None
+
+    def check_claim(self) -> None:
+        if (other := self._claimed_by()) not in (None, self.owner):
+            raise RunError(f"{self.url} belongs to the run with the id {other} now, by {self.url_of(OWNER)}")
+
+    def _claimed_by(self) -> str | None:
+        try:
+            found = json.loads(self.read(OWNER))
+        except FileNotFoundError:
+            return None
+        except ValueError:
+            found = {}
+        return str(found.get("run_id")) if isinstance(found, dict) else ""
+
     def list(self) -> Listing:
         def find() -> dict[str, Any]:
             self.fs.invalidate_cache()
@@ -238,7 +326,7 @@ class ObjectStorage(Storage):
             lambda: self.fs.cat_file(f"{self.root}/{name}", start=start, end=end), name, (size or 0) / SLOWEST
         )
 
-    def create(self, name: str) -> contextlib.AbstractContextManager[BinaryIO]:
+    def create(self, name: str, size: int = 0) -> contextlib.AbstractContextManager[BinaryIO]:
         return self.fs.open(f"{self.root}/{name}", "wb")
 
     def begin(self, folder: str) -> str:
@@ -263,7 +351,8 @@ class ObjectStorage(Storage):
         self._remove(folder, [name])
 
     def delete(self, folder: str) -> None:
-        names = [*self.list().get(folder, {})]
+        names = self.list().get(folder, {})
+        self._check_own(folder, names)
         first = [name for name in names if name.startswith(MANIFEST)]
         self._remove(folder, first)
         self._remove(folder, [name for name in names if name not in (*first, self._mark)])
@@ -303,6 +392,11 @@ def open_storage(url: str, *, owner: str = "") -> Storage:
         ImportError: the package for the protocol is not installed.
     """
     return ObjectStorage(url, owner) if "://" in url else LocalStorage(url, owner)
+
+
+def _sizes(folder: "os.DirEntry[str] | Path") -> dict[str, int]:
+    """Return the bytes of each file of a folder, by name."""
+    return {entry.name: entry.stat().st_size for entry in os.scandir(folder) if _is_file(entry)}
 
 
 def _is_file(entry: "os.DirEntry[str]") -> bool:

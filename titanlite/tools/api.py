@@ -106,8 +106,7 @@ def build_run(config: Config) -> Iterator["Run"]:
                 run.batches.close()
                 run.checkpoints.finish()
                 run.metrics.close()
-                if run.folder.lock:
-                    run.folder.lock.close()
+                run.folder.release()
     finally:
         if dist.is_initialized() and ranks.world_size == 1:  # after an error; other ranks may wait in a collective
             dist.destroy_process_group()

@@ -21,7 +21,7 @@ from titanlite.checkpoint.manifest import FileRecord, Manifest, folder_name
 from titanlite.data.tokens import TokenStore
 from titanlite.run.endings import report_errors
 from titanlite.runtime.errors import DamagedCheckpoint, RunError
-from titanlite.runtime.files import write_all, write_atomically
+from titanlite.runtime.files import FileLocked, write_all, write_atomically
 from titanlite.storage.storage import MANIFEST, ObjectStorage, Storage, open_storage, sync
 from titanlite.tools import cli
 from titanlite.tools.ingest.token_writer import TokenWriter
@@ -93,6 +93,48 @@ def test_a_sweep_takes_what_a_killed_process_of_this_run_left_and_nothing_else(s
     assert not [folder for folder in left if "step-00000002" in folder]
     other.sweep()
     assert [*storage.list()] == ["step-00000001"]
+
+
+@pytest.mark.long
+def test_nothing_of_another_run_is_replaced_or_deleted(storage: Storage) -> None:
+    save(storage, 1)
+    save(storage, 2)
+    storage.quarantine(folder_name(2), "superseded")
+    before, other = storage.list(), open_storage(storage.url, owner="other")
+    for step in (1, 2):
+        for act in (other.delete, other.begin):
+            with pytest.raises(RunError, match=f"{folder_name(step)} .*another run .*me"):
+                act(folder_name(step))
+    assert storage.list() == before
+    stage(other, 3, {"__0_0.distcp": b"1"})
+    save(storage, 3) if not isinstance(storage, ObjectStorage) else storage.publish(
+        folder_name(3), manifest_of(3, {}).to_json()
+    )
+    with pytest.raises(RunError, match=folder_name(3)):  # the other one was faster
+        other.begin(folder_name(3))
+    storage.delete(folder_name(1))
+    assert steps(storage) == [3]
+
+
+def test_a_place_belongs_to_the_run_that_claims_it(storage: Storage) -> None:
+    other = open_storage(storage.url, owner="other")
+    hold = storage.claim(0)
+    for _ in range(2):
+        with pytest.raises(FileLocked):
+            other.claim(0)
+    storage.check_claim()
+    if isinstance(storage, ObjectStorage):
+        assert storage.claim(0) is None, "the run itself, again"
+        with pytest.raises(RunError, match="me"):
+            other.check_claim()
+        assert storage.list() == {}, "the mark is no folder"
+        storage.fs.rm_file(f"{storage.root}/owner.json")
+    else:
+        assert hold is not None
+        hold.close()
+    held = other.claim(0)
+    if held is not None:
+        held.close()
 
 
 @pytest.mark.long

@@ -44,6 +44,7 @@ from titanlite.checkpoint.save_overhead import SaveClock
 from titanlite.checkpoint.staging import Staging
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.files import lock_file
 from titanlite.runtime.private_torch.checkpoint import StorageInfo
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 
@@ -54,6 +55,7 @@ pytestmark = pytest.mark.usefixtures("single_process_group", "_unlocked")
 def _unlocked(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run that failed in this process would hold its folder as long as pytest holds the error."""
     monkeypatch.setattr("titanlite.run.run_folder._lock", lambda path: None)
+    monkeypatch.setattr(LocalStorage, "claim", lambda self, timeout: None)
 
 
 @pytest.fixture(scope="module")
@@ -411,9 +413,40 @@ def test_a_run_whose_checkpoints_are_elsewhere_does_not_start_over(
     trained(tiny.config("--training.steps=4", place))
     assert len(tiny.records()) == 4
     assert warnings() == []
-    trained(tiny.config("--training.steps=5", "--job.name=b", place))
-    [warning] = warnings()
-    assert str(tiny.folder / "unmounted") in warning
+
+
+@pytest.mark.long
+def test_a_folder_with_checkpoints_of_another_run_is_refused_and_stays_as_it_is(
+    tiny: TinyRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run of another name, with the same settings or others; the run itself goes on, also in a copied folder."""
+    place, outputs = tiny.folder / "shared", tiny.folder / "outputs"
+    common = [f"--checkpoint.folder={place}", "--checkpoint.interval=1", "--checkpoint.keep_latest_k=2"]
+
+    def contents() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in place.glob("step-*/*")}
+
+    trained(tiny.config(*common, "--training.steps=2"))
+    before = contents()
+    for number, options in enumerate(([], ["--debug.seed=7"], [f"--checkpoint.initial_load_path={place}"])):
+        with pytest.raises(UserError) as refusal:
+            trained(tiny.config(*common, "--training.steps=4", f"--job.name=other-{number}", *options))
+        assert str(refusal.value).startswith(f"checkpoint.folder: {place} ")
+        assert mentions(str(refusal.value), "checkpoint.initial_load_path", f'"{place}"')
+        assert contents() == before
+    shutil.copytree(outputs / "tiny", outputs / "copied")
+    trained(tiny.config(*common, "--training.steps=3", "--job.name=copied"))
+    assert [int(path.name[5:]) for path in sorted(place.glob("step-*"))] == [2, 3]
+    # In a folder in which an earlier version has let two runs save, the other's neither count nor are deleted.
+    other = place / folder_name(2) / MANIFEST
+    other.write_bytes(replace(manifests.Manifest.from_json(other.read_bytes()), run_id="other").to_json())
+    trained(tiny.config(*common, "--training.steps=5"))
+    assert [int(path.name[5:]) for path in sorted(place.glob("step-*"))] == [2, 4, 5]
+    monkeypatch.undo()  # locks are locks again
+    monkeypatch.setattr("titanlite.checkpoint.history.CLAIM_TIMEOUT", 0.0)
+    with lock_file(place / ".lock"), pytest.raises(UserError) as refusal:
+        trained(tiny.config(*common, "--training.steps=6", "--job.name=copied"))
+    assert mentions(str(refusal.value), "checkpoint.folder", str(place), f"process {os.getpid()}")
 
 
 @pytest.mark.long

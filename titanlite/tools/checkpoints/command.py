@@ -16,7 +16,7 @@ from rich.table import Column, Table
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, copies_name, folder_name
 from titanlite.runtime.console import progress_bar
-from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError, printable
 from titanlite.runtime.files import checked_name, memory_folder, read_small
 from titanlite.storage.storage import MANIFEST, LocalStorage, Storage, open_storage
 from titanlite.tools.arguments import Count, Index, Stored
@@ -115,19 +115,30 @@ def show(path: Stored, *, tensors: bool = False) -> None:
     from titanlite.checkpoint.dcp_read import ShardReader
 
     entries: Any = ShardReader(storage, found.folder, manifest).metadata.state_dict_metadata
+    print(*map(printable, _description(storage.url_of(found.folder), manifest, entries, tensors=tensors)), sep="\n")
+
+
+def _description(where: str, manifest: Manifest, entries: Any, *, tensors: bool) -> Iterator[str]:
+    """Yield the lines of `show`. Their texts are those of a file that others may have written."""
     model = [entry.size.numel() for name, entry in entries.items() if name.startswith("model.")]
     saved_at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_at))
-    lines = [f"  {name}  {record.size:,} bytes" for name, record in manifest.files.items()]
-    print(storage.url_of(found.folder))
-    print(f"step      {manifest.step}\nsamples   {manifest.samples:,}\nrun id    {manifest.run_id}")
-    print(f"saved at  {saved_at}, {_age(manifest.saved_at)} ago; took {manifest.elapsed_seconds:.2f} s")
-    print("mesh     ", " x ".join(f"{axis} {degree}" for axis, degree in manifest.mesh.items()))
-    print("versions ", ", ".join(f"{name} {version}" for name, version in manifest.versions.items()))
-    more = [f"  and {len(lines) - 10} more"] if len(lines) > 10 else []
-    print(f"files     {len(lines)}, {_size(manifest.size)}", *lines[:10], *more, sep="\n")
-    print("settings", *(f"  {name} = {json.dumps(value)}" for name, value in manifest.settings.items()), sep="\n")
-    lines = [f"  {name}  {[*entry.size]}  {entry.properties.dtype}" for name, entry in entries.items() if tensors]
-    print(f"tensors   {len(entries)}; of the model {len(model)}, {sum(model):,} parameters", *lines, sep="\n")
+    yield where
+    yield f"step      {manifest.step}"
+    yield f"samples   {manifest.samples:,}"
+    yield f"run id    {manifest.run_id}"
+    yield f"saved at  {saved_at}, {_age(manifest.saved_at)} ago; took {manifest.elapsed_seconds:.2f} s"
+    yield f"mesh      {' x '.join(f'{axis} {degree}' for axis, degree in manifest.mesh.items())}"
+    yield f"versions  {', '.join(f'{name} {version}' for name, version in manifest.versions.items())}"
+    files = [f"  {name}  {record.size:,} bytes" for name, record in manifest.files.items()]
+    yield f"files     {len(files)}, {_size(manifest.size)}"
+    yield from files[:10]
+    if len(files) > 10:
+        yield f"  and {len(files) - 10} more"
+    yield "settings"
+    yield from (f"  {name} = {json.dumps(value)}" for name, value in manifest.settings.items())
+    yield f"tensors   {len(entries)}; of the model {len(model)}, {sum(model):,} parameters"
+    if tensors:
+        yield from (f"  {name}  {[*entry.size]}  {entry.properties.dtype}" for name, entry in entries.items())
 
 
 @explaining_damage()
@@ -158,7 +169,7 @@ def hash_checkpoint(path: Stored, *, tensors: bool = False) -> None:
     hashes = {name: describe(entry.properties.dtype, entry.size, sums[name]) for name, entry in entries.items()}
     print(join_hashes(hashes))
     if tensors:
-        print(*(f"  {name} {text}" for name, text in sorted(hashes.items())), sep="\n")
+        print(*(printable(f"  {name} {text}") for name, text in sorted(hashes.items())), sep="\n")
 
 
 def find_newest(path: str) -> tuple[Storage, Listed, Manifest]:
@@ -178,7 +189,8 @@ def find_newest(path: str) -> tuple[Storage, Listed, Manifest]:
 def prune(path: Stored, *, keep_latest_k: Count, keep_every: Index = 0, dry_run: bool = False) -> None:
     """Delete older checkpoints of a run.
 
-    Nothing is deleted if the newest checkpoint is damaged. The run may continue meanwhile.
+    Nothing is deleted if the newest checkpoint is damaged, and nothing of another run than the newest one's. The run
+    may continue meanwhile.
 
     Args:
         keep_latest_k (K): keep the newest K checkpoints
@@ -194,9 +206,13 @@ def prune(path: Stored, *, keep_latest_k: Count, keep_every: Index = 0, dry_run:
         raise UserError(
             f"nothing is deleted: the newest, {storage.url_of(newest.folder)}, is not whole: {newest.state}"
         )
-    old = manifests.to_delete([found.step for found in founds], keep_latest_k=keep_latest_k, keep_every=keep_every)
     storage = open_storage(storage.url, owner=newest.manifest.run_id)  # whose sweep deletes what a killed prune leaves
-    for found in [found for found in founds if found.step in old]:
+    runs = {found.step: storage.run_of(found.folder, found.sizes) or storage.owner for found in founds}
+    own = [found for found in founds if runs[found.step] == storage.owner]
+    old = manifests.to_delete([found.step for found in own], keep_latest_k=keep_latest_k, keep_every=keep_every)
+    for step in runs.keys() - {found.step for found in own}:
+        print(f"step {step} stays: it is of another run, with the id {runs[step]}")
+    for found in [found for found in own if found.step in old]:
         if not dry_run:
             with suppress(FileNotFoundError):  # the run was faster
                 storage.delete(found.folder)
@@ -275,7 +291,7 @@ def _look(
             return _look(storage, folder, now, check=check) if now else None
         if isinstance(error, RunError):  # of the store, and not of the checkpoint
             raise
-        state = f"damaged: {str(error).removeprefix(f'{storage.url_of(folder)}/')}"
+        state = printable(f"damaged: {str(error).removeprefix(f'{storage.url_of(folder)}/')}")
     return Listed(int(match[2]), folder, sizes, state or "whole", manifest)
 
 

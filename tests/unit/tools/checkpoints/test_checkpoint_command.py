@@ -5,6 +5,7 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 
 from tests.support.helpers import TinyRun, mentions
 from tests.support.manifests import CONTENTS, save
-from titanlite.checkpoint.manifest import committed_steps, folder_name
+from titanlite.checkpoint.manifest import Manifest, committed_steps, folder_name
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 from titanlite.tools import cli
 
@@ -197,6 +198,14 @@ def test_prune_keeps_the_newest(titanlite: Command, place: str) -> None:
     assert [line.split(":")[0] for line in titanlite("verify", place)[1:]] == ["step 12"]
 
 
+def test_prune_leaves_what_another_run_has_saved(titanlite: Command, place: str) -> None:
+    for step, run_id in {1: "me", 2: "other", 3: "me", 4: "other", 5: "me"}.items():
+        save(place, step, run_id=run_id)
+    printed = titanlite("prune", place, "--keep-latest-k=2")
+    assert sorted(line.split()[:2] for line in printed) == [["deleted", "step"], ["step", "2"], ["step", "4"]]
+    assert steps(place) == [2, 3, 4, 5]
+
+
 def test_prune_refuses_if_the_newest_is_damaged(titanlite: Command, place: str) -> None:
     for step in (1, 2, 3):
         save(place, step)
@@ -227,6 +236,30 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> TinyRun:
     run = TinyRun(tmp_path_factory.mktemp("trained"))
     assert cli.run(["train", "--config", str(run.toml), "--training.steps=3", "--checkpoint.interval=2"]) == 0
     return run
+
+
+@pytest.mark.long
+def test_texts_of_others_are_shown_and_not_obeyed(titanlite: Command, trained: TinyRun) -> None:
+    run, evil = trained.folder / "others", "\x1b]0;title\x07\x1b[2J"
+    shutil.copytree(trained.folder / "outputs" / "tiny" / "checkpoints" / "step-00000003", run / "step-00000003")
+    path = run / "step-00000003" / MANIFEST
+    manifest = Manifest.from_json(path.read_bytes())
+    path.write_bytes(replace(manifest, versions={evil: evil}, mesh={evil: 1}, settings={evil: evil}).to_json())
+    lines = titanlite("show", str(run))
+    assert all(line.isprintable() for line in lines)
+    assert sum(line.count("\\x1b]0;title\\x07") for line in lines) == 4
+    fields = json.loads(path.read_bytes())
+    for change in (
+        {"saved_at": 1e300},
+        {"saved_at": "x"},
+        {"saved_at": float("nan")},
+        {"elapsed_seconds": []},
+        {evil: 1},
+    ):
+        path.write_text(json.dumps({**fields, "crc32": None, **change}))
+        error = titanlite.refusal("show", str(run))
+        assert error.isprintable()
+        assert mentions(error, MANIFEST)
 
 
 @pytest.mark.long
