@@ -12,9 +12,13 @@
 #   LOCAL_ADDR     IPv4 address of this machine, where the machines do not know each other by name
 #   RDZV_CONF      further settings of torchrun's rendezvous (join_timeout=60,last_call_timeout=5)
 # Exit codes: 0 done; 1 failed; 2 wrong config or input; 3 stopped by a rule of the config, such as a loss that is not
-# finite; 75 stopped with a checkpoint, by a signal (TERM, INT, USR1, HUP) or at a planned time: start it again.
+# finite; 75 stopped with a checkpoint, by a signal (TERM, INT, USR1, HUP) or at a planned time: start it again;
+# 128 + N ended by signal N before a step was complete.
 set -euo pipefail
-trap 'exit 75' TERM INT USR1 HUP # until Python takes over: nothing is lost
+for name in HUP INT USR1 TERM; do # until Python takes over: nothing is lost
+    # shellcheck disable=SC2064 # the number of this signal, now
+    trap "exit $((128 + $(kill -l $name)))" $name
+done
 # shellcheck source=scripts/environment.sh
 source "$(dirname "${BASH_SOURCE[0]}")/scripts/environment.sh"
 
@@ -41,6 +45,12 @@ restarts=${MAX_RESTARTS:-0}
 restarts=$((10#$restarts)) # 08 is no octal number
 [[ $nnodes =~ ^[1-9][0-9]{0,8}(:[1-9][0-9]{0,8})?$ ]] || die "NNODES: expected a number of machines or a range (1:4), got $nnodes"
 ((${nnodes%:*} <= ${nnodes#*:})) || die "NNODES: expected a range from few to many, got $nnodes"
+
+tasks=${OMPI_COMM_WORLD_SIZE:-${SLURM_STEP_NUM_TASKS:-1}}
+if [[ -z ${NNODES:-} ]] && ((tasks > 1 && (nproc_here > 1 || restarts > 0))); then
+    die "srun or mpirun has started $tasks of these scripts, and each would be a run of $nproc_here processes: use" \
+        "scripts/slurm.sh, set NNODES and RDZV_ENDPOINT, or start one task for each GPU: srun --ntasks=8 titanlite train"
+fi
 
 if ((nproc_here * ${nnodes#*:} == 1)) && [[ ${1:-} == check ]]; then
     exec "$PYTHON" -m titanlite check --machines "${@:2}"

@@ -1,4 +1,8 @@
-"""scripts/slurm.sh with programs in place of Slurm's, the Kubernetes manifest, the Dockerfile, and docs/cluster.md."""
+"""scripts/slurm.sh with programs in place of Slurm's, the Kubernetes manifest, the Dockerfile, and docs/cluster.md.
+
+`scontrol` answers what that of Slurm 22.05.8 has answered (tests/data/slurm); tests/engines runs the script on a real
+Slurm.
+"""
 
 import os
 import shutil
@@ -23,14 +27,16 @@ FAKES = {
 echo "$*" >>scontrol.txt
 case $1 in
     show) printf 'node7\\nnode8\\n' ;;
-    --oneliner) echo "JobId=$4 JobState=$STATE Reason=None" ;;
+    --oneliner) sed "s/ Restarts=0 / Restarts=${RESTARTS:-0} /" "$RECORDED" ;;
     requeue) exit "${REFUSED:-0}" ;;
 esac
 """,
 }
 
 
-def slurm(folder: Path, code: int, *words: str, state: str = "RUNNING", **environ: str) -> "tuple[int, str, list[str]]":
+def slurm(
+    folder: Path, code: int, *words: str, recorded: str = "running", job: str = "21", **environ: str
+) -> "tuple[int, str, list[str]]":
     """Run the script where srun ends with a code; return its exit code, its output, and the calls of scontrol."""
     for name, text in FAKES.items():
         (folder / name).write_text(text)
@@ -39,8 +45,9 @@ def slurm(folder: Path, code: int, *words: str, state: str = "RUNNING", **enviro
     environment = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
     environment |= {
         "PATH": f"{folder}:{os.environ['PATH']}",
-        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": "1234567", "SLURM_JOB_NUM_NODES": "2",
-        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_CPUS_PER_TASK": "64", "CODE": str(code), "STATE": state,
+        "SLURM_SUBMIT_DIR": str(ROOT), "SLURM_JOB_ID": job, "SLURM_JOB_NUM_NODES": "2",
+        "SLURM_JOB_NODELIST": "node[7-8]", "SLURM_CPUS_PER_TASK": "64", "CODE": str(code),
+        "RECORDED": str(ROOT / "tests" / "data" / "slurm" / f"{recorded}.txt"),
     }  # fmt: skip
     result = subprocess.run(
         ["bash", str(SLURM), *words], env=environment | environ, cwd=folder, capture_output=True, text=True, timeout=120
@@ -56,37 +63,53 @@ LATER = {"SECONDS": "100"}
     ("code", "environ", "requeued", "words"),
     [
         (0, {}, False, ["done"]),
-        (75, {}, True, ["checkpoint"]),
+        (75, {}, True, ["stopped", "requeued"]),
         (2, LATER, False, ["exit code 2"]),
         (3, LATER, False, ["exit code 3"]),
         (1, {}, False, ["exit code 1", "minute"]),
         (1, LATER, True, ["exit code 1"]),
-        (1, {**LATER, "SLURM_RESTART_COUNT": "20"}, False, [20, "MAX_REQUEUES"]),
-        (75, {"state": "COMPLETING"}, False, ["JobState=COMPLETING"]),
-        (75, {"REFUSED": "1"}, True, ["error", "checkpoint"]),
+        (1, {**LATER, "RESTARTS": "20"}, False, [20, "MAX_REQUEUES"]),
+        (1, {**LATER, "SLURM_RESTART_COUNT": "20"}, True, ["start 1:"]),  # of the shell that submitted the job
+        (138, {}, False, ["USR1", "TimeLimit=00:30:00", "exit code 138", "minute"]),
+        (138, LATER, True, ["USR1", "TimeLimit=00:30:00"]),
+        (138, {**LATER, "RESTARTS": "20"}, False, [20, "MAX_REQUEUES"]),
+        (137, LATER, True, ["exit code 137"]),
+        (75, {"recorded": "cancelled"}, False, ["JobState=COMPLETING"]),
+        (75, {"REFUSED": "1"}, True, ["error", "stopped"]),
     ],
 )
 def test_slurm_requeues_by_the_exit_code(
     tmp_path: Path, code: int, environ: dict[str, str], requeued: bool, words: list[object]
 ) -> None:
     ended, output, calls = slurm(tmp_path, code, **environ)
-    assert ended == code
+    assert ended == (code if code < 128 else 1), "sacct shows 138 as 10:0"
     assert mentions(output, *words)
-    assert ("requeue 1234567" in calls) is requeued
+    assert ("requeue 21" in calls) is requeued
+
+
+@pytest.mark.parametrize(("job", "task"), [("26", "1"), ("27", "0")])
+def test_a_task_of_an_array_is_requeued_alone_and_has_a_run_of_its_own(tmp_path: Path, job: str, task: str) -> None:
+    """The last task has the number of the array. Variables of another array come from the shell of sbatch."""
+    stale = {"SLURM_ARRAY_JOB_ID": "99", "SLURM_ARRAY_TASK_ID": "7"}
+    ended, output, calls = slurm(tmp_path, 75, "--job.name=try-%a", recorded="array", job=job, **stale)
+    assert ended == 75
+    assert [call for call in calls if call.startswith("requeue")] == [f"requeue 26_{task}"]
+    assert mentions(output, f"job 26_{task}, start 1", "requeued")
+    assert (tmp_path / "srun.txt").read_text().splitlines()[-1] == f"--job.name=try-{task}"
 
 
 def test_slurm_starts_one_task_a_node(tmp_path: Path) -> None:
     words = "--config", "my run.toml", "--training.steps=5"
-    ended, output, _ = slurm(tmp_path, 0, *words, SLURM_RESTART_COUNT="2")
+    ended, output, _ = slurm(tmp_path, 0, *words, RESTARTS="2")
     assert ended == 0
-    assert mentions(output, "job 1234567", "start 3", "2 nodes", "node7:24567")
+    assert mentions(output, "job 21", "start 3", "2 nodes", "node7:20021")
     arguments = (tmp_path / "srun.txt").read_text().splitlines()
     assert arguments[-4:] == [f"{ROOT}/run_train.sh", *words]
     assert {"--nodes=2", "--ntasks=2", "--ntasks-per-node=1", "--cpus-per-task=64", "--kill-on-bad-exit=0"} <= {
         *arguments
     }
     environ = (tmp_path / "environment.txt").read_text().splitlines()
-    assert {"NNODES=2", "RDZV_ENDPOINT=node7:24567"} <= {*environ}
+    assert {"NNODES=2", "RDZV_ENDPOINT=node7:20021", "SLURM_RESTART_COUNT=2"} <= {*environ}
 
 
 def container() -> "tuple[dict[str, Any], dict[str, Any], dict[str, Any]]":

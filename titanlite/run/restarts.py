@@ -17,10 +17,9 @@ from typing import Any, ClassVar
 from titanlite.run.proc import machine
 from titanlite.runtime.errors import RunError
 from titanlite.runtime.files import read_small, write_atomically
-from titanlite.runtime.signals import STOPPED
 
 COUNTERS = ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT", "JOBSET_RESTART_ATTEMPT")
-"""Environment variables that count the automatic restarts of a job."""
+"""Environment variables that count the automatic restarts of a job. `run.slurm` has set Slurm's from the job itself."""
 LAST_END = "TITANLITE_LAST_END"
 """Environment variable of run_train.sh: reason for which the processes before were ended, on the first machine."""
 KILLED = "ended without a reason: killed, or its machine failed"
@@ -90,7 +89,7 @@ def check_progress(
 
     Args:
         starts: records of all starts before this one.
-        limit: restarts in a row that may end without a newer checkpoint; 0 for no limit.
+        limit: restarts in a row that may end without a newer checkpoint, also by a signal; 0 for no limit.
         newest_step: returns the step of the run's newest checkpoint, or 0.
         logs: folder of the run's logs.
 
@@ -112,7 +111,7 @@ def check_progress(
 
 
 def _failed(starts: Sequence[Start], newest_step: int | None) -> list[Start]:
-    """Return the last automatic restarts that failed in a row, newest first.
+    """Return the last automatic restarts that made no progress in a row, newest first.
 
     Args:
         newest_step: step of the newest checkpoint; None: not known. Starts from an older step have made progress. So
@@ -122,7 +121,7 @@ def _failed(starts: Sequence[Start], newest_step: int | None) -> list[Start]:
     for start in reversed(starts):
         step, code = start.get("step", -1), start.get("end", {}).get("code")  # records of older versions have no step
         progressed = step is not None and (step < 0 or (newest_step is not None and step < newest_step))
-        if not start.get("automatic") or progressed or code in (0, STOPPED):
+        if not start.get("automatic") or progressed or code == 0:
             break
         found.append(start)
         if step is not None:

@@ -22,7 +22,7 @@ from titanlite.runtime.errors import RunStopped, whole_number
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a run to save and end: of schedulers, of a terminal, and of its end."""
 SAME_SECONDS = 2.0
-"""Time within which a signal is the same request: schedulers signal a process, and torchrun repeats it."""
+"""Time within which SIGINT is the same request: a terminal signals every process, and the launcher repeats it."""
 SLURM_MARGIN = 300.0
 """Seconds before the end of a Slurm job at which a run stops, so that its checkpoint is written in time."""
 STOPPED = 75
@@ -46,8 +46,10 @@ class StoppedBySignal(RunStopped):
 class StopRequests:
     """Requests to stop a run: signals to this process, and the end of its time.
 
-    Until the first step of this start is complete, a signal ends the process at once: nothing would be lost. From
-    then on it is a request, which `requested` returns. A second signal ends the process at once.
+    Until the first step of this start is complete, a signal ends the process at once with 128 + its number: nothing
+    would be lost, and nothing was won. From then on it is a request, which `requested` returns. Schedulers repeat
+    their signals (Slurm: at the end of a grace time, half a minute before SIGKILL), so only a later SIGINT, which a
+    person sends, ends the process at once.
     """
 
     def __init__(self) -> None:
@@ -62,6 +64,7 @@ class StopRequests:
 
         Args:
             max_seconds: `training.max_duration`.
+            environ: `use_own_job` has seen it. Empty on other ranks than the first: all stop if one is asked to.
             started: time of `time.monotonic` at which this start began.
             since_1970: time of day less that of `time.monotonic`.
 
@@ -139,11 +142,11 @@ class StopRequests:
         if number == signal.SIGTERM and has_failed():
             end_now("", 1)
         elif not self.is_training():
-            end_now(f"stopped by {number.name} before a step was complete: nothing is lost", STOPPED)
+            end_now(f"stopped by {number.name} before a step was complete: nothing is lost", 128 + number)
         elif self._signal is None:
             self._signal, self._since = number.name, time.monotonic()
-        elif time.monotonic() - self._since > SAME_SECONDS:
-            end_now(f"stopped at once by a second signal, {number.name}: no checkpoint was saved", 128 + number)
+        elif number == signal.SIGINT and time.monotonic() - self._since > SAME_SECONDS:
+            end_now(f"stopped at once by a further signal, {number.name}: no checkpoint was saved", 128 + number)
 
 
 # Processes and their parents

@@ -15,9 +15,11 @@ from titanlite.config.shipped import find_config
 from titanlite.run.endings import another_has_ended, end_now, leaving_mark, print_errors, report_errors
 from titanlite.run.proc import kill_stopped_descendants
 from titanlite.run.restarts import RunEnd
+from titanlite.run.slurm import use_own_job
 from titanlite.runtime.allocator import importing, use_expandable_segments
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
 from titanlite.runtime.files import check_open_files, leave_deleted_folder
+from titanlite.runtime.launchers import use_ranks_of_launcher
 from titanlite.runtime.output import open_closed_streams, queued_output
 from titanlite.runtime.signals import StopRequests, stop_with_launcher
 from titanlite.tools.arguments import Parser
@@ -135,13 +137,15 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
     """Train, or resume a run.
 
     A run is its folder, outputs/<name>: the same command again resumes from its newest checkpoint. One process:
-    titanlite train. Several: torchrun --nproc_per_node N -m titanlite train. ./run_train.sh does either.
+    titanlite train. Several: torchrun --nproc_per_node N -m titanlite train. ./run_train.sh does either. srun and
+    mpirun can start the processes, too: srun --ntasks 8 titanlite train.
 
     Example:
         llama3_8b --training.steps=500
     """
     began = time.monotonic()
     since_1970 = time.time() - began
+    use_ranks_of_launcher(os.environ)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_launcher()
     requests, end = StopRequests(), RunEnd()
@@ -153,7 +157,7 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
 
     with leaving_mark(), requests.listening(stop_at_once, another_has_ended):
         loaded, inputs, ranks, device = _checked(config, overrides, log=True)
-        requests.plan(loaded.training.max_seconds, os.environ, started=began, since_1970=since_1970)
+        _plan_end(requests, loaded, ranks, started=began, since_1970=since_1970)
         from titanlite.metrics.clock import phase_seconds
         from titanlite.run.timeouts import PhaseTimeouts
 
@@ -163,6 +167,19 @@ def train(*, config: str = "debug", overrides: Sequence[str]) -> None:
             run, rank=ranks.rank, step=lambda: phase.position.step, phase_seconds=partial(phase_seconds, phase)
         ):
             _run_training(loaded, inputs, ranks, device, requests, phase)
+
+
+def _plan_end(requests: StopRequests, config: "Config", ranks: "Ranks", *, started: float, since_1970: float) -> None:
+    """Plan the end of this start, and log it. The first rank alone asks Slurm, and stops all others."""
+    import logging
+
+    logger, environ = logging.getLogger(__name__), os.environ if ranks.rank == 0 else {}
+    if ranks.rank == 0 and (ignored := use_own_job(os.environ, now=started + since_1970)):
+        logger.warning(ignored)
+    requests.plan(config.training.max_seconds, environ, started=started, since_1970=since_1970)
+    if requests.planned and ranks.rank == 0:
+        at = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(requests.end + since_1970))
+        logger.info(f"planned  a stop at {at}, for {requests.planned}")
 
 
 def _run_training(
@@ -238,6 +255,8 @@ def check(*, config: str = "debug", overrides: Sequence[str], here: bool = False
         my.toml --here
         my.toml --machines
     """
+    if machines:
+        use_ranks_of_launcher(os.environ)
     loaded, inputs, ranks, device = _checked(config, overrides, judge_memory=here or machines)
     from titanlite.config.warnings import find_warnings
     from titanlite.schedule import known_steps

@@ -1,8 +1,8 @@
 """Start the processes of one machine with torchrun, and end as they end: what run_train.sh runs for several processes.
 
 torchrun turns every exit code of its workers into 1 and prints tracebacks of its own. Here the first worker that ends
-leaves its exit code beside torchrun's error files, and torchrun's exceptions become one line. A signal goes to every
-worker, which decides what it means; this process waits for them. With MAX_RESTARTS, torchrun starts the workers again
+leaves its exit code beside torchrun's error files, and torchrun's exceptions become one line. A first signal goes to
+every worker, which saves and ends; this process waits for them. With MAX_RESTARTS, torchrun starts the workers again
 after a failure. The check of the config and the workers are forks of a server (`fork_server`), so that this process
 alone imports PyTorch.
 """
@@ -43,7 +43,7 @@ SHUTDOWN_SECONDS = 3600
 SHUTDOWN_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """Environment variable of torchrun for that time; its default is 30 s."""
 GRACE_SECONDS = 10
-"""Time that workers have to end after a second signal, until they are killed: a stopped one (SIGSTOP) never ends."""
+"""Time that workers have to end after a second SIGINT, until they are killed: a stopped one (SIGSTOP) never ends."""
 DOCUMENTATION = "192.0.2.1"
 """An address that no machine has (RFC 5737), and that the default route leads to."""
 PYTHON = [sys.executable, "-u", "-m", "titanlite"]
@@ -181,18 +181,18 @@ def _launch(
         os.environ[LOG_VARIABLE] = "ERROR"  # of this process: PyTorch reports a lost machine with C++ frames
         read_log_level()
         del os.environ[LOG_VARIABLE]
-    start_workers_by(start)
+    signals = [one for one in (*STOP_SIGNALS, signal.SIGQUIT) if signal.getsignal(one) != signal.SIG_IGN]  # nohup
+    start_workers_by(partial(_start_worker, start, signals))
     rendezvous_handler_registry.register(BACKEND, partial(connect, folder=folder, max_restarts=int(restarts)))
     logging.disable(logging.ERROR)  # torchrun reports what is reported here
-    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN  # as nohup asks for
-    signals = [one.name for one in (*STOP_SIGNALS, signal.SIGQUIT) if not (ignored and one == signal.SIGHUP)]
     failure = ""
     try:
         torchrun(
             [
                 f"--nnodes={nodes}", f"--nproc_per_node={processes}", f"--max-restarts={restarts}",
                 f"--rdzv_backend={BACKEND}", f"--rdzv_endpoint={endpoint}", *address_options(endpoint, os.environ),
-                f"--signals-to-handle={','.join(signals)}", f"--log-dir={folder}", "-m", "titanlite", *words,
+                f"--signals-to-handle={','.join(one.name for one in signals)}", f"--log-dir={folder}",
+                "-m", "titanlite", *words,
             ]
         )  # fmt: skip
         return 0
@@ -211,6 +211,23 @@ def _launch(
     if failure:
         print(f"error: {failure}", file=sys.stderr, flush=True)
     return code
+
+
+def _start_worker(start: Start, signals: Sequence[int], command: Sequence[str], environ: Mapping[str, str]) -> Process:
+    """Start a worker. The first signal to this process from now on lets torchrun pass it on, and wait for the workers.
+
+    A further one would interrupt that wait, and schedulers repeat their signals: `_Requests` receives it.
+    """
+    from torch.distributed.elastic.multiprocessing import SignalException
+
+    def stop(number: int, _: object) -> None:
+        for one in signals:
+            signal.signal(one, lambda *_: None)
+        raise SignalException(f"SIGNAL {number}", sigval=signal.Signals(number))
+
+    for one in signals:
+        signal.signal(one, stop)
+    return start(command, environ)
 
 
 def address_options(endpoint: str, environ: Mapping[str, str]) -> list[str]:
@@ -272,6 +289,9 @@ def interface_of(address: str) -> str | None:
 def _end_now(folder: Path, message: str, code: int) -> NoReturn:
     """End this process and all workers, which get some time to end by themselves."""
     print(message, file=sys.stderr, flush=True)
+    for pid in _workers():
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, signal.SIGINT)
     deadline = time.monotonic() + GRACE_SECONDS
     while (workers := _workers()) and time.monotonic() < deadline:
         time.sleep(0.1)

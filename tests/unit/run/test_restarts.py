@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.support.helpers import TinyRun, mentions
-from titanlite.run.restarts import RunEnd, are_starts, begin_start, check_progress, end_last
+from titanlite.run.restarts import CrashLoop, RunEnd, are_starts, begin_start, check_progress, end_last
 from titanlite.tools import cli
 
 RESTARTED = {"SLURM_RESTART_COUNT": "2"}
@@ -50,7 +51,7 @@ def test_odd_starts_are_damage(starts: Any, right: bool) -> None:
     ("why", "starts", "options"),
     [
         ("a checkpoint was saved", [failed(40, "x")] * 5, {"newest": 50}),
-        ("one was asked to stop", [failed(40, "x"), failed(40, "SIGTERM", code=75), failed(40), failed(40)], {}),
+        ("a stop saved step 50", [failed(40, "x"), failed(40, "SIGTERM", code=75), failed(50), failed(50)], {}),
         ("each resumed from newer local copies", [failed(step, "x") for step in (40, 50, 60, 70)], {}),
         ("one was by hand", [failed(40), failed(40), failed(40, automatic=False), failed(40), failed(40)], {}),
         ("this one is by hand", [failed(40, "x")] * 5, {"environ": {}}),
@@ -59,6 +60,13 @@ def test_odd_starts_are_damage(starts: Any, right: bool) -> None:
 )  # fmt: skip
 def test_a_restart_may_train(why: str, starts: list[dict[str, Any]], options: dict[str, Any]) -> None:
     check(starts, **options)
+
+
+def test_stops_by_signals_without_a_newer_checkpoint_are_a_loop_too() -> None:
+    """As with a time limit that ends before the first step, or a run without checkpoints."""
+    with pytest.raises(CrashLoop) as caught:
+        check([failed(40, "stopped by SIGUSR1", code=code) for code in (128 + signal.SIGUSR1, 75, 75)])
+    assert mentions(str(caught.value), "step 40", "SIGUSR1 (3 times)", "job.max_failed_restarts")
 
 
 def test_the_first_failure_is_the_reason() -> None:
@@ -94,14 +102,14 @@ def test_a_loop_of_crashes_ends(
     assert cli.run([*command, "--training.steps=2"]) == 0
     command.append("--training.steps=4")
     assert fail([*command, fails]) == 1
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+    monkeypatch.setenv("JOBSET_RESTART_ATTEMPT", "1")
     assert [fail([*command, fails]) for _ in range(2)] == [1, 1]
     capfd.readouterr()
     assert fail([*command, fails]) == 3
     [line] = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
     assert mentions(line, "2 restarts", "step 2", "job.max_failed_restarts")
     assert mentions(line, "RuntimeError: planted", "step 3, forward", "2 times")
-    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    monkeypatch.delenv("JOBSET_RESTART_ATTEMPT")
     assert cli.run([*command, "--training.steps=oops"]) == 2
     assert cli.run(command) == 0
     starts = json.loads((tiny.folder / "outputs" / "tiny" / "run.json").read_text())["starts"]

@@ -35,20 +35,24 @@ def test_before_a_step_is_complete_a_signal_ends_the_process() -> None:
     ended, requests = Ended(), StopRequests()
     requests.receive(signal.SIGUSR1, ended, never)
     [(line, code)] = ended
-    assert (mentions(line, "SIGUSR1"), code) == (True, 75)
+    assert (mentions(line, "SIGUSR1"), code) == (True, 128 + signal.SIGUSR1)
     assert not requests.requested()
 
 
-@pytest.mark.long
-def test_a_second_signal_ends_the_process_unless_it_repeats_the_first() -> None:
-    ended, requests = Ended(), StopRequests()
+def test_signals_of_a_scheduler_are_one_request_and_a_second_ctrl_c_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Slurm sends USR1 and then TERM at a time limit, and TERM at the beginning and the end of a grace time."""
+    ended, requests, now = Ended(), StopRequests(), time.monotonic()
     requests.begin_training()
-    requests.receive(signal.SIGTERM, ended, never)
+    requests.receive(signal.SIGUSR1, ended, never)
     assert requests.requested()
-    assert requests.reason == "SIGTERM"
-    requests.receive(signal.SIGTERM, ended, never)  # torchrun repeats what a scheduler sends to all processes
+    assert requests.reason == "SIGUSR1"
+    requests.receive(signal.SIGINT, ended, never)  # a terminal signals all processes, and the launcher passes it on
+    monkeypatch.setattr(time, "monotonic", lambda: now + SAME_SECONDS + 24)
+    for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        requests.receive(number, ended, never)
     assert ended == []
-    time.sleep(SAME_SECONDS + 0.1)
     requests.receive(signal.SIGINT, ended, never)
     [(line, code)] = ended
     assert (mentions(line, "SIGINT"), code) == (True, 130)
@@ -98,7 +102,7 @@ def test_a_worker_that_begins_prints_nothing_when_a_signal_ends_its_process(tmp_
     script = tmp_path / "script.py"
     script.write_text(STARTS_A_WORKER)
     ended = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=50, check=False)
-    assert (ended.returncode, ended.stdout) == (75, "")
+    assert (ended.returncode, ended.stdout) == (128 + signal.SIGTERM, "")
     [line] = ended.stderr.splitlines()
     assert mentions(line, "SIGTERM")
 
@@ -187,7 +191,12 @@ def test_planned_ends_of_a_run(
     command = ["train", f"--config={tiny.toml}", *endless]
     assert cli.run([*command, "--training.max_duration=1s"]) == 75
     assert re.search(rf"training\.max_duration.* step {len(tiny.losses())}\b", capfd.readouterr().out)
-    monkeypatch.setenv("SLURM_JOB_END_TIME", str(int(time.time()) + 1))
+    now, scontrol = int(time.time()), tiny.folder / "scontrol"
+    scontrol.write_text(f"#!/bin/sh\necho JobId=$4 Restarts=0 StartTime={now - 1} EndTime={now + 1}\n")
+    scontrol.chmod(0o755)
+    monkeypatch.setenv("SLURM_JOB_END_TIME", str(now - 100))  # of another job
+    monkeypatch.setenv("PATH", f"{tiny.folder}:{os.environ['PATH']}")
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
     assert cli.run([*command, "--job.name=slurm"]) == 75
     assert re.search(rf"Slurm.* step {len(tiny.losses('slurm'))}\b", capfd.readouterr().out)
 
