@@ -47,7 +47,7 @@ class LossTerm(NamedTuple):
     metric: str
     """Name of its sum among the metrics."""
     share: float
-    """Its share in what is minimized: (1 - share) * loss + share * term."""
+    """Weight of this term in the minimized loss: (1 - share) * loss + share * term."""
     of_chunk: Callable[[Tensor, slice, Tensor | None], "ChunkDivergence"]
     """(logits_CV, part, weight_C) -> values of the tokens of a chunk, and the gradient of their weighted sum. One more
     matrix [C, V] may exist for it.

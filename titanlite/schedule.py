@@ -54,10 +54,10 @@ class SequenceLengths:
 
     @classmethod
     def of(cls, training: Training, *, samples: int = 0) -> "SequenceLengths":
-        """Return the lengths of a config.
+        """Build from [training].
 
         Args:
-            samples: at which a step of this start begins.
+            samples: samples seen when this start begins.
         """
         sizes = BatchSizes.of(training)
         ends = [-(-stage.until_tokens // training.seq_len) for stage in training.seq_len_ramp]

@@ -456,7 +456,7 @@ def flops_counter(
     """Return (first, end, causal) -> mean FLOPs of a token in some models, over the samples from first to end - 1."""
 
     @cache
-    def flops_at(length: int, causal: bool) -> float:  # a model counts its parameters for it
+    def flops_at(length: int, causal: bool) -> float:  # cached: counting parameters is slow
         return sum(model.flops_per_token(length, causal=causal) for model in models)
 
     return lambda first, end, causal: lengths.mean(first, end, lambda length: flops_at(length, causal))
@@ -512,7 +512,7 @@ def _loop_until_spike(run: Run, stop_requests: StopRequests) -> SpikeFound | Non
     except SpikeFound as spike:
         if run.guard.rollbacks >= run.config.guard.max_rollbacks:
             raise
-        return spike.with_traceback(None)  # which has the last batches
+        return spike.with_traceback(None)  # the traceback would keep the last batches alive
     return None
 
 
@@ -571,7 +571,7 @@ def _after_step(
     metrics.end_step(step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last)
     metrics.record_saves(checkpoints.watch())
     run.guard.remember(step, result)
-    is_agreed = stop.is_agreed(result.stop_flags)  # asked by every rank at every step; on a GPU of the step before
+    is_agreed = stop.is_agreed(result.stop_flags)  # collective; on a GPU, of the step before
     config, stops = run.config, is_agreed and not last
     saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
     copies = config.checkpoint.local_interval and not last and step % config.checkpoint.local_interval == 0

@@ -93,7 +93,7 @@ def load_initial(
         left_out = "the module that predicts the token after the next is left out"
         logger.info(f"from {where}, {left_out}: training.multi_token_weight is 0")
         found = found.without(unexpected=further)
-    unexpected = [*config.allow_unexpected, *found.missing]  # one of another shape is listed once
+    unexpected = [*config.allow_unexpected, *found.missing]  # else reported twice
     wrong = found.without(missing=config.allow_missing, unexpected=unexpected)
     on_each(group, lambda: _check_fits(wrong, where, other))
     if found:

@@ -190,7 +190,7 @@ class LocalCopies:
             flags = torch.tensor([not is_done, has_failed], dtype=torch.int32)
             dist.all_reduce(flags, op=dist.ReduceOp.MAX)
             is_running, has_failed = bool(flags[0]), bool(flags[1])
-            if is_running and has_failed:  # what failed was no file: the group cannot be used again
+            if is_running and has_failed:  # a collective failed, not a file: the process group is unusable
                 self._has_stopped = True
                 logger.warning("no more local copies are made in this start: one of them failed on some ranks only")
             if is_running:

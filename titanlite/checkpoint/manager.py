@@ -188,7 +188,7 @@ class CheckpointManager:
             UserError: the checkpoints have disappeared.
         """
         self._end_save()
-        starts = [*self.history.starts[: self._start], None]  # with this start
+        starts = [*self.history.starts[: self._start], None]  # copies of this start count too
         self.history = replace(self.history, starts=starts, has_saved=self.newest > 0)
         with self._clock.not_training():
             progress = self.load()

@@ -223,7 +223,7 @@ def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | l
 def _check_checkpoint_folder(config: Config) -> None:
     """Check that checkpoints can be written, in their own folder or in the run's. An object store is not tried."""
     own, of_run = config.checkpoint.folder, Path(config.job.dump_folder, str(config.job.name), "checkpoints")
-    if own is None and of_run.is_dir():  # else it is made in the folder of the run
+    if own is None and of_run.is_dir():  # not there yet: the run creates it
         _check_writable(str(of_run))
     elif own is not None and "://" not in own:
         _check_writable(own)

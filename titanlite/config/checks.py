@@ -140,7 +140,7 @@ def _check_order(key: str, stages: Sequence[BatchStage | DataStage | LengthStage
 def _data_stages(data: Data) -> Iterator[Conflict]:
     names = {source.title: None for source in data.all_sources()}
     if data.sources and not any(source.weight for source in data.sources):
-        yield "data.sources", "all weights are 0: give a source another one"
+        yield "data.sources", "all weights are 0: give at least one source a weight above 0"
     yield from _check_order("data.stages", data.stages)
     for number, stage in enumerate(data.stages):
         key = f"data.stages.{number}.weights"
@@ -150,7 +150,7 @@ def _data_stages(data: Data) -> Iterator[Conflict]:
         if rest := unknown[SUGGESTED:]:
             yield key, f"{len(rest)} more names are those of no source"
         if not any(stage.weights.values()):
-            yield key, "all weights are 0: give a source another one"
+            yield key, "all weights are 0: give at least one source a weight above 0"
 
 
 def _background(config: Config) -> Iterator[Conflict]:

@@ -75,7 +75,7 @@ def _part(section: Any, options: tuple[str, ...] | None) -> Any:
 
 
 def _take_data(kept: Tree) -> dict[str, str]:
-    """Take what names data or a template out of a checked tree, and return it."""
+    """Remove options that name data or templates from a checked config, and return them."""
     refused = {}
     data, validation = kept.get("data", {}), kept.get("validation", {})
     if data.get("chat_template", "tokenizer") != "tokenizer":

@@ -169,7 +169,7 @@ class Decoder(Model):
     further_weight: float = 0.0
     """Weight of the loss of the token after the next. 0: it is not predicted."""
     norm_offset: ClassVar[float] = 0.0
-    """Added to the weights of all RMSNorms of `layers`, but for subclasses. Initial values are 1 less it."""
+    """RMSNorms of `layers` compute x * (offset + weight). Gemma stores weight - 1, so its offset is 1."""
 
     def __init__(self, args: DecoderArgs) -> None:
         super().__init__(args)

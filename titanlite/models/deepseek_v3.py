@@ -45,7 +45,7 @@ class DeepseekV3Args(GroupedExpertArgs):
     rope_theta: float = 10000.0
     rope_scaling_factor: float = 40.0
     rope_most_turns: float = 32.0
-    """`Rope.most_turns`."""
+    """`Rope.beta_fast`."""
     q_rank: int = 1536
     """Dims of the latent vector of queries. 0: queries come from the layer's input."""
     kv_rank: int = 512
@@ -86,7 +86,7 @@ class DeepseekV3Args(GroupedExpertArgs):
         return (
             Rope(
                 theta=self.rope_theta, factor=self.rope_scaling_factor, original_seq_len=4096, scaling="yarn",
-                most_turns=self.rope_most_turns, sharpens=False,
+                beta_fast=self.rope_most_turns, mscale=False,
             ),
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ class GptOssArgs(Qwen3Args, ExpertArgs, WindowedArgs):
                 factor=self.rope_scaling_factor,
                 original_seq_len=ORIGINAL_SEQ_LEN,
                 scaling="yarn",
-                rounds=False,
+                truncate=False,
             ),
         )
 

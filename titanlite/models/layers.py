@@ -57,13 +57,13 @@ class Rope:
     scaling: Literal["llama3", "yarn", "linear"] = "llama3"
     """llama3 (arXiv:2407.21783, Meta's release): wavelengths beyond original_seq_len are multiplied by the factor,
     those below a quarter of it are kept, and those between are interpolated. yarn (arXiv:2309.00071): interpolated
-    between the dims that turn `most_turns` times and once in original_seq_len tokens, and scores are sharper. linear
+    between the dims that turn `beta_fast` times and once in original_seq_len tokens, and scores are sharper. linear
     (arXiv:2306.15595): all wavelengths are multiplied."""
-    most_turns: float = 32.0
+    beta_fast: float = 32.0
     """Turns in original_seq_len tokens from which on yarn keeps the wavelength."""
-    sharpens: bool = True
+    mscale: bool = True
     """False: yarn does not make scores of the dims with positions sharper."""
-    rounds: bool = True
+    truncate: bool = True
     """The two dims of yarn are rounded: down, and up."""
 
 
@@ -74,13 +74,13 @@ def rope_cos_sin(rotary_dims: int, max_seq_len: int, rope: Rope) -> tuple[Tensor
     if rope.scaling == "yarn":
         turns_most, turns_1 = (
             rotary_dims * math.log(rope.original_seq_len / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
-            for turns in (rope.most_turns, 1)
+            for turns in (rope.beta_fast, 1)
         )
-        if rope.rounds:
+        if rope.truncate:
             turns_most, turns_1 = math.floor(turns_most), math.ceil(turns_1)
         first, last = max(turns_most, 0), min(turns_1, rotary_dims - 1)
         keep = 1 - ((torch.arange(rotary_dims // 2) - first) / max(last - first, 1e-3)).clamp(0, 1)
-        size = yarn_size(rope.factor) if rope.sharpens else 1.0
+        size = yarn_size(rope.factor) if rope.mscale else 1.0
     elif rope.scaling == "linear":
         keep = 0.0
     else:
@@ -189,7 +189,7 @@ class Attention(LayerOfHeads):
         qk_norm_eps: epsilon of an RMSNorm of queries and keys (arXiv:2302.05442). None: no such norm.
         norms_heads: the norm is of each head. False: of all heads together.
         rotates: False: without positions. Of each head, as many dims are rotated as the tables have.
-        biases: layers with a bias, by the last letters of their names: those of queries, keys and values, or all.
+        biases: which of wq, wk, wv and wo have a bias, by their last letters.
         scale: factor of the scores. None: 1 / sqrt(head_dim).
         has_sinks: each query head has a learned score that takes part in the softmax and has no value
             (arXiv:2309.17453).

@@ -369,7 +369,7 @@ def _distribution(name: str, done: list[tuple[str, tuple[Any, ...]]]) -> Initial
 
 @contextmanager
 def _untouched(parameters: Iterable[nn.Parameter]) -> Iterator[None]:
-    """Let transformers' initialization pass parameters by."""
+    """Keep transformers' initialization from touching these parameters."""
     kept = [*parameters]
     for parameter in kept:
         setattr(parameter, INITIALIZED, True)

@@ -15,7 +15,7 @@ from titanlite.ops.attention import Documents
 from titanlite.runtime.errors import UserError
 
 SMALL = 1 << 25
-"""Parameters of a model of the user's own that is tried on the CPU with values."""
+"""Largest custom model (parameters) that preflight runs on the CPU."""
 ALLOWED = 1e-3
 """Difference between logits that are equal, see `apart`. Different kernels differ by 1e-6."""
 SMALL_VOCABULARY = 256

@@ -1,5 +1,5 @@
-"""Kernels of CPUs: the library of float32 matmuls, matmuls in dtypes that the hardware lacks, RMSNorm in few passes, and
-sums in float32 of gradients that PyTorch's CPU kernels add up in narrow dtypes."""
+"""Kernels of CPUs: the library of float32 matmuls, matmuls in dtypes that the hardware lacks, RMSNorm in few passes,
+and sums in float32 of gradients that PyTorch's CPU kernels add up in narrow dtypes."""
 
 from collections.abc import Sequence
 from pathlib import Path

@@ -34,7 +34,7 @@ from titanlite.runtime.errors import UserError
 
 
 class Factors(NamedTuple):
-    """Factors of the options of a parameter. That of weight decay is 1 / lr."""
+    """Multipliers of lr, eps and initial std for one parameter; weight decay is divided by that of lr."""
 
     std: float
     lr: float

@@ -144,7 +144,7 @@ def shard(
         reduce=reduce_scatter,
     )
     set_reductions_of(inner, shard_degree=shard_degree)
-    set_reductions_of(outer, shard_degree=shard_degree)  # which no unit gathers ahead
+    set_reductions_of(outer, shard_degree=shard_degree)  # the root: no unit prefetches it
     if expert_units:
         set_reductions_of(others, shard_degree=expert_units.mesh.size(-1))
     _prefetch(inner, parallelism)  # over the depths that `set_reductions` sets

@@ -67,7 +67,7 @@ def find_callable(name: str) -> Any:
 
 
 def check_call(name: str, *args: Any, **keywords: Any) -> None:
-    """Check that a function or class of a name takes these arguments.
+    """Check that the named function or class accepts these arguments.
 
     Raises:
         UserError: it does not exist, is something else, or takes others.

@@ -246,7 +246,7 @@ def check_folder(url: str, job: Job, *, wait: float = WAIT) -> Result:
     names = {leader: f"check-{token}-{leader}" for leader in job.leaders}
     try:
         storage = open_storage(url, owner=token)
-    except (ImportError, ValueError) as error:  # of the URL, which all ranks share
+    except (ImportError, ValueError) as error:  # the URL is wrong, on every rank alike
         return Result(problems=[describe(error)])
 
     def of_host(act: Callable[[], None]) -> Result:

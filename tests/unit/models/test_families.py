@@ -166,7 +166,7 @@ def no_bias_of_the_output(model: Decoder) -> None:
 
 def rounded_yarn(model: Decoder) -> None:
     args = model.args
-    tables = [rope_cos_sin(args.rotary_dims, args.max_seq_len, replace(rope, rounds=True)) for rope in args.ropes]
+    tables = [rope_cos_sin(args.rotary_dims, args.max_seq_len, replace(rope, truncate=True)) for rope in args.ropes]
     model.rope_cos, model.rope_sin = (torch.stack(several) for several in zip(*tables, strict=True))
 
 

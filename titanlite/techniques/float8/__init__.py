@@ -30,7 +30,8 @@ class Float8Training(Technique):
 
     def claims(self, config: Config) -> dict[Claim, str]:
         gathers = {Claim.PARAMETERS: GATHERS} if config.quantize.linear.float8.gathers_float8 else {}
-        layers = {} if config.parallelism.tensor_parallel_degree > 1 else {Claim.LAYERS: self.option}  # splits ours
+        # Tensor parallelism splits the float8 layers itself.
+        layers = {} if config.parallelism.tensor_parallel_degree > 1 else {Claim.LAYERS: self.option}
         return {**layers, Claim.MATMULS: self.option, **gathers}
 
     @reads("quantize", "compile", "parallelism.fsdp_reshard_after_forward", "training.mixed_precision_param")

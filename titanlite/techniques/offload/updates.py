@@ -25,7 +25,7 @@ from titanlite.runtime.private_torch.tensors import LocalAdamW, call_pre_hooks, 
 Change = Callable[[Sequence[Tensor]], None]
 
 DEVICES = {"cuda"}
-"""Devices beside which the host updates. A CPU that computes the model has no cores to spare."""
+"""Device types for which the host runs the optimizer in parallel. A CPU that computes the model has no spare cores."""
 
 
 def host_updates(model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> "HostUpdates | None":

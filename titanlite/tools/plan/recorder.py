@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
             del self.operators[count:]
         if func is aten.addmm.dtype_out:  # PyTorch 2.11 decomposes it wrongly for fake tensors
             result = kwargs["out"]
-        elif str(func.overloadpacket) == WAIT:  # it returns its argument, but of a fake tensor a new one
+        elif str(func.overloadpacket) == WAIT:  # wait_tensor returns its argument; with fake tensors, a copy
             result = args[0]
         else:
             result = func(*args, **(kwargs or {}))

@@ -32,9 +32,9 @@ SCHEMA = 5
 MOST_BYTES = 4 * 2**30
 """Largest dump of a rank, in memory."""
 TOKENS, LOSS, LOGITS = "forward input tokens", "forward output loss", "forward output logits"
+"""Keys of the token ids [B, L], of the sum of the cross entropy of each micro-batch, and of logits."""
 BLOCK_INPUT = re.compile(r"forward input layers\.\d+")
 """Is kept in any case: between stages and FSDP units it is a tensor of its own."""
-"""Keys of the token ids [B, L], of the sum of the cross entropy of each micro-batch, and of logits."""
 DIRECTIONS = ("before", "forward", "gradient", "update")
 OF_UPDATES = 30
 """Factor of the tolerance of updates, and of the weights that they lead to: Adam's first update has the sign of each

@@ -28,7 +28,7 @@ from titanlite.tools.report.run_records import first_difference, read_run
 ONE = "1 process"
 LAYOUT = re.compile(r"(\d+)x(\d+)")
 FURTHER = re.compile(r"parallelism\.(?:context|tensor|pipeline)_parallel_degree=(\d+)")
-"""Axes whose ranks are others than the replicas and shards."""
+"""Axes besides replicate and shard."""
 COMPARED = (
     "training.mixed_precision_param=float32",
     "debug.deterministic=true",
