@@ -96,7 +96,7 @@ def open_binary(path: str | Path) -> IO[bytes]:
 
 
 def state_of(path: str) -> tuple[int, int | str]:
-    """Return the size of a file, or of the files in a folder, and the time of the last change, or the version at a URL.
+    """Return the size of a file, and the time of its last change, or the version at a URL.
 
     Raises:
         OSError: the file is not there.
@@ -105,8 +105,8 @@ def state_of(path: str) -> tuple[int, int | str]:
     if "://" in path:
         [state] = states_at(path).values()
         return state
-    stats = [os.stat(file) for file in (os.scandir(path) if os.path.isdir(path) else [path])]
-    return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
+    stats = os.stat(path)
+    return stats.st_size, stats.st_mtime_ns
 
 
 def states_at(url: str) -> dict[str, tuple[int, str]]:
