@@ -1,5 +1,6 @@
 """The bytes of a file, here or at a URL, unpacked where it is packed with gzip or zstd."""
 
+import errno
 import gzip
 import io
 import os
@@ -15,6 +16,10 @@ from titanlite.runtime.errors import RunError, UserError
 BLOCK = 2**13
 """Bytes that are unpacked at once: damage costs at most these."""
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+WIDE = (
+    "it was packed with a window of more than 2^27 bytes (zstd --long=28 or more), which pyarrow does not read: pack "
+    "it anew with zstd -dc --long=31 FILE | zstd -o NEW"
+)
 REMOTE_BLOCK = 2**22
 """Bytes that are read at once from a URL."""
 VERSIONS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "Last-Modified", "created")
@@ -68,6 +73,8 @@ class Stream:
         except (OSError, EOFError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno:  # an error of the disk has a number
                 raise
+            if "too much memory" in str(error):
+                raise OSError(errno.EFBIG, WIDE) from None
             self.damage = str(error)
         return b"".join(found)
 

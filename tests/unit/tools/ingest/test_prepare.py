@@ -639,6 +639,24 @@ def test_damaged_files_stop_or_are_skipped(tmp_path: Path) -> None:
                 assert tokens[:-6] == [token for text in kept for token in (BOS, *text.encode(), EOS)], path
 
 
+@pytest.mark.parametrize(("log", "name"), [(27, "a.jsonl"), (28, "a.jsonl"), (31, "a.txt"), (31, "a.json")])
+def test_a_window_that_pyarrow_does_not_read_is_named(log: int, name: str, tmp_path: Path) -> None:
+    """A frame of zstd as `--long=LOG` writes it: its window is stated, and one raw block follows."""
+    data = as_lines(["text"])
+    frame = b"\x28\xb5\x2f\xfd\0" + bytes([(log - 10) << 3]) + (len(data) << 3 | 1).to_bytes(3, "little") + data
+    file = tmp_path / f"{name}.zst"
+    file.write_bytes(frame)
+    if log == 27:
+        assert tokens_of(make(file, tmp_path / "out")) == [BOS, *b"text", EOS]
+        return
+    with pytest.raises(UserError) as caught:
+        make(file, tmp_path / "out")
+    assert mentions(str(caught.value), file, "window", "2^27", "--long=31")
+    good = write(tmp_path / "good.txt", "good")
+    if not name.endswith(".json"):
+        assert tokens_of(make([file, good], tmp_path / "out", on_error="skip")) == [BOS, *b"good", EOS]
+
+
 def test_a_truncated_file_keeps_its_whole_lines(tmp_path: Path) -> None:
     """Cut anywhere, what is there of whole lines is read, and the error names the line after."""
     lines = [as_lines([f"{i} {os.urandom(20).hex()}"]) for i in range(60)]
