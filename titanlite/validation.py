@@ -40,7 +40,7 @@ class Validator:
         tasks: read for sequences of `seq_len` tokens.
         multiple_of: number that divides the length of each sequence that `split` can split.
         batch_size: sequences in one forward pass of one rank.
-        token_bytes: [V], bytes of text that each token stands for.
+        token_bytes: [2, V], `Tokenizer.token_bytes()`.
         vocabulary: split of the vocabulary over processes, with tensor parallelism.
         rank, ranks: among the ranks that read different data.
         group: ranks whose token losses are summed.
@@ -95,8 +95,8 @@ class Validator:
         """Return the validation metrics, equal on all ranks; None if it was stopped.
 
         `loss` is in nats a token, over the tokens of all sources, if there are any. `sources` holds the `loss`,
-        `bits_per_byte` (None where no label is text), `tokens` and `sequences` of each source, and `tasks`, if there
-        are any, the metrics of each task and its number of `questions`.
+        `bits_per_byte` (None where no label is text, or the bytes of text are not known), `tokens` and `sequences` of
+        each source, and `tasks`, if there are any, the metrics of each task and its number of `questions`.
 
         Args:
             stops: asked every ASK_BATCHES batches whether to stop. The answer is the same on all ranks.
@@ -123,7 +123,7 @@ class Validator:
         record: dict[str, Any] = {"loss": _ratio(totals[:, 0].sum(), totals[:, 1].sum())} if self.sources else {}
         record["sources"] = {}
         for source, (nats, tokens, text_bytes) in zip(self.sources, totals, strict=True):
-            bits = _ratio(nats, text_bytes * math.log(2)) if text_bytes else None
+            bits = _ratio(nats, text_bytes * math.log(2)) if text_bytes and source.counts_bytes else None
             record["sources"][source.name] = {
                 "loss": _ratio(nats, tokens),
                 "bits_per_byte": bits,
@@ -155,7 +155,9 @@ class Validator:
         labels = batch["labels"]
         loss = model(batch["tokens"], loss=partial(self.loss_function, labels_BL=labels), **document_arguments(batch))
         counts = labels != IGNORE
-        text_bytes = (self.token_bytes[labels.clamp(min=0)] * counts).sum()
+        inside, first = self.token_bytes
+        after_special = inside[batch["tokens"]] == 0
+        text_bytes = torch.where(after_special, first[labels.clamp(min=0)], inside[labels.clamp(min=0)])[counts].sum()
         total += torch.stack([loss.cross_entropy.double(), counts.sum().double(), text_bytes.double()])
 
 

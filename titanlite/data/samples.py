@@ -174,6 +174,8 @@ class Source:
     weight: float = 1.0
     marks_documents: bool = False
     """Whether batches have what `titanlite.batch` lists for documents that attention keeps apart."""
+    counts_bytes: bool = True
+    """Whether the bytes of the text are known from its tokens."""
 
     @property
     def is_growing(self) -> bool:

@@ -185,7 +185,11 @@ def _open(
             "after it)"
         )
     fingerprint = f"{store.fingerprint}-{data.packing}-{seq_len}"
-    return Source(source.title, sequences, fingerprint, weight, data.document_mask)
+    inside, first = tokenizer.token_bytes()
+    # Without a mark between documents, nothing shows where a space was put before one.
+    knows_beginnings = store.index["bos"] or store.index["eos"] or data.document_mask or bool((inside == first).all())
+    counts_bytes = store.counts_bytes and knows_beginnings
+    return Source(source.title, sequences, fingerprint, weight, data.document_mask, counts_bytes)
 
 
 def store_of(source: Source) -> TokenStore | None:

@@ -90,7 +90,9 @@ class Tokenizer(Protocol):
         ...
 
     def token_bytes(self) -> np.ndarray:
-        """Return int64 [vocab_size]: how many bytes of UTF-8 text each token stands for, 0 for special tokens."""
+        """Return int64 [2, vocab_size]: how many bytes of UTF-8 text each token stands for, 0 for special tokens. First
+        within a text, then at its beginning or after a special token, where a tokenizer may put a space that is not in
+        the text."""
         ...
 
 
@@ -111,7 +113,7 @@ class ByteTokenizer:
         return b"".join(table[i] for i in np.asarray(ids).tolist()).decode(errors="replace")
 
     def token_bytes(self) -> np.ndarray:
-        return np.array([1] * 256 + [0, 0], dtype=np.int64)
+        return np.array([[1] * 256 + [0, 0]] * 2, dtype=np.int64)
 
 
 class TiktokenTokenizer:
@@ -145,7 +147,19 @@ class TiktokenTokenizer:
         return self._encoding.decode(np.asarray(ids).tolist())
 
     def token_bytes(self) -> np.ndarray:
-        return self._token_bytes.copy()
+        return np.stack([self._token_bytes] * 2)
+
+
+def text_bytes(sizes: np.ndarray, ids: np.ndarray, *, begins: bool = True) -> int:
+    """Return how many bytes of text tokens stand for.
+
+    Args:
+        sizes: `Tokenizer.token_bytes()`.
+        begins: the first token begins a text.
+    """
+    inside = sizes[0][ids]
+    first = np.concatenate([[begins], inside[:-1] == 0])[: len(ids)]
+    return int(np.where(first, sizes[1][ids], inside).sum())
 
 
 def _read_ranks(path: Path) -> tuple[bytes, dict[bytes, int]]:

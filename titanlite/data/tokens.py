@@ -207,6 +207,14 @@ class TokenStore:
         return f"{made_with['name']} ({size})" if made_with.get("name") else f"a tokenizer with {size}"
 
     @property
+    def counts_bytes(self) -> bool:
+        """Whether the tokens stand for as many bytes as the text had, to one in 1,000: normalizers may change a text.
+        Tokens that were prepared before this was counted are taken to do."""
+        if "token_bytes" not in self.index:
+            return True
+        return abs(self.index["token_bytes"] - self.index["text_bytes"]) * 1000 <= self.index["text_bytes"]
+
+    @property
     def has_mask(self) -> bool:
         """True if some tokens do not count in the loss."""
         return any("mask" in shard["sha256"] for shard in self.index["shards"])
@@ -304,6 +312,8 @@ class JoinedTokens(TokenStore):
         self.folder = folder
         self.index = {key: self._parts[0].index[key] for key in ("tokenizer", "bos", "eos")}
         self.index |= {key: sum(part.index[key] for part in self._parts) for key in ("tokens", "documents")}
+        if all("token_bytes" in part.index for part in self._parts):
+            self.index |= {key: sum(part.index[key] for part in self._parts) for key in ("token_bytes", "text_bytes")}
         self._shards = [(part, number) for part in self._parts for number in range(len(part.index["shards"]))]
         self.index["shards"] = [part.index["shards"][number] for part, number in self._shards]
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])

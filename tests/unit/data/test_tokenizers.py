@@ -25,10 +25,14 @@ from titanlite.data.tokenizer import (
     Tokenizer,
     find_tokenizer,
     load_tokenizer,
+    text_bytes,
 )
+from titanlite.data.tokens import JoinedTokens
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.tools.ingest.bpe import train_bpe
+from titanlite.tools.ingest.encoding import Options
+from titanlite.tools.ingest.prepare import prepare
 
 HARD_TEXTS = [
     "",
@@ -114,21 +118,21 @@ def kinds(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
 def test_round_trips(kind: str, kinds: dict[str, Tokenizer]) -> None:
     tokenizer = kinds[kind]
     lengths = tokenizer.token_bytes()
-    assert (lengths.shape, lengths.dtype) == ((tokenizer.vocab_size,), np.int64)
+    assert (lengths.shape, lengths.dtype) == ((2, tokenizer.vocab_size), np.int64)
     for text in HARD_TEXTS:
         if kind == "metaspace" and text.startswith(" "):
             continue  # the library puts no space before this one, but takes the first away in the end
         ids = tokenizer.encode(text)
         assert ids.dtype.kind == "u"
         assert tokenizer.decode(ids) == text
-        assert lengths[ids].all(), "text never becomes a special token"
-        assert lengths[ids].sum() == len(text.encode()) + (kind not in BYTE_LEVEL and text != "")
+        assert lengths[0, ids].all(), "text never becomes a special token"
+        assert text_bytes(lengths, ids) == len(text.encode())
     assert len(tokenizer.encode("")) == 0
     with pytest.raises(UnicodeEncodeError):
         tokenizer.encode("half: \ud83d")
     assert tokenizer.bos_id is not None
     assert tokenizer.eos_id is not None
-    assert lengths[[tokenizer.bos_id, tokenizer.eos_id]].tolist() == [0, 0]
+    assert lengths[:, [tokenizer.bos_id, tokenizer.eos_id]].tolist() == [[0, 0], [0, 0]]
     names = LLAMA3_SPECIAL_TOKENS[:2] if kind in BYTE_LEVEL else ("<s>", "</s>")
     assert tokenizer.decode(np.array([tokenizer.bos_id, tokenizer.eos_id])) == "".join(names)
     again = load_tokenizer(tokenizer.name)
@@ -148,7 +152,7 @@ def test_ids_of_a_rank_file(tmp_path: Path) -> None:
     tokenizer = TiktokenTokenizer(rank_file(tmp_path))
     assert (tokenizer.bos_id, tokenizer.eos_id, tokenizer.vocab_size) == (262, 263, 262 + 256)
     assert tokenizer.encode("the 123 thin").tolist() == [258, 32, 261, 32, 256, 257]
-    assert tokenizer.token_bytes()[250:264].tolist() == [1] * 6 + [2, 2, 3, 4, 2, 3, 0, 0]
+    assert tokenizer.token_bytes()[0, 250:264].tolist() == [1] * 6 + [2, 2, 3, 4, 2, 3, 0, 0]
 
 
 def test_special_tokens_have_llama_31s_ids() -> None:
@@ -253,7 +257,7 @@ def test_a_later_piece_of_text_gets_no_space_before_it(
     assert np.concatenate(ids).tolist() == tokenizer.encode(text).tolist()
     assert tokenizer.decode(tokenizer.encode(text)) == text
     lengths = tokenizer.token_bytes()
-    assert lengths[tokenizer.encode(text, begins=False)].sum() == len(text)
+    assert text_bytes(lengths, tokenizer.encode(text, begins=False), begins=False) == len(text)
 
 
 # tokenizer.json
@@ -280,7 +284,7 @@ def test_tokens_that_only_the_config_lists_are_found(tmp_path: Path) -> None:
     ids = np.array([size, *tokenizer.encode("the <|end_of_text|>"), size + 1])
     assert tokenizer.decode(ids).split() == ["<|begin_of_text|>", "the", "<|end_of_text|><|end_of_text|>"]
     assert (ids[1:-1] < size).all(), "names of special tokens in a text are plain text"
-    assert tokenizer.token_bytes()[[size, size + 1]].tolist() == [0, 0]
+    assert tokenizer.token_bytes()[0, [size, size + 1]].tolist() == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -320,8 +324,8 @@ def test_special_names_are_text_where_the_library_would_make_them_tokens(tmp_pat
     assert not {1, 2, tokenizer.eos_id} & set(ids.tolist())
     assert ids[-1] == fast.token_to_id("<tool>"), "a token like others, though added"
     assert tokenizer.decode(ids) == text
-    assert tokenizer.token_bytes()[ids].sum() == len(" " + text)
-    assert tokenizer.token_bytes()[[0, 1, 2, 3, tokenizer.eos_id]].tolist() == [0, 0, 0, 1, 0]
+    assert text_bytes(tokenizer.token_bytes(), ids) == len(text)
+    assert tokenizer.token_bytes()[0, [0, 1, 2, 3, tokenizer.eos_id]].tolist() == [0, 0, 0, 1, 0]
 
 
 # Names, paths, and what can be wrong with them
@@ -395,6 +399,116 @@ def test_without_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         train_bpe(["text"], vocab_size=512, out=tmp_path / "out")
     assert str(caught.value) == f"titanlite data tokenizer {install}"
     assert load_tokenizer("python-2k").vocab_size == 2048
+
+
+# Bytes of text
+
+
+def like_gemma() -> FastTokenizer:
+    """Spaces as "▁", bytes for rare characters, and added tokens that are not special, some of which the model has."""
+    spaces = ["▁" * count for count in range(1, 32)]
+    tokens = ["<pad>", "<eos>", "<bos>", "<unk>", *(f"<0x{i:02X}>" for i in range(256)), *spaces, *"the\n", "\n\n"]
+    tokens += ["he", "▁t", "▁the", "é"]
+    merges = [(longer[1:], "▁") for longer in spaces[1:]] + [("h", "e"), ("▁", "t"), ("▁t", "he")]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    fast = FastTokenizer(models.BPE(vocab, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True))
+    fast.normalizer = normalizers.Replace(" ", "▁")
+    fast.pre_tokenizer = pre_tokenizers.Split(" ", "merged_with_previous")
+    fast.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()])
+    fast.add_tokens([AddedToken(token, normalized=False) for token in (*spaces[1:], "\n\n", "<td>", "<日>")])
+    fast.add_tokens([AddedToken("é the", normalized=True)])
+    fast.add_special_tokens([AddedToken(token, normalized=False) for token in tokens[:4]])
+    return fast
+
+
+def unigram(*, byte_fallback: bool = True) -> FastTokenizer:
+    tokens = [
+        "<unk>",
+        "</s>",
+        *(f"<0x{i:02X}>" for i in range(256 if byte_fallback else 0)),
+        "▁",
+        *"the\n",
+        "▁the",
+        "é",
+    ]
+    pieces = [(token, -float(len(tokens) - i)) for i, token in enumerate(tokens)]
+    fast = FastTokenizer(models.Unigram(pieces, unk_id=0, byte_fallback=byte_fallback))
+    fast.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="always", split=False)
+    fast.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="always")])
+    fast.add_special_tokens(["<unk>", "</s>"])
+    return fast
+
+
+def byte_level(**options: Any) -> FastTokenizer:
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    fast = FastTokenizer(models.BPE({letter: i for i, letter in enumerate([*letters, "Ġt"])}, [("Ġ", "t")]))
+    fast.pre_tokenizer = pre_tokenizers.ByteLevel(**options)
+    fast.decoder = decoders.ByteLevel()
+    if not options["add_prefix_space"]:  # it puts one after added tokens, too
+        fast.add_tokens([AddedToken(token, normalized=False) for token in ("  ", "<日>")])
+    return fast
+
+
+def with_nfc() -> FastTokenizer:
+    fast = byte_level(add_prefix_space=False)
+    fast.normalizer = normalizers.NFC()
+    return fast
+
+
+EXACT = {
+    "prepend": lambda: sentencepiece_like(metaspace=False),
+    "metaspace": lambda: sentencepiece_like(metaspace=True),
+    "gemma": like_gemma,
+    "unigram": unigram,
+    "byte level": lambda: byte_level(add_prefix_space=False),
+    "byte level, prefix": lambda: byte_level(add_prefix_space=True),
+    "nfc": with_nfc,
+}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_bytes_of_tokens_are_those_of_the_text(kind: str, tmp_path: Path) -> None:
+    EXACT[kind]().save(str(tmp_path / "tokenizer.json"))
+    tokenizer = load_tokenizer(str(tmp_path / "tokenizer.json"))
+    sizes = tokenizer.token_bytes()
+    draw = random.Random(kind)
+    parts = [" ", "  ", " " * 9, "the", " the", "\n", "\n\n", "é", "é the", "<td>", "<日>", "👍", "x\ty", "\u00a0"]
+    parts += [] if kind == "unigram" else ["<0x41>"]  # the library takes it for a byte
+    for _ in range(300):
+        text = "".join(draw.choices(parts, k=draw.randrange(12)))
+        if "metaspace" in kind or kind in ("unigram", "byte level, prefix"):
+            text = text.lstrip()  # these put no space before a space, and ids do not show it
+        assert text_bytes(sizes, tokenizer.encode(text)) == len(text.encode()), repr(text)
+        later = tokenizer.encode(text, begins=False)
+        assert text_bytes(sizes, later, begins=False) == len(text.encode()), repr(text)
+
+
+CHANGED = {
+    "unk": (lambda: unigram(byte_fallback=False), "the 日本"),
+    "nfc, changed": (with_nfc, "e\u0301" * 9),
+    "space first": (EXACT["metaspace"], " the"),
+}
+
+
+@pytest.mark.parametrize("kind", [*CHANGED, *EXACT])
+def test_bits_per_byte_are_left_out_where_bytes_do_not_add_up(kind: str, tmp_path: Path) -> None:
+    build, text = CHANGED.get(kind, (EXACT.get(kind), "the é  the\n\n"))
+    assert build is not None
+    build().save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "the end"}) + "\n")
+    tokenizer, options = load_tokenizer(str(tmp_path / "tokenizer.json")), Options(bos=False, eos=False)
+    store = prepare(
+        [str(tmp_path / "texts.jsonl")],
+        tmp_path / "tokens",
+        tokenizer=tokenizer,
+        options=options,
+        workers=1,
+        report=lambda line: None,
+    )
+    assert store.counts_bytes == (kind in EXACT)
+    assert store.index["text_bytes"] == len((text + "the end").encode())
+    assert (store.index["token_bytes"] == store.index["text_bytes"]) == store.counts_bytes
+    assert JoinedTokens([store, store]).counts_bytes == store.counts_bytes
 
 
 # Training

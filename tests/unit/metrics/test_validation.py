@@ -19,6 +19,8 @@ from titanlite.validation import Validator
 
 VOCAB, SEQ_LEN = 50, 8
 TOKEN_BYTES = np.array([0] * 5 + [1] * 25 + [3] * 20)
+FIRST_BYTES = np.maximum(TOKEN_BYTES - 1, 0)
+"""Those of a token after a special one, which has a space that is not in the text."""
 
 
 class RandomSequences:
@@ -55,7 +57,7 @@ def validate(
         [Source(f"s{i}", part, f"f{i}", marks_documents=mask) for i, part in enumerate(sequences)],
         seq_len=SEQ_LEN,
         batch_size=batch_size,
-        token_bytes=TOKEN_BYTES,
+        token_bytes=np.stack([TOKEN_BYTES, FIRST_BYTES]),
         kernels=CpuKernels(),
         device=torch.device("cpu"),
         rank=0,
@@ -74,7 +76,8 @@ def by_hand(model: Llama3, sequences: RandomSequences) -> tuple[float, int, int]
         logits = model(torch.from_numpy(sequences.tokens)).double()
     nats = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum", ignore_index=IGNORE)
     kept = sequences.labels[sequences.labels != IGNORE]
-    return float(nats), len(kept), int(TOKEN_BYTES[kept].sum())
+    first = TOKEN_BYTES[sequences.tokens[sequences.labels != IGNORE]] == 0
+    return float(nats), len(kept), int(np.where(first, FIRST_BYTES[kept], TOKEN_BYTES[kept]).sum())
 
 
 @pytest.mark.usefixtures("single_process_group")

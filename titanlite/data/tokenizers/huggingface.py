@@ -81,8 +81,7 @@ class HuggingFaceTokenizer:
             tokenizer.no_padding()
         self._first, self._later = first, later
         self.vocab_size = max(vocab.values()) + 1
-        self._token_bytes = _token_bytes(spec, vocab, self.vocab_size)
-        self._token_bytes[[i for i in (self.bos_id, self.eos_id) if i is not None]] = 0
+        self._token_bytes = _token_bytes(spec, vocab, prefixes=later is not first)
         key = f"{self.bos_id} {self.eos_id}{json.dumps(rebuilt) if rebuilt else ''}"
         self.fingerprint = f"huggingface-{CUT_RULE}-{hashlib.sha256(content + key.encode()).hexdigest()[:16]}"
 
@@ -119,8 +118,8 @@ class HuggingFaceTokenizer:
         return whole[:start], whole[start + len(plain) :]
 
     def token_bytes(self) -> np.ndarray:
-        """Exact for byte-level BPE, and for SentencePiece's way of writing spaces and bytes, but for the space that is
-        put before a text. Of other kinds: the length of the token as it is written."""
+        """Exact where what comes out is what went in: for byte-level BPE, and for SentencePiece's way of writing spaces
+        and bytes. A normalizer that changes the text makes it wrong: see `TokenStore.counts_bytes`."""
         return self._token_bytes.copy()
 
 
@@ -231,11 +230,15 @@ def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps(changing), object_hook=changed)
 
 
-def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -> np.ndarray:
+def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], *, prefixes: bool) -> np.ndarray:
+    """Return int64 [2, V], see `Tokenizer.token_bytes`.
+
+    Args:
+        prefixes: a space is put before a text.
+    """
     parts: list[dict[str, Any]] = []
-    json.loads(
-        json.dumps([spec.get("pre_tokenizer"), spec.get("decoder")]), object_hook=lambda obj: parts.append(obj) or obj
-    )
+    pipeline = [spec.get(name) for name in ("normalizer", "pre_tokenizer", "decoder")]
+    json.loads(json.dumps(pipeline), object_hook=lambda obj: parts.append(obj) or obj)
     kinds, spaces = {part.get("type") for part in parts}, []
     for part in parts:
         match part:
@@ -243,9 +246,12 @@ def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -
                 spaces.append(written)
             case {"type": "Replace", "pattern": {"String": written}, "content": " "}:
                 spaces.append(written)
+            case {"type": "Replace", "pattern": {"String": " "}, "content": written}:
+                spaces.append(written)
+    by_bytes = "ByteLevel" in kinds  # a character for each byte, and "Ġ" for a space
 
     def length(token: str) -> int:
-        if "ByteLevel" in kinds:  # a character for each byte
+        if by_bytes:
             return len(token)
         if "ByteFallback" in kinds and re.fullmatch("<0x[0-9A-F]{2}>", token):
             return 1
@@ -253,9 +259,17 @@ def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], vocab_size: int) -
             token = token.replace(space, " ")
         return len(token.encode())
 
-    lengths = np.zeros(vocab_size, dtype=np.int64)
+    sizes = np.zeros((2, max(vocab.values()) + 1), dtype=np.int64)
+    begins = ("Ġ",) if by_bytes else (" ", *spaces)
     for token, i in vocab.items():
-        lengths[i] = length(token)
+        sizes[:, i] = length(token)
+        sizes[1, i] -= prefixes and token.startswith(begins)
+    of_model = spec["model"].get("vocab", {})
+    of_model = {token for token, *_ in of_model} if isinstance(of_model, list) else of_model
     for token in spec["added_tokens"]:
-        lengths[token["id"]] = 0 if token["special"] else len(token["content"].encode())
-    return lengths
+        text = token["content"]
+        if token["special"]:
+            sizes[:, token["id"]] = 0
+        elif by_bytes or not (text in of_model or token["normalized"]):  # its text is that before any normalizer
+            sizes[:, token["id"]] = len(text.encode())
+    return sizes

@@ -26,7 +26,7 @@ from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.layout import ExportTensor, export_tensors, values_of
 from titanlite.tools.convert.reader import read_whole
 from titanlite.tools.convert.source import OpenedWeights, open_source, tokenizer_of
-from titanlite.tools.convert.tokenizer_files import Generation, generation_beside, json_bytes, tokenizer_files
+from titanlite.tools.convert.tokenizer_files import ENDS, Generation, generation_beside, json_bytes, tokenizer_files
 
 ADAPTERS = "adapter_model.safetensors"
 ADAPTERS_CONFIG = "adapter_config.json"
@@ -279,13 +279,14 @@ def _other_files(
             raise UserError(f"{error}, or leave its files out with --no-tokenizer") from None
     known = source.generation or (generation_beside(tokenizer) if tokenizer else Generation({}, {}))
     own = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.eos_id} if tokenizer else {}
-    ends = {name: i for name, i in own.items() if i is not None} | known.ids
     dtypes = {tensor.dtype for tensor in tensors if tensor.dtype.is_floating_point}
     narrowest = min(dtypes, key=lambda dtype: dtype.itemsize)
-    config: dict[str, Any] = {**form.to_config(args), **ends, "torch_dtype": str(narrowest).removeprefix("torch.")}
+    # Where a key is missing, transformers takes the default of the class, which is a token of another tokenizer.
+    config: dict[str, Any] = {**dict.fromkeys(ENDS), **form.to_config(args), **own, **known.ids}
+    config["torch_dtype"] = str(narrowest).removeprefix("torch.")
     if any(tensor.ours == "head.further_norm.weight" for tensor in tensors):
         config["num_nextn_predict_layers"] = 1
-    generation = ends | known.config
+    generation = {name: i for name, i in own.items() if i is not None} | known.ids | known.config
     files = {"generation_config.json": json_bytes(generation)} if generation else {}
     if tokenizer and with_tokenizer:
         add_bos = source.config.data.add_bos if source.config and source.generation is None else None

@@ -2,11 +2,13 @@
 
 import base64
 import json
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from titanlite.data.tokenizer import BESIDE, LLAMA3_SPECIAL_TOKENS, LLAMA3_SPLIT, Tokenizer, files_of, find_tokenizer
+from titanlite.models.formats import complete
 from titanlite.runtime.files import read_small
 from titanlite.tools.ingest.chat_template import read_json
 
@@ -30,8 +32,11 @@ class Generation:
 
 
 def read_generation(folder: Path) -> Generation:
-    """Return what the files of a Hugging Face folder state; nothing of files that are not there."""
+    """Return what the files of a Hugging Face folder state; nothing of files that are not there. A key that config.json
+    lacks has the default of its class."""
     config = read_json(folder / "config.json")
+    with suppress(ValueError):  # a wrong value is an error where the arguments are read
+        config, _ = complete(config, config.get("model_type", ""))
     return Generation({key: config[key] for key in ENDS if key in config}, read_json(folder / "generation_config.json"))
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer
+from titanlite.data.tokenizer import Tokenizer, load_tokenizer, text_bytes
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.signals import end_with_parent, shielding_children
 from titanlite.tools.ingest.chat import FIELD, ChatDocument, ChatOptions, ChatReader
@@ -70,7 +70,8 @@ class Encoded:
     mask: np.ndarray | None
     """True for tokens that count in the loss; None for all."""
     counts: dict[int, Counter[str]]
-    """Counts by source: documents, tokens, bytes (of text), empty (documents), errors, left_out (binary files)."""
+    """Counts by source: documents, tokens, bytes (of text), token_bytes (of text by its tokens), empty (documents),
+    errors, left_out (binary files)."""
     errors: list[str]
     """The first, with file and line."""
 
@@ -84,6 +85,7 @@ class Encoder:
         self.bos = _mark(tokenizer, tokenizer.bos_id, options.bos, "bos", "begins")
         self.eos = _mark(tokenizer, tokenizer.eos_id, options.eos, "eos", "ends")
         self._chats = ChatReader(options.chat, tokenizer) if options.chat else None
+        self._sizes = tokenizer.token_bytes()
 
     def encode(self, parts: Sequence[Part]) -> Encoded:
         out = _Output()
@@ -101,15 +103,23 @@ class Encoder:
                 else:
                     count["documents"] += part.begins
                     count["bytes"] += document.text_bytes
+                    before = out.token_bytes
                     if isinstance(document, ChatDocument):
                         count["tokens"] += out.add_chat(document)
+                        out.token_bytes += text_bytes(self._sizes, document.ids) + self._names(document.ids)
                     else:
                         count["tokens"] += self._add(out, document.segments, begins=part.begins, ends=part.ends)
+                    count["token_bytes"] += out.token_bytes - before
         return out.finish(self.tokenizer.vocab_size)
 
     def _read(self, part: Part) -> Iterator[Document | ChatDocument | Bad]:
         field = self.options.text_field
         return self._chats.read(part, field) if self._chats else read_documents(part, field)
+
+    def _names(self, ids: np.ndarray) -> int:
+        """Return the bytes of the names of special tokens, which are part of the text of a chat."""
+        special = Counter(ids[self._sizes[0][ids] == 0].tolist())
+        return sum(len(self.tokenizer.decode(np.array([i])).encode()) * count for i, count in special.items())
 
     def _add(self, out: "_Output", segments: list[Segment], *, begins: bool, ends: bool) -> int:
         """Returns how many tokens there are more."""
@@ -120,6 +130,7 @@ class Encoder:
             end += len(self.bos)
         for text, counts in segments:
             ids = self.tokenizer.encode(text, begins=begins)
+            out.token_bytes += text_bytes(self._sizes, ids, begins=begins)
             begins = False
             out.pieces.append(ids)
             end += len(ids)
@@ -139,7 +150,7 @@ class _Output:
     """Builder of an `Encoded`."""
 
     def __init__(self) -> None:
-        self.size = 0
+        self.size = self.token_bytes = 0
         self.pieces = [np.empty(0, dtype=np.uint32)]
         self.starts: list[int] = []
         self.masked: list[tuple[int, int]] = []

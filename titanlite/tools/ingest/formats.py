@@ -10,9 +10,10 @@ import inspect
 import json
 import os
 import re
+import struct
 import tarfile
 from collections.abc import Callable, Iterable, Iterator
-from itertools import groupby, islice
+from itertools import groupby, islice, pairwise
 from typing import Any, NamedTuple
 
 from titanlite.data.pieces import PIECE_BYTES, cut
@@ -25,6 +26,8 @@ SNIFFED = 2**13
 STREAM = "datasets.Dataset.from_file(FILE).to_parquet(OUT)"
 """Expression that converts a file of Arrow's stream format."""
 MOST_ROWS = 2**13
+RESERVED = re.compile(r"(\./)*__[^/]*__(/|$)")
+"""Members of a tar archive that hold no samples, by WebDataset's rule."""
 TOOLS = "tools"
 """Field beside a chat, with the functions that the assistant may call."""
 
@@ -296,7 +299,7 @@ def _read_tar(file: File, _: str, chunk_bytes: int) -> Iterator[Step]:
         try:  # tarfile reads single blocks, so that what follows the last one stays in the stream
             fileobj: Any = stream  # tarfile calls only `read`
             with tarfile.open(fileobj=fileobj, mode="r|", bufsize=tarfile.BLOCKSIZE) as archive:
-                members = (member for member in archive if member.isfile())
+                members = (member for member in archive if member.isfile() and not RESERVED.match(member.name))
                 for _key, sample in groupby(members, key=lambda member: _sample_name(member.name)[0]):
                     texts: dict[str, Part] = {}
                     for member in sample:
@@ -338,7 +341,12 @@ def _documents(function: Callable[[str, str], Iterable[Any]]) -> Reader:
         try:
             for number, document in enumerate(function(file.path, text_field), start=1):
                 row = document if isinstance(document, dict) else {text_field: document}
-                data = json.dumps(row, default=str).encode()
+                row = {name: value if name in (text_field, TOOLS) else None for name, value in row.items()}
+                try:
+                    data = json.dumps(row, default=_as_json).encode()
+                except TypeError as error:
+                    yield bad(file, f"field {text_field!r}: {error}", f": document {number}"), done
+                    continue
                 done = min(done + len(data), file.size)
                 yield Part(file.source, f"{file.path}: document {number}", "json", data), done
         except Exception as error:  # the user's code and packages have errors of their own
@@ -348,13 +356,60 @@ def _documents(function: Callable[[str, str], Iterable[Any]]) -> Reader:
     return read
 
 
-@_documents
-def _read_mds(path: str, text_field: str) -> Iterable[Any]:
-    """Read a folder that MosaicML's streaming wrote."""
-    from streaming import LocalDataset  # pyright: ignore[reportMissingImports]
+def _as_json(value: Any) -> str:
+    """Return what stands in JSON for a value of another type: a date, for instance, but not bytes or an array."""
+    if isinstance(value, bytes | bytearray | memoryview) or getattr(value, "ndim", 0):
+        raise TypeError(f"{type(value).__name__} is not text")
+    return str(value)
 
-    dataset = LocalDataset(path)
-    return (dataset[number] for number in range(len(dataset)))
+
+def _read_mds(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
+    """Read a shard of MosaicML's streaming, without its package: the number of samples, where each begins (uint32), the
+    columns as JSON, then the samples. Each is the sizes of those columns that have none of their own, then all values.
+    """
+    with Stream(file.path, file.packing) as stream:
+        try:
+            [count] = struct.unpack("<I", stream.read(4))
+            places = struct.unpack(f"<{count + 1}I", stream.read(4 * (count + 1)))
+            about = json.loads(stream.read(places[0] - 4 * (count + 2)))
+            sizes = dict(zip(about["column_names"], about["column_sizes"], strict=True))
+            encodings = dict(zip(about["column_names"], about["column_encodings"], strict=True))
+        except (ValueError, KeyError, TypeError, struct.error, MemoryError, OverflowError):
+            yield bad(file, f"damaged: {stream.damage or 'no shard of MDS, or cut'}"), file.size
+            return
+        if encodings.get(text_field) not in ("str", "json"):
+            why = f"column {text_field!r} has the encoding {encodings.get(text_field)}: str and json can be read"
+            yield bad(file, why if text_field in encodings else no_field(text_field, encodings)), file.size
+            return
+        wanted = [name for name in (text_field, TOOLS) if encodings.get(name) in ("str", "json")]
+        for number, (begin, end) in enumerate(pairwise(places)):
+            place = f"{file.path}: sample {number}"
+            try:
+                values = _mds_values(stream.read(max(end - begin, 0)), end - begin, sizes)
+                row = [f"{json.dumps(name)}: {_mds_json(values[name], encodings[name])}" for name in wanted]
+                yield Part(file.source, place, "json", f"{{{', '.join(row)}}}".encode()), stream.done
+            except UnicodeDecodeError as error:
+                yield Part(file.source, place, "bad", f"not UTF-8: byte {error.start:,}".encode()), stream.done
+            except (ValueError, struct.error):
+                why = f"damaged: {stream.damage or 'it ends early'}; what follows cannot be read"
+                yield Part(file.source, place, "bad", why.encode()), file.size
+                return
+
+
+def _mds_values(data: bytes, length: int, sizes: dict[str, int | None]) -> dict[str, bytes]:
+    free = [name for name, size in sizes.items() if not size]
+    stated = dict(zip(free, struct.unpack_from(f"<{len(free)}I", data), strict=True))
+    values, at = {}, 4 * len(free)
+    for name, size in sizes.items():
+        end = at + (size or stated[name])
+        values[name], at = data[at:end], end
+    if at != length or len(data) != length:
+        raise ValueError
+    return values
+
+
+def _mds_json(value: bytes, encoding: str) -> str:
+    return value.decode() if encoding == "json" else json.dumps(value.decode())
 
 
 def own_kind(name: str) -> str:
@@ -375,10 +430,10 @@ FORMATS = {
     "parquet": Format(_read_parquet, (".parquet",), "pyarrow"),
     "arrow": Format(_read_arrow, (".arrow", ".feather"), "pyarrow"),
     "tar": Format(_read_tar, (".tar",)),
-    "mds": Format(_read_mds, package="streaming", install="pip install mosaicml-streaming"),
+    "mds": Format(_read_mds, (".mds",)),
     "dataset": Format(_read_dataset, package="datasets", install="pip install datasets"),
 }
-READABLE = "text and JSON lines (both also .gz and .zst), .parquet, .arrow and .tar can be read"
+READABLE = "text, JSON lines and .mds (also .gz and .zst), .parquet, .arrow and .tar can be read"
 
 
 def read_file(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:

@@ -1,6 +1,6 @@
 """Find the files that paths of `[data]` and `titanlite data prepare` name, in the order in which they are read.
 
-Only names are looked at here, and the first line of a `.json` file that is named itself.
+Only names are looked at here, the first line of a `.json` file that is named itself, and the beginning of `index.json`.
 """
 
 import glob
@@ -18,13 +18,16 @@ from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import is_file_url, why_not_writable
 from titanlite.tools.ingest.formats import FORMATS, READABLE, File, first_object, own_kind
-from titanlite.tools.ingest.streams import PACKINGS, state_of, states_at
+from titanlite.tools.ingest.streams import PACKINGS, states_at
 
 logger = logging.getLogger(__name__)
 
 STDLIB_LEAVES_OUT = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
 STDLIB_VALIDATION = 16
 """Each file whose number is a multiple of this is for validation."""
+ABOUT_OTHERS = {"_SUCCESS", "_metadata", "_common_metadata", "dataset_info.json", "dataset_infos.json", "state.json"}
+"""Files that Spark and Hugging Face datasets write beside those with text."""
+OF_DATATROVE = ".ds", ".ds.index", ".ds.metadata", ".ds.loss"
 KINDS = {suffix: kind for kind, file_format in FORMATS.items() for suffix in file_format.suffixes}
 
 
@@ -137,15 +140,33 @@ def _walk(root: str, source: int) -> Iterator[File]:
         elif {"dataset_info.json", "state.json"} <= set(names):
             yield File(folder, source, "dataset", identity=identity)
             folders.clear()
-        elif "index.json" in names and any(".mds" in name for name in names):
-            yield File(folder, source, "mds", "", True, *state_of(folder), identity)
-            folders.clear()
         else:
-            for name in names:
+            for name in _leave_out(folder, names):
                 path = os.path.join(folder, name)
                 if not name.startswith(".") and (os.path.isfile(path) or os.path.islink(path)):
                     yield _file(path, source, named=False)
         visited.add(identity)
+
+
+def _leave_out(folder: str, names: list[str]) -> list[str]:
+    """Return the names of a folder's files without those that describe others.
+
+    Raises:
+        UserError: the files are those of a program that writes tokens or arrays, and no text.
+    """
+    begin = b""
+    if "index.json" in names:
+        with open(os.path.join(folder, "index.json"), "rb") as file:
+            begin = file.read(2**12)
+    if b'"chunks"' in begin and b'"chunk_bytes"' in begin:
+        raise UserError(f"{folder} is a dataset of litdata, whose chunks are not text: write its texts as JSON lines")
+    if any(name.endswith((".ds", ".ds.index")) for name in names):
+        logger.warning("%s holds tokens of datatrove, not text, which are left out", folder)
+    # A shard of MDS may be there packed and unpacked. Its index may be that of several folders.
+    left_out = ABOUT_OTHERS | {f"{name}{packing}" for name in names if name.endswith(".mds") for packing in PACKINGS}
+    if b'"shards"' in begin and b'"raw_data"' in begin:
+        left_out |= {"index.json"}
+    return [name for name in names if name not in left_out and not name.endswith(OF_DATATROVE)]
 
 
 def _refuse(error: OSError) -> NoReturn:
@@ -159,6 +180,8 @@ def _file(path: str, source: int, *, named: bool, state: tuple[int, int | str] |
     if packing := PACKINGS.get(suffix, ""):
         suffix = os.path.splitext(stem)[1]
     kind = KINDS.get(suffix, "text")
+    if kind == "text" and stem.endswith(".mds"):
+        raise UserError(f"{path}: MDS compressed as {suffix} cannot be read, {' and '.join(PACKINGS)} can: unpack it")
     identity: Any = path
     try:
         if state is None:

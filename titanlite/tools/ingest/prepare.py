@@ -42,9 +42,10 @@ WORKER_BYTES = 2**24
 """Input that makes another process worth its start."""
 MOST_CHECKED_BYTES = 2**28
 """Size up to which a start reads a whole cache to compare checksums: a fraction of a second."""
-COUNTS = {name: name for name in ("documents", "tokens", "empty", "errors", "left_out")} | {"bytes": "text_bytes"}
-"""Counts of each input in the index, and the names of their sums: documents, tokens, bytes of the text in UTF-8, empty
-documents, errors, and binary files that are left out."""
+COUNTS = {name: name for name in ("documents", "tokens", "empty", "errors", "left_out", "token_bytes")}
+COUNTS |= {"bytes": "text_bytes"}
+"""Counts of each input in the index, and the names of their sums: documents, tokens, empty documents, errors, binary
+files that are left out, bytes of text that the tokens stand for, and bytes of the text in UTF-8."""
 MOST_INPUTS = 20
 """Inputs that the report lists; the index has all."""
 Report = Callable[[str], None]
@@ -299,7 +300,7 @@ def _write(task: _Task) -> None:
                 _stop_at_errors(task, encoded.errors)
                 for source, counts in encoded.counts.items():
                     for name, count in counts.items():
-                        notes["inputs"][source][name] += count
+                        notes["inputs"][source][name] = notes["inputs"][source].get(name, 0) + count
                 notes["first_errors"] = (notes["first_errors"] + encoded.errors)[:FIRST]
                 if len(encoded.tokens):
                     writer.add(encoded.tokens, encoded.starts, encoded.mask, position=chunk.position)
@@ -307,7 +308,7 @@ def _write(task: _Task) -> None:
                 rate = made / (time.monotonic() - started)
                 advance(chunk.done - read, f"tokenizing: {made:,} tokens, {rate:,.0f}/s")
                 read = chunk.done
-        notes |= {total: sum(entry[name] for entry in notes["inputs"]) for name, total in COUNTS.items()}
+        notes |= {total: sum(entry.get(name, 0) for entry in notes["inputs"]) for name, total in COUNTS.items()}
         if writer.tokens == 0:
             raise UserError(f"{', '.join(task.paths[:3])}: nothing to make tokens of; {_left_out(notes)}")
     seconds = time.monotonic() - started

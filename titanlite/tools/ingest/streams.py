@@ -1,5 +1,6 @@
 """The bytes of a file, here or at a URL, unpacked where it is packed with gzip or zstd."""
 
+import errno
 import gzip
 import io
 import os
@@ -15,6 +16,10 @@ from titanlite.runtime.errors import RunError, UserError
 BLOCK = 2**13
 """Bytes that are unpacked at once: damage costs at most these."""
 PACKINGS = {".gz": "gzip", ".zst": "zstd", ".zstd": "zstd"}
+WIDE = (
+    "it was packed with a window of more than 2^27 bytes (zstd --long=28 or more), which pyarrow does not read: pack "
+    "it anew with zstd -dc --long=31 FILE | zstd -o NEW"
+)
 REMOTE_BLOCK = 2**22
 """Bytes that are read at once from a URL."""
 VERSIONS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "Last-Modified", "created")
@@ -68,6 +73,8 @@ class Stream:
         except (OSError, EOFError, zlib.error) as error:
             if isinstance(error, OSError) and error.errno:  # an error of the disk has a number
                 raise
+            if "too much memory" in str(error):
+                raise OSError(errno.EFBIG, WIDE) from None
             self.damage = str(error)
         return b"".join(found)
 
@@ -96,7 +103,7 @@ def open_binary(path: str | Path) -> IO[bytes]:
 
 
 def state_of(path: str) -> tuple[int, int | str]:
-    """Return the size of a file, or of the files in a folder, and the time of the last change, or the version at a URL.
+    """Return the size of a file, and the time of its last change, or the version at a URL.
 
     Raises:
         OSError: the file is not there.
@@ -105,8 +112,8 @@ def state_of(path: str) -> tuple[int, int | str]:
     if "://" in path:
         [state] = states_at(path).values()
         return state
-    stats = [os.stat(file) for file in (os.scandir(path) if os.path.isdir(path) else [path])]
-    return sum(stat.st_size for stat in stats), max(stat.st_mtime_ns for stat in stats)
+    stats = os.stat(path)
+    return stats.st_size, stats.st_mtime_ns
 
 
 def states_at(url: str) -> dict[str, tuple[int, str]]:

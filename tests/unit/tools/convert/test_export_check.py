@@ -1,5 +1,6 @@
 """`export --check` names what differs: each mistake that tables of names can have is made on purpose."""
 
+import json
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -8,9 +9,11 @@ from pathlib import Path
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer, models
 
 from tests.support.helpers import mentions
 from tests.support.weights import OWN, one_process, random_model, save_model, save_random
+from titanlite.data.tokenizer import load_tokenizer
 from titanlite.models.base import Model
 from titanlite.models.formats import Entry, Formats, HuggingFace, Table
 from titanlite.tools import cli
@@ -19,6 +22,7 @@ from titanlite.tools.convert.check import CheckFailed, check_folder
 from titanlite.tools.convert.export import OutputFolder, export_folder
 from titanlite.tools.convert.layout import export_tensors
 from titanlite.tools.convert.source import OpenedWeights, open_source
+from titanlite.tools.convert.tokenizer_files import read_generation
 
 Change = Callable[[Entry], Entry]
 
@@ -95,6 +99,23 @@ MISTAKES: dict[str, tuple[str, Change, str]] = {
         "layers.0.feed_forward.w1 (model.layers.0.mlp.experts.0.gate_proj.weight) and ",
     ),
 }
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("family", OWN)
+def test_tokens_that_a_tokenizer_lacks_are_stated_as_null(
+    family: str, sources: dict[str, OpenedWeights], tmp_path: Path
+) -> None:
+    """The classes of transformers have ids of other tokenizers as defaults: Llama's 1 and 2, SmolLM3's 128000."""
+    fast = Tokenizer(models.BPE({letter: i for i, letter in enumerate("abc")}, []))
+    fast.save(str(tmp_path / "tokenizer.json"))
+    source = replace(sources[family], tokenizer=load_tokenizer(str(tmp_path / "tokenizer.json")))
+    export_folder(source, OutputFolder(str(tmp_path / "hf")), max_shard_bytes=10**9, with_tokenizer=False)
+    stated = json.loads((tmp_path / "hf/config.json").read_text())
+    read = transformers.AutoConfig.from_pretrained(tmp_path / "hf")
+    for key in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        assert (stated[key], getattr(read, key)) == (None, None), key
+    assert read_generation(tmp_path / "hf").ids == dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
 
 
 @pytest.mark.long

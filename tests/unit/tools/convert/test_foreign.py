@@ -364,10 +364,10 @@ def test_an_export_copies_nothing_that_a_link_leads_to(
         assert repr(link.name) in capfd.readouterr().err
         assert not (tmp_path / "out").exists()
         link.unlink()
-    shutil.copy(private, folder / "inside")
+    (folder / "inside").write_text("{}")
     (folder / name).symlink_to("inside")
     assert cli.run([*export, str(folder)]) == 0
-    assert (tmp_path / "out" / name).read_bytes() == private.read_bytes()
+    assert (tmp_path / "out" / name).read_bytes() == b"{}"
     assert not (tmp_path / "out" / name).is_symlink()
 
 

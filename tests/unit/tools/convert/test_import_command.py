@@ -89,7 +89,7 @@ def test_what_ends_a_text_is_that_of_the_source(tmp_path: Path, capfd: pytest.Ca
             {"bos_token_id": 5, "eos_token_id": [1, 2], "pad_token_id": None},
             {"do_sample": True, "temperature": 0.6},
         ),
-        (bare, {}, {}),
+        (bare, {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": None}, {}),  # the defaults of Llama's class
     ):
         place = tmp_path / f"from_{folder.name}"
         assert imported(folder, "--out", place / "ours") == 0

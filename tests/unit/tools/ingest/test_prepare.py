@@ -16,10 +16,8 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
-from importlib.machinery import ModuleSpec
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 from uuid import uuid4
 
@@ -151,32 +149,39 @@ def tar_of_texts(texts: list[str]) -> bytes:
     return as_tar(members)
 
 
-def write_mds(folder: Path, texts: list[str]) -> Path:
-    """A folder of MDS, as far as anything but its own package looks at it."""
-    write(folder / "index.json", "{}")
-    write(folder / "shard.00000.mds", as_lines(texts))
+def mds_shard(rows: list[dict[str, bytes]], **encodings: str) -> bytes:
+    """A shard as MDSWriter of MosaicML's streaming writes it. A column of int has 8 bytes, others their size before."""
+    names = sorted(encodings)
+    sizes = [8 if encodings[name] == "int" else None for name in names]
+    about = {"column_encodings": [encodings[name] for name in names], "column_names": names, "column_sizes": sizes}
+    head = json.dumps({**about, "format": "mds", "version": 2}, sort_keys=True).encode()
+    samples = []
+    for row in rows:
+        free = [len(row[name]) for name, size in zip(names, sizes, strict=True) if size is None]
+        samples.append(np.array(free, "<u4").tobytes() + b"".join(row[name] for name in names))
+    places = 4 * (len(rows) + 2) + len(head) + np.cumsum([0, *map(len, samples)])
+    return np.uint32(len(rows)).tobytes() + places.astype("<u4").tobytes() + head + b"".join(samples)
+
+
+def mds_index(*files: str) -> str:
+    shards = [{"column_names": [], "format": "mds", "raw_data": {"basename": file}} for file in files]
+    return json.dumps({"shards": shards, "version": 2}, sort_keys=True)
+
+
+def mds_of_texts(texts: list[str], encoding: str = "str") -> bytes:
+    values = [json.dumps(text) if encoding == "json" else text for text in texts]
+    rows = [{"id": b"\0" * 8, "image": b"\xff", "text": value.encode()} for value in values]
+    return mds_shard(rows, id="int", image="bytes", text=encoding)
+
+
+def write_mds(folder: Path, texts: list[str], encoding: str = "str") -> Path:
+    folder.mkdir(parents=True)
+    for number, part in enumerate((texts[:2], texts[2:])):
+        data = mds_of_texts(part, encoding)
+        (folder / f"shard.{number:05}.mds").write_bytes(data)
+        (folder / f"shard.{number:05}.mds.zstd").write_bytes(compress_zstd(data))
+    write(folder / "index.json", mds_index("shard.00000.mds", "shard.00001.mds"))
     return folder
-
-
-class LocalDataset:
-    """Stands in for that of MosaicML's streaming, which is no dependency of the tests."""
-
-    def __init__(self, local: str) -> None:
-        lines = (Path(local) / "shard.00000.mds").read_text().splitlines()
-        self.rows = [json.loads(line) | {"image": b"\xff"} for line in lines]
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        return self.rows[index]
-
-
-@pytest.fixture(autouse=True)
-def streaming(monkeypatch: pytest.MonkeyPatch) -> None:
-    module: Any = ModuleType("streaming")
-    module.__spec__, module.LocalDataset = ModuleSpec("streaming", None), LocalDataset
-    monkeypatch.setitem(sys.modules, "streaming", module)
 
 
 OWN = """
@@ -240,6 +245,8 @@ INPUTS: dict[str, Callable[[Path], Path | str]] = {
     "tar": lambda folder: write(folder / "a.tar", tar_of_texts(TEXTS)),
     "folder with tar.gz": lambda folder: write(folder / "sub" / "a.tar.gz", gzip.compress(tar_of_texts(TEXTS))).parent,
     "mds": lambda folder: write_mds(folder / "mds", TEXTS),
+    "mds of json": lambda folder: write_mds(folder / "mds", TEXTS, "json"),
+    "mds at a url": lambda folder: at_url("memory", {"a.mds": mds_of_texts(TEXTS)}) + "/*.mds",
     "dataset": lambda folder: write_dataset(folder / "saved"),
     "folder with a dataset": lambda folder: write_dataset(folder / "above" / "saved").parent,
     "own texts": lambda folder: write_own(folder, TEXTS),
@@ -254,8 +261,9 @@ INPUTS: dict[str, Callable[[Path], Path | str]] = {
 def test_every_kind_of_input_gives_the_same_tokens(kind: str, tmp_path: Path) -> None:
     path = INPUTS[kind](tmp_path)
     size = len("".join(TEXTS).encode())
-    files = len(TEXTS) if kind == "folder of texts" else 1
-    counts = {"documents": 5, "tokens": len(TOKENS), "bytes": size, "empty": 1, "errors": 0, "left_out": 0}
+    files = {"folder of texts": len(TEXTS), "mds": 2, "mds of json": 2}.get(kind, 1)
+    counts = {"documents": 5, "tokens": len(TOKENS), "bytes": size, "token_bytes": size}
+    counts |= {"empty": 1, "errors": 0, "left_out": 0}
     for chunk_bytes in (2**20, 1):
         store = make(path, tmp_path / f"out-{chunk_bytes}", chunk_bytes=chunk_bytes)
         assert tokens_of(store) == TOKENS
@@ -384,6 +392,51 @@ def test_sources_are_walked_in_order(tmp_path: Path) -> None:
         make(root, tmp_path / "again")
 
 
+def test_files_that_describe_others_are_no_documents(tmp_path: Path) -> None:
+    root, text = tmp_path / "src", "a text"
+    write_mds(root / "mds" / "0", [text])
+    write_mds(root / "mds" / "1", [text])
+    write(root / "mds" / "index.json", mds_index("0/shard.00000.mds", "1/shard.00000.mds"))
+    for name in ("_SUCCESS", "_metadata", "dataset_info.json", "dataset_infos.json", "part/state.json"):
+        write(root / "spark" / name, "{}")
+    for name in ("a.ds", "a.ds.index", "a.ds.metadata", "a.ds.loss"):
+        write(root / "datatrove" / name, "gpt2|2\n40\n")
+    write(root / "web" / "_init.txt", text)
+    write(root / "web" / "index.json", text)
+    members = [
+        ("__pre__/a.txt", b"no"),
+        ("./__pre__/a.json", b"no"),
+        ("__index__", b"no"),
+        ("_a/__b/c.txt", text.encode()),
+    ]
+    write(root / "web" / "a.tar", as_tar(members))
+    store = make(root, tmp_path / "out")
+    assert tokens_of(store) == [BOS, *text.encode(), EOS] * 5
+    chunks = {"chunks": [{"chunk_bytes": 9, "filename": "chunk-0-0.bin"}], "config": {}}
+    write(root / "litdata" / "index.json", json.dumps(chunks))
+    with pytest.raises(UserError, match=r"/litdata is a dataset of litdata"):
+        make(root, tmp_path / "again")
+    write(root / "litdata" / "index.json", mds_index("shard.00000.mds"))
+    write(root / "litdata" / "shard.00000.mds.br", "packed")
+    with pytest.raises(UserError, match=r"shard\.00000\.mds\.br\b.*\.br\b.*\.zst"):
+        make(root, tmp_path / "again")
+
+
+@pytest.mark.parametrize("value", ["b'bytes'", "np.arange(3)", "[{'text': b'a', 'loss': True}]"])
+def test_what_is_no_text_is_never_written_as_text(value: str, tmp_path: Path) -> None:
+    """A reader of the user may yield any type, of which only the field with the text must be JSON."""
+    code = "import datetime, numpy as np\ndef read(path, text_field):\n"
+    code += (
+        f"    yield {{'text': 'good', 'day': datetime.date.today(), 'image': b'x'}}\n    yield {{'text': {value}}}\n"
+    )
+    file = write(tmp_path / f"own_{time.monotonic_ns()}.py", code)
+    write(tmp_path / "a.bin", "x")
+    with pytest.raises(UserError, match=r"document 2: field 'text': (bytes|ndarray)"):
+        make(f"reader://{file}:read?{tmp_path}/a.bin", tmp_path / "out")
+    store = make(f"reader://{file}:read?{tmp_path}/a.bin", tmp_path / "out", on_error="skip")
+    assert tokens_of(store) == [BOS, *b"good", EOS]
+
+
 def test_the_standard_library(tmp_path: Path) -> None:
     every, train, validation = (
         [f.path for f in find_files([f"stdlib://{part}"])] for part in ("", "train", "validation")
@@ -455,7 +508,7 @@ def test_a_reader_of_the_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 def test_formats_whose_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    for kind, package in (("mds", "mosaicml-streaming"), ("arrow file", "pyarrow"), ("dataset", "datasets")):
+    for kind, package in (("arrow file", "pyarrow"), ("dataset", "datasets")):
         with pytest.raises(UserError) as raised:
             make(INPUTS[kind](tmp_path), tmp_path / "out")
         assert mentions(str(raised.value), "pip", package)
@@ -556,6 +609,13 @@ def damaged_inputs(folder: Path) -> list[tuple[Path, str, list[str]]]:
         (folder / "other.arrow", "no field 'text': .*other.*data.text_field", []),
         (folder / "cut.arrow", "damaged: ", []),
         (folder / "rows.parquet", "not UTF-8: byte 0", ["a"]),
+        (write(folder / "cut.mds", mds_of_texts(["a", "b"])[:-1]), "damaged: ", ["a"]),
+        (write(folder / "no.mds", b"MDS"), "damaged: ", []),
+        (write(folder / "cut.mds.zst", compress_zstd(mds_of_texts(["a", "b" * 999]))[:-3]), "damaged: ", ["?"]),
+        (write(folder / "latin.mds", mds_shard([{"text": b"a\xe4"}], text="str")), "not UTF-8: byte 1", []),
+        (write(folder / "bytes.mds", mds_shard([{"text": b"a"}], text="bytes")), ".*'text' .*bytes.*str.*json", []),
+        (write(folder / "array.mds", mds_shard([{"text": b"a"}], text="ndarray:uint16")), ".*ndarray:uint16", []),
+        (write(folder / "other.mds", mds_shard([{"body": b"a"}], body="str")), "no field 'text': .*body", []),
         (folder / "other.parquet", "no field 'text': .*other.*data.text_field", []),
         (folder / "cut.parquet", "damaged: ", []),
     ]
@@ -568,7 +628,7 @@ def test_damaged_files_stop_or_are_skipped(tmp_path: Path) -> None:
     for number, (path, message, kept) in enumerate(damaged_inputs(tmp_path / "in")):
         for chunk_bytes in (2**20, 1000):
             out = tmp_path / f"{number}-{chunk_bytes}"
-            where = rf"^{re.escape(str(path))}(:\d+|:\Wrow\W[01]|:\W[ab].(txt|json))?:\W"
+            where = rf"^{re.escape(str(path))}(:\d+|:\W(row|sample)\W[01]|:\W[ab].(txt|json))?:\W"
             with pytest.raises(UserError, match=where + message):
                 make([path, good], out, chunk_bytes=chunk_bytes)
             store = make([path, good], out, chunk_bytes=chunk_bytes, on_error="skip")
@@ -577,6 +637,24 @@ def test_damaged_files_stop_or_are_skipped(tmp_path: Path) -> None:
             assert tokens[-6:] == [BOS, *b"good", EOS]
             if kept != ["?"]:
                 assert tokens[:-6] == [token for text in kept for token in (BOS, *text.encode(), EOS)], path
+
+
+@pytest.mark.parametrize(("log", "name"), [(27, "a.jsonl"), (28, "a.jsonl"), (31, "a.txt"), (31, "a.json")])
+def test_a_window_that_pyarrow_does_not_read_is_named(log: int, name: str, tmp_path: Path) -> None:
+    """A frame of zstd as `--long=LOG` writes it: its window is stated, and one raw block follows."""
+    data = as_lines(["text"])
+    frame = b"\x28\xb5\x2f\xfd\0" + bytes([(log - 10) << 3]) + (len(data) << 3 | 1).to_bytes(3, "little") + data
+    file = tmp_path / f"{name}.zst"
+    file.write_bytes(frame)
+    if log == 27:
+        assert tokens_of(make(file, tmp_path / "out")) == [BOS, *b"text", EOS]
+        return
+    with pytest.raises(UserError) as caught:
+        make(file, tmp_path / "out")
+    assert mentions(str(caught.value), file, "window", "2^27", "--long=31")
+    good = write(tmp_path / "good.txt", "good")
+    if not name.endswith(".json"):
+        assert tokens_of(make([file, good], tmp_path / "out", on_error="skip")) == [BOS, *b"good", EOS]
 
 
 def test_a_truncated_file_keeps_its_whole_lines(tmp_path: Path) -> None:
