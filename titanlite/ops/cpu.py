@@ -96,7 +96,8 @@ class CpuKernels(Kernels):
         wide, source = self.matmul_dtype(x), None
         if not torch.compiler.is_compiling():
             source = source_of(x) if any(weight.requires_grad for weight in weights) else None
-            if source or wide != x.dtype:
+            # Several gradients of x are added up before they join those of other layers, whether x is kept or not.
+            if source or wide != x.dtype or len(weights) > 1:
                 return _Linears.apply(x, wide, source, *weights)
         return tuple(F.linear(x.to(wide), weight.to(wide)).type_as(x) for weight in weights)
 
@@ -179,17 +180,18 @@ class _Linears(torch.autograd.Function):
         # Keep the source's saved tensors, not the source: pipelines compute gradients of weights last, when it is gone.
         kept = source.saved_tensors if source else [x] if any(ctx.needs_input_grad[3:]) else []
         ctx.save_for_backward(*weights, *kept)
-        ctx.wide, ctx.again = wide, source.again if source else None
+        ctx.wide, ctx.input_again = wide, source.again if source else None
         x_wide = x.to(wide)
         return tuple(F.linear(x_wide, weight.to(wide)).type_as(x) for weight in weights)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        weights, kept = ctx.saved_tensors[: len(gradients)], ctx.saved_tensors[len(gradients) :]
+        saved = ctx.saved_tensors  # once: a checkpoint recomputes them when they are asked for, and forgets them
+        weights, kept = saved[: len(gradients)], saved[len(gradients) :]
         rows, d_x, d_weights = torch.empty(0), None, []
         x_needs, _, _, *weights_need = ctx.needs_input_grad
         if any(weights_need):
-            rows = (ctx.again(*kept) if ctx.again else kept[0]).flatten(0, -2).to(ctx.wide)
+            rows = (ctx.input_again(*kept) if ctx.input_again else kept[0]).flatten(0, -2).to(ctx.wide)
         for gradient, weight, needs in reversed([*zip(gradients, weights, weights_need, strict=True)]):
             of_rows = gradient.flatten(0, -2).to(ctx.wide)
             if x_needs:

@@ -1,5 +1,6 @@
 """Prediction of the token after the next, against the module of transformers and plain formulas of the loss."""
 
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -8,12 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from transformers.modeling_layers import MtpLayer
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3DecoderLayer, DeepseekV3RMSNorm
 
 from tests.support import models
 from tests.support.distillation import Given
-from tests.support.families import built, oracle, renamed
+from tests.support.families import FAMILIES, built, oracle, renamed
 from tests.support.models import plain_step
 from tests.support.weights import one_process, random_model, save_model, small_toml
 from titanlite.batch import IGNORE, Batch
@@ -26,6 +28,7 @@ from titanlite.observer import OnPhase
 from titanlite.ops.attention import SequencePart
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
+from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schema import Distill
 from titanlite.step import model_arguments, no_observer
@@ -87,6 +90,35 @@ def test_the_module_is_that_of_transformers() -> None:
         expected = theirs(next_BLD, hidden_BLD, positions, mask, None, None)
     assert expected.std() > 0.1
     assert (seen[0] - expected)[:, :-1].abs().max() < 1e-5
+
+
+SEVERAL = {"llama3": models.SMALL, "qwen3": models.DENSE, "qwen3_moe": models.MOE}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("family", [*FAMILIES, *SEVERAL])
+def test_recomputation_and_hooks_of_kept_tensors_change_no_gradient(family: str, dtype: torch.dtype) -> None:
+    """Nor do activations on the host, which are such hooks. Within them, linear layers keep other tensors. Yet the
+    gradients of a tensor that several layers take are added up in one order."""
+
+    def gradients(mode: str) -> dict[str, Tensor]:
+        model = predicting(family) if family in FAMILIES else models.built(SEVERAL[family])
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(dtype)
+        set_kernels(model, CpuKernels(hardware_bfloat16=False))
+        if mode != "hooks":
+            apply_activation_checkpoint(model, [mode] * len(model.layers))
+        with saved_tensors_hooks(lambda kept: kept, lambda kept: kept) if mode == "hooks" else nullcontext():
+            loss = measured(model, TOKENS[:, 1:]).total if family in FAMILIES else model(TOKENS).float().square().sum()
+        loss.backward()
+        return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients("none")
+    assert len(expected) > 20
+    for mode in ("full", "op", "hooks"):
+        found = gradients(mode)
+        assert [name for name in expected if not torch.equal(found[name], expected[name])] == [], mode
 
 
 def plain_loss(model: Decoder, labels: Tensor) -> tuple[Tensor, Tensor]:
