@@ -18,7 +18,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
 from titanlite.tools.convert.quantized import NARROW, form_of
 from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Region
-from titanlite.tools.convert.renamed import renamed, unstacked
+from titanlite.tools.convert.renamed import by_table
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -115,6 +115,8 @@ class HuggingFaceFolder(ForeignSource):
     def _config(self) -> dict[str, Any]:
         file = self.folder / CONFIG
         if not file.is_file():
+            for weights in self._files():  # what they are may say more
+                _open(weights, [])
             raise UserError(f"{self.folder} has no {CONFIG}, which describes the model")
         return _read_json(file_inside(self.folder, CONFIG))
 
@@ -122,9 +124,14 @@ class HuggingFaceFolder(ForeignSource):
         """Return all tensors of the folder. Files of base models lack the prefix `model.` of the table."""
         config = self._config() if (self.folder / CONFIG).is_file() else {}
         form = form_of(config, str(self.folder / CONFIG))
-        stored = {tensor.name: tensor for file, names in self._files().items() for tensor in _open(file, names)}
+        stored: dict[str, ForeignTensor] = {}
+        for file, names in self._files().items():
+            for tensor in _open(file, names):
+                if tensor.name in stored:
+                    raise UserError(f"{self.folder} has {tensor.name} in several files, and no {INDEX}")
+                stored[tensor.name] = tensor
         found: dict[str, ForeignTensor] = {}
-        for name, tensor in self._renamed(form.widened(stored) if form else stored, table).items():
+        for name, tensor in by_table(form.widened(stored) if form else stored, table).items():
             if tensor.dtype not in DTYPES.values():
                 raise UserError(f"{self.where}: {name} is {tensor.dtype}: only {', '.join(DTYPES)} are read")
             if table.place(name) is None and table.place(f"model.{name}"):
@@ -135,15 +142,6 @@ class HuggingFaceFolder(ForeignSource):
             if name not in found and other in found and table.place(name) and _is_tied(config):
                 found[name] = replace(found[other], name=name)
         return [*found.values()]
-
-    def _renamed(self, stored: dict[str, ForeignTensor], table: Table) -> dict[str, ForeignTensor]:
-        """Return tensors by the names of the table."""
-        if table.renaming is not None:
-            return renamed(stored, table.renaming)
-        found: dict[str, ForeignTensor] = {}
-        for name, tensor in stored.items():
-            found |= unstacked(tensor, table) or {name: tensor}
-        return found
 
     def _files(self) -> dict[Path, list[str] | None]:
         """Return the files of the weights, with the names of the index to read from each; None: all that it has."""
@@ -198,10 +196,24 @@ def _open(path: Path, names: list[str] | None) -> list[ForeignTensor]:
         file = safe_open(path, framework="pt")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged or incomplete: {error}") from None
+    if _is_shard(file.metadata() or {}):
+        raise UserError(
+            f"{path} is a shard of DCP's HuggingFaceStorageWriter, and not consolidated: save with "
+            "enable_consolidation = True, or call consolidate_safetensors_files of torch.distributed.checkpoint"
+        )
     stored = {*file.keys()}
     if names and (missing := [name for name in names if name not in stored]):
         raise UserError(f"{path} lacks {missing[0]}, which the index lists")
     return [_tensor(file, path, name) for name in sorted(stored if names is None else names)]
+
+
+def _is_shard(metadata: dict[str, str]) -> bool:
+    """Return whether a file of DCP has parts of tensors that do not begin at their beginning, by its own word."""
+    try:
+        parts = json.loads(metadata.get("DCP_SHARDING_INFO", "{}"))
+        return any(any(part["saved_offsets"]) for part in parts.values())
+    except (ValueError, LookupError, AttributeError, TypeError, RecursionError):
+        return True
 
 
 def _tensor(file: Any, path: Path, name: str) -> ForeignTensor:

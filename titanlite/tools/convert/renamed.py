@@ -16,7 +16,21 @@ STACKS = {
 """Stacks of all experts in models of transformers 5, and the matrices of one expert in files, in the order of rows."""
 
 
-def unstacked(stack: ForeignTensor, table: Table) -> dict[str, ForeignTensor]:
+def by_table(stored: Mapping[str, ForeignTensor], table: Table) -> dict[str, ForeignTensor]:
+    """Return tensors by the names of a table, where they have further ones.
+
+    Raises:
+        UserError: tensors cannot be joined.
+    """
+    if table.renaming is not None:
+        return _renamed(stored, table.renaming)
+    found: dict[str, ForeignTensor] = {}
+    for name, tensor in stored.items():
+        found |= _unstacked(tensor, table) or {name: tensor}
+    return found
+
+
+def _unstacked(stack: ForeignTensor, table: Table) -> dict[str, ForeignTensor]:
     """Return the matrices of the experts in a stack; nothing if the tensor is none, or if the table has it so.
 
     Files have a stack where transformers saved its own state, as `save_pretrained(save_original_format=False)` does.
@@ -46,7 +60,7 @@ def unstacked(stack: ForeignTensor, table: Table) -> dict[str, ForeignTensor]:
     return {tensor.name: tensor for tensor in found}
 
 
-def renamed(stored: Mapping[str, ForeignTensor], renaming: Renaming) -> dict[str, ForeignTensor]:
+def _renamed(stored: Mapping[str, ForeignTensor], renaming: Renaming) -> dict[str, ForeignTensor]:
     """Return what becomes of tensors. Those that are made of several are computed when they are read.
 
     Raises:

@@ -1,12 +1,16 @@
-"""Weights of a checkpoint of torchtitan 0.2: a folder of DCP, with the model's names at the top."""
+"""Weights in a folder of DCP that titanlite has not written: of torchtitan 0.2, or with the names of Hugging Face.
 
-from collections.abc import Mapping
+Lightning Fabric and plain PyTorch save a model of transformers under its own names.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 
 from titanlite.checkpoint.dcp_read import MOST_METADATA, load_stored, unpickle_metadata
 from titanlite.checkpoint.manifest import CHECKSUMS, METADATA
@@ -15,14 +19,17 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside, read_small
 from titanlite.storage.storage import MANIFEST
 from titanlite.tools.convert.reader import ForeignSource, ForeignTensor, Part, Region
+from titanlite.tools.convert.renamed import by_table
 
 OTHER_STATES = ("optimizer", "lr_scheduler", "dataloader", "train_state")
+DEEPEST = 3
+"""Levels above the model's tensors that are looked through, one less."""
 IGNORED = ("freqs_cis", "rope_cache")
 """Tables of RoPE, which checkpoints of older versions contain."""
 
 
 class TorchtitanFolder(ForeignSource):
-    """Folder of one step of torchtitan's checkpoints."""
+    """Folder of one step of torchtitan's checkpoints, or of others by DCP."""
 
     def __init__(self, path: Path) -> None:
         self.folder = path
@@ -35,20 +42,41 @@ class TorchtitanFolder(ForeignSource):
         return METADATA in names and CHECKSUMS not in names and not any(name.startswith(MANIFEST) for name in names)
 
     def table(self, formats: Formats) -> Table | None:
-        return formats.torchtitan
+        tables = [formats.torchtitan, formats.hugging_face.tensors if formats.hugging_face else None]
+        known = [table for table in tables if table is not None]
+        names = self._metadata().state_dict_metadata
+        return max(known, key=lambda table: max(_places(names, table).values(), default=0), default=None)
 
     def files(self) -> list[Path]:
         return sorted(file for file in self.folder.iterdir() if file.is_file())
 
     def tensors(self, table: Table, shapes: Mapping[str, tuple[int, ...]]) -> list[ForeignTensor]:
-        file = file_inside(self.folder, METADATA)
-        metadata = unpickle_metadata(read_small(file, MOST_METADATA), str(file))
-        found = []
+        metadata = self._metadata()
+        prefix = self._prefix(metadata.state_dict_metadata, table)
+        found = {}
         for fqn, entry in metadata.state_dict_metadata.items():
-            name = fqn.removeprefix("model.")
-            if isinstance(entry, TensorStorageMetadata) and not fqn.startswith(OTHER_STATES) and name not in IGNORED:
-                found.append(self._tensor(fqn, name, entry, metadata.storage_data or {}))
-        return found
+            name = fqn.removeprefix(prefix)
+            is_other = fqn.startswith(OTHER_STATES) or not fqn.startswith(prefix)
+            if isinstance(entry, TensorStorageMetadata) and not is_other and name not in IGNORED:
+                found[name] = self._tensor(fqn, name, entry, metadata.storage_data or {})
+        return [*by_table(found, table).values()]
+
+    def _metadata(self) -> Metadata:
+        file = file_inside(self.folder, METADATA)
+        return unpickle_metadata(read_small(file, MOST_METADATA), str(file))
+
+    def _prefix(self, names: Iterable[str], table: Table) -> str:
+        """Return what the names of the model's tensors begin with.
+
+        Raises:
+            UserError: there are several models.
+        """
+        places = _places(names, table)
+        most = max(places.values(), default=0)
+        found = [prefix for prefix, count in places.items() if count == most]
+        if len(found) > 1 and not {"", "model."} & {*found}:
+            raise UserError(f"{self.folder} has several models, {', '.join(found)}: save one of them as model")
+        return min(found, key=lambda prefix: (prefix not in ("", "model."), prefix), default="model.")
 
     def _tensor(self, fqn: str, name: str, entry: TensorStorageMetadata, places: Any) -> ForeignTensor:
         parts = []
@@ -80,3 +108,13 @@ class TorchtitanFolder(ForeignSource):
             return load_stored(data, sizes, f"{file} ({fqn})")[region]
 
         return read
+
+
+def _places(names: Iterable[str], table: Table) -> Counter[str]:
+    """Return how many names are those of a table, by what stands before them."""
+    found: Counter[str] = Counter()
+    for name in names:
+        parts = name.split(".")
+        prefixes = (".".join([*parts[:depth], ""]) if depth else "" for depth in range(min(len(parts), DEEPEST)))
+        found.update(prefix for prefix in prefixes if table.place(name.removeprefix(prefix)))
+    return found

@@ -16,7 +16,7 @@ from titanlite.tools.convert.reader import ForeignReader, ForeignSource
 from titanlite.tools.convert.torchtitan import TorchtitanFolder
 
 KNOWN = """a checkpoint of titanlite (step-00000100, or the folder of a run), a Hugging Face folder (config.json and \
-*.safetensors), or a step of torchtitan (.metadata)"""
+*.safetensors), or a step of torchtitan or of others by DCP (.metadata)"""
 
 
 TIED_OPTIONS = "tied_head", "tie_word_embeddings"
@@ -36,6 +36,12 @@ def find_source(path: str) -> ForeignSource | None:
         raise UserError(f"no file or folder {place}")
     if place.suffix == ".pth" or any(place.glob("consolidated.*.pth")):
         raise UserError(f"{place} is in Meta's form, which is not read: take the same weights from Hugging Face")
+    adapters = (place if place.is_dir() else place.parent) / "adapter_config.json"
+    if adapters.is_file() and (place.is_dir() or place.name.startswith("adapter_model.")):
+        raise UserError(
+            f"{place} has adapters of PEFT, and no whole model: merge them first, as by "
+            "PeftModel.from_pretrained(base, adapters).merge_and_unload().save_pretrained(folder)"
+        )
     for source in (TorchtitanFolder, HuggingFaceFolder):
         if source.matches(place):
             return source(place)

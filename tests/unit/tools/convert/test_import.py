@@ -189,6 +189,52 @@ def test_checkpoints_of_torchtitan_are_read_bit_for_bit(family: str, tied: bool,
             opened(tmp_path / "untied", spec)
 
 
+@pytest.mark.parametrize("at", ["", "model", "net"])
+@pytest.mark.parametrize(("family", "tied"), CASES)
+def test_dcp_with_the_names_of_transformers_is_read_bit_for_bit(
+    family: str, tied: bool, at: str, tmp_path: Path
+) -> None:
+    """As plain PyTorch and Lightning Fabric save a model of transformers, whose experts are stacks."""
+    oracle = oracle_of(family, tied=tied)
+    state = oracle.state_dict()
+    moments = {f"state.{name}.exp_avg": torch.zeros_like(tensor) for name, tensor in state.items()}
+    others = {"optimizer": moments, "iteration": 3}
+    dcp.save({**(state if at == "" else {at: state}), **others}, checkpoint_id=tmp_path)
+    assert_same(tensors_of(loaded(tmp_path, spec_of(family, oracle))), expected_tensors(oracle))
+    if at == "net":
+        dcp.save({"net": state, "ema": state}, checkpoint_id=tmp_path / "two")
+        with pytest.raises(UserError, match=r"net\., ema\."):
+            opened(tmp_path / "two", spec_of(family, oracle))
+
+
+def test_shards_of_dcp_that_are_not_consolidated_are_refused_as_such(tmp_path: Path) -> None:
+    """What `HuggingFaceStorageWriter(save_distributed=True)` writes on two ranks: parts of tensors, and no config."""
+    from safetensors.torch import save_file
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint._consolidate_hf_safetensors import consolidate_safetensors_files
+
+    oracle = oracle_of("llama3")
+    whole = tmp_path / "whole"
+    dcp.save(oracle.state_dict(), storage_writer=HuggingFaceStorageWriter(str(whole), save_distributed=True))
+    oracle.config.save_pretrained(whole)
+    assert_same(tensors_of(loaded(whole, spec_of("llama3", oracle))), expected_tensors(oracle))
+    for rank in (0, 1):
+        parts = {name: tensor.chunk(2)[rank].clone() for name, tensor in oracle.state_dict().items()}
+        first = {name: rank * (len(oracle.state_dict()[name]) - len(part)) for name, part in parts.items()}
+        offsets = {name: {"saved_offsets": [first[name], 0][: part.ndim]} for name, part in parts.items()}
+        file = tmp_path / f"shard-0000{rank + 1}-model-00001-of-00001.safetensors"
+        save_file(parts, file, {"DCP_SHARDING_INFO": json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"})
+    for config in (False, True):
+        if config:
+            oracle.config.save_pretrained(tmp_path)
+        with pytest.raises(UserError, match=r"not consolidated.* consolidate_safetensors_files"):
+            opened(tmp_path, spec_of("llama3", oracle))
+    (tmp_path / "one").mkdir()
+    consolidate_safetensors_files(str(tmp_path), str(tmp_path / "one"), dict.fromkeys(oracle.state_dict(), 1))
+    oracle.config.save_pretrained(tmp_path / "one")
+    assert_same(tensors_of(loaded(tmp_path / "one", spec_of("llama3", oracle))), expected_tensors(oracle))
+
+
 @pytest.mark.parametrize("name", ["", "consolidated.00.pth"])
 def test_weights_in_the_form_of_meta_are_refused(name: str, tmp_path: Path) -> None:
     (tmp_path / "consolidated.00.pth").touch()
@@ -284,6 +330,10 @@ DAMAGES: dict[str, Callable[[Path], object]] = {
     "no config": lambda folder: (folder / "config.json").unlink(),
     "no JSON": lambda folder: (folder / "config.json").write_text("{"),
     "pickles only": with_pickles_only,
+    "twice": lambda folder: (
+        (folder / "model.safetensors.index.json").rename(folder / "gone")
+        and shutil.copy(next(folder.glob("model-00002*")), folder / "again.safetensors")
+    ),
 }
 
 
@@ -305,6 +355,14 @@ def test_bad_folders_are_refused_in_one_line(damage: str, good: tuple[Path, Mode
         opened(tmp_path / "model", spec)
     assert len(str(refusal.value).splitlines()) == 1
     assert str(tmp_path) in str(refusal.value)
+
+
+@pytest.mark.parametrize("name", ["", "adapter_model.safetensors"])
+def test_adapters_of_peft_are_refused_as_such(name: str, good: tuple[Path, ModelSpec], tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
+    (tmp_path / "adapter_model.safetensors").touch()
+    with pytest.raises(UserError, match=rf"{name}.*PEFT.*merge_and_unload"):
+        opened(tmp_path / name, good[1])
 
 
 def test_pickles_with_other_names_are_not_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
