@@ -62,6 +62,8 @@ class Rollback:
     """Samples that count as consumed at the checkpoint from now on."""
     rollbacks: int
     """Rollbacks of the run so far, this one included."""
+    seq_len: int | None = None
+    """Tokens of those samples. None in records of before: the run's."""
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import Progress
+from titanlite.data.samples import Samples
 from titanlite.guard import Rollback, SpikeFound
 from titanlite.observer import Observers, Phase
 
@@ -29,20 +30,23 @@ def go_back(run: "Run", spike: SpikeFound) -> None:
     Observers(*run.observers).close()
     run.phase.phase(Phase.CHECKPOINT_LOAD)
     loaded = run.checkpoints.go_back()
-    decision = Rollback(loaded.step, loaded.saved_at, run.samples_at(last.step), run.guard.rollbacks + 1)
+    loaded = replace(loaded, samples_seen=run.samples.convert(loaded.samples_seen, loaded.data))
+    samples, seq_len = run.samples_at(last.step), config.training.seq_len
+    decision = Rollback(loaded.step, loaded.saved_at, samples, run.guard.rollbacks + 1, seq_len)
     run.metrics.record_skipped([*spike.skipped[:-1], replace(last, rollback=decision)], run.micro_batches, run.samples)
     logger.warning(
         f"back to step {loaded.step}, over the spike of step {last.step}: the sequences {loaded.samples_seen:,} to "
         f"{decision.samples - 1:,} are left out (rollback {decision.rollbacks} of {config.guard.max_rollbacks})"
     )
     run.samples = run.samples.resume(loaded.data, loaded.samples_seen, config.data.on_change)
-    run.continue_at(after_rollbacks(loaded, [decision]))
+    run.continue_at(after_rollbacks(loaded, [decision], run.samples))
 
 
-def after_rollbacks(progress: Progress, rollbacks: Iterable[Rollback]) -> Progress:
+def after_rollbacks(progress: Progress, rollbacks: Iterable[Rollback], samples: Samples) -> Progress:
     """Return the progress with which a run continues at a checkpoint: that of the last rollback to it, if any."""
     for last in rollbacks:
         if (last.checkpoint, last.saved_at) == (progress.step, progress.saved_at):
             guard = progress.guard | {"rollbacks": last.rollbacks}
-            progress = replace(progress, samples_seen=last.samples, guard=guard)
+            seen = samples.convert(last.samples, {"seq_len": last.seq_len})
+            progress = replace(progress, samples_seen=seen, guard=guard)
     return progress

@@ -4,7 +4,7 @@ import gc
 import logging
 from collections.abc import Callable, Generator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -191,10 +191,11 @@ def build(
     checkpoints = build_checkpoints(setup, trained, samples, open_weights)
     progress = checkpoints.load()
     if progress.step:
+        progress = replace(progress, samples_seen=samples.convert(progress.samples_seen, progress.data))
         samples = samples.resume(progress.data, progress.samples_seen, config.data.on_change)
         skipped = setup.folder.records("skipped")
         rollbacks = rollbacks_of(read_records(skipped))  # read on rank 0 only
-        progress = on_rank_0(world_group(setup.mesh), partial(after_rollbacks, progress, rollbacks))
+        progress = on_rank_0(world_group(setup.mesh), partial(after_rollbacks, progress, rollbacks, samples))
     record_start(
         setup.folder, setup.written, tokenizer=inputs.tokenizer, step=progress.step, ranks=ranks,
         device=device, mesh=setup.mesh,

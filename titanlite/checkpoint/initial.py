@@ -46,7 +46,7 @@ def load_initial(
     open_weights: Opener | None,
     group: dist.ProcessGroup,
     is_cut: bool,
-) -> Manifest | None:
+) -> tuple[Manifest | None, set[str]]:
     """Load the tensors that `initial_load` selects from `initial_load_path` in place, on every rank.
 
     Args:
@@ -55,7 +55,7 @@ def load_initial(
         is_cut: ranks have tensors of different names.
 
     Returns:
-        the manifest there if `initial_load` has the progress.
+        the manifest there if `initial_load` has the progress, and the names of the tensors that were loaded.
 
     Raises:
         UserError: there is no complete checkpoint, names differ without being allowed to, or settings do where the
@@ -98,12 +98,13 @@ def load_initial(
     on_each(group, lambda: _check_fits(wrong, where, other))
     if found:
         logger.warning(f"from {where} are not loaded, as allowed:\n{found}")
+    loaded = {name: tensor for name, tensor in chosen.items() if name not in found.missing}
     try:
-        read_tensors(reader, {name: tensor for name, tensor in chosen.items() if name not in found.missing}, group)
+        read_tensors(reader, loaded, group)
     except DamagedCheckpoint as damage:
         raise UserError(f"checkpoint.initial_load_path: {damage}") from None
     logger.info(f"initial {', '.join(config.initial_load)} from {where}")
-    return manifest if continues else None
+    return (manifest if continues else None), {*loaded}
 
 
 def _open(path: str, open_weights: Opener | None, group: dist.ProcessGroup) -> RankReader:

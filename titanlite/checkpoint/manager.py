@@ -26,7 +26,14 @@ from titanlite.checkpoint.manifest import Manifest, Progress, Settings, copies_n
 from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
-from titanlite.checkpoint.state import State, complete_optimizer_state, put_back_numbers, state_of
+from titanlite.checkpoint.state import (
+    State,
+    begin_anew,
+    complete_optimizer_state,
+    model_state,
+    put_back_numbers,
+    state_of,
+)
 from titanlite.models.base import added_parameters
 from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
@@ -112,9 +119,13 @@ class CheckpointManager:
                 )  # fmt: skip
             except (RunError, UserError) as error:
                 logger.warning(f"checkpoint.local_interval: no local copies are made: {error}")
-        self._settings = RunSettings(settings, [*config.allow_changes, *may_change])
         self._open_weights = open_weights
         self._is_cut = bool(getattr(model, "stages", ())) or worker is not None
+        allowed = [*config.allow_changes, *may_change]
+        self._settings = RunSettings(settings, allowed, model=model_state(model), is_cut=self._is_cut)
+        self._has_state_from_start = {*optimizer.state}
+        self._initial: dict[str, Tensor] = {}
+        """Values of parameters that no checkpoint has yet, since a changed setting has added them."""
         self._group = group
         self._clock = SaveClock(device)
         self._in_flight: tuple[int, Future[Saved]] | None = None
@@ -170,14 +181,16 @@ class CheckpointManager:
                 )
         if self.config.initial_load_path is None:
             return Progress()
-        if any(name.startswith("optimizer") for name in self.config.initial_load):
+        if has_states := any(name.startswith("optimizer") for name in self.config.initial_load):
             complete_optimizer_state(self.model, self.optimizer)
         state = self._state()
-        manifest = load_initial(
+        manifest, loaded = load_initial(
             self.config, state, settings=self._settings, added=added_parameters(self.model),
             open_weights=self._open_weights, group=self._group, is_cut=self._is_cut,
         )  # fmt: skip
         put_back_numbers(self.model, self.optimizer, state)
+        if has_states:
+            begin_anew(self.model, self.optimizer, loaded, has_from_start=self._has_state_from_start)
         return manifest.progress if manifest is not None else Progress()
 
     def go_back(self) -> Progress:
@@ -255,8 +268,14 @@ class CheckpointManager:
     ) -> None:
         complete_optimizer_state(self.model, self.optimizer)
         state = self._state()
-        resumption.load(manifest, self._named(state), open_reader)
+        loaded = resumption.load(manifest, self._named(state), open_reader)
+        if self._worker:
+            loaded = {name.removeprefix(f"worker{self._worker}.") for name in loaded}
         put_back_numbers(self.model, self.optimizer, state)
+        begin_anew(self.model, self.optimizer, loaded, has_from_start=self._has_state_from_start)
+        for name, tensor in state["model"].items():
+            if f"model.{name}" not in loaded:  # a rollback finds trained values
+                tensor.copy_(self._initial.setdefault(name, tensor.detach().clone()))
 
     def watch(self) -> list[Record]:
         """Check on a save in flight. Every rank calls it at the end of every step. Returns records of finished saves.

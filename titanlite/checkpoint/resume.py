@@ -2,19 +2,30 @@
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
 import torch.distributed as dist
+from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
 from titanlite.checkpoint.history import History, RunHistory
 from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
-from titanlite.checkpoint.state import FURTHER, Difference, State, difference, flat, names_of_ranks, selected
+from titanlite.checkpoint.state import (
+    FURTHER,
+    Difference,
+    State,
+    difference,
+    flat,
+    names_of_ranks,
+    parameter_of,
+    selected,
+    to_globs,
+)
 from titanlite.models.base import ModelArgs
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
@@ -30,6 +41,10 @@ logger = logging.getLogger(__name__)
 
 LORA_ALPHA = "lora.alpha"
 """Setting with which adapters in a checkpoint compute."""
+ADD_PARAMETERS = "training.multi_token_weight", "lora"
+"""Settings that add parameters to a model."""
+TRAIN_OTHERS = *ADD_PARAMETERS, "freeze"
+"""Settings that change which parameters are trained."""
 
 
 def resume_settings(config: Config, *, model_args: ModelArgs, inputs: Mapping[str, object]) -> Settings:
@@ -70,24 +85,42 @@ class RunSettings:
     """Returns the settings by the number of samples that the run has seen."""
     may_change: Sequence[str]
     """Globs."""
+    model: Mapping[str, Tensor] = field(default_factory=dict[str, Tensor])
+    """Tensors of the model by name, of this rank."""
+    is_cut: bool = False
+    """Other ranks have other tensors."""
 
     def at(self, samples: int) -> Settings:
         """Return the settings as a manifest that was read has them: tuples are lists."""
         return json.loads(json.dumps(self.of_run(samples)))
 
-    def check(self, manifest: Manifest, where: str) -> None:
-        """Refuse to resume with other settings than the checkpoint's.
+    def changed(self, manifest: Manifest) -> list[str]:
+        """Return the settings that differ from a checkpoint's.
 
         A setting that is missing is off: None, False, 0 or empty. An older version may not have known it.
-
-        Raises:
-            UserError: listing every setting that changed without being allowed to.
         """
         now, then = self.at(manifest.samples), manifest.settings
-        differing = (key for key in sorted(now | then) if (now.get(key) or None) != (then.get(key) or None))
-        changed = [key for key in differing if not selected(key, self.may_change)]
+        return [key for key in sorted(now | then) if (now.get(key) or None) != (then.get(key) or None)]
+
+    def check(self, manifest: Manifest, where: str, *, open_reader: Callable[[], ShardReader] | None = None) -> None:
+        """Refuse to resume with other settings than the checkpoint's.
+
+        Args:
+            open_reader: opens the checkpoint. Default: its tensors are not compared with the model's.
+
+        Raises:
+            UserError: listing every setting that changed without being allowed to, and the options that accept that,
+                if its tensors are those of the model then.
+        """
+        now, then, all_changed = self.at(manifest.samples), manifest.settings, self.changed(manifest)
+        changed = [key for key in all_changed if not selected(key, self.may_change)]
         if changed:
             lines = "\n".join(f"  {_change(key, then.get(key), now.get(key))}" for key in changed)
+            if wrong := self._of_other_tensors(all_changed, open_reader):
+                raise UserError(
+                    f"{where} was trained with other settings, and its tensors are those of another model:\n{lines}\n"
+                    f"{wrong}\nRestore them, or give the new run another job.name"
+                )
             keys = ", ".join(f'"{key}"' for key in changed if not key.startswith("data."))
             accept = [f"checkpoint.allow_changes = [{keys}]"] if keys else []
             if any(key.startswith("data.") for key in changed):
@@ -96,6 +129,45 @@ class RunSettings:
                 f"{where} was trained with other settings, and a resumed run would be another experiment:\n{lines}\n"
                 f"Restore them, or give the new run another job.name, or accept: {', '.join(accept)}"
             )
+
+    def _of_other_tensors(self, changes: Sequence[str], open_reader: Callable[[], ShardReader] | None) -> Difference:
+        """Return how the tensors of a checkpoint differ from the model's beyond what changed settings explain."""
+        nothing = Difference({}, {})
+        if open_reader is None or not self.model:
+            return nothing
+        try:
+            metadata = open_reader().metadata
+        except (DamagedCheckpoint, UserError):  # it is not loaded here
+            return nothing
+        found = difference(flat({"model": dict(self.model)}), metadata, ["model"])
+        found = found if not self.is_cut else Difference(found.missing, {})
+        own = {f"model.{name}" for name in self.model}
+        return found.less(explained(found, changes, own=own, stored=metadata.state_dict_metadata))
+
+
+def explained(
+    found: Difference, changes: Sequence[str], *, own: Collection[str], stored: Collection[str]
+) -> Difference:
+    """Return the part of a difference that changed settings explain: parameters that only one side has, and moments of
+    parameters that only one side trains.
+
+    Args:
+        changes: the settings.
+        own, stored: names of all tensors of this run, and of the checkpoint.
+    """
+    adds = any(selected(key, ADD_PARAMETERS) for key in changes)
+    trains = any(selected(key, TRAIN_OTHERS) for key in changes)
+
+    def only(names: Mapping[str, str], others: Collection[str]) -> dict[str, str]:
+        trained_there = {parameter_of(name) for name in others if ".state." in name}
+        is_moment = {name: "optimizer.state." in name for name in names}
+        return {
+            name: text
+            for name, text in names.items()
+            if (trains and parameter_of(name) not in trained_there if is_moment[name] else adds and name not in others)
+        }
+
+    return Difference(only(found.missing, stored), only(found.unexpected, own))
 
 
 def _change(key: str, then: object, now: object) -> str:
@@ -161,7 +233,7 @@ class Resumption:
             where = self.storage.url_of(folder)
             for lost in sorted(manifests.without_manifest(listing, since=step)):
                 logger.warning(f"{self.storage.url_of(lost)} has lost its {MANIFEST}, and does not count")
-            self.settings.check(manifest, where)
+            self.settings.check(manifest, where, open_reader=partial(ShardReader, self.storage, folder, manifest))
             return manifest
         return None
 
@@ -194,11 +266,14 @@ class Resumption:
         self.settings.check(copy, where)
         return True
 
-    def load(self, manifest: Manifest, state: State, open_reader: Callable[[], ShardReader] | None = None) -> None:
+    def load(self, manifest: Manifest, state: State, open_reader: Callable[[], ShardReader] | None = None) -> set[str]:
         """Load a checkpoint into all tensors of a state, on every rank.
 
         Args:
             open_reader: opens a local copy. Default: a reader of the shared checkpoint.
+
+        Returns:
+            the names of the tensors that were loaded: all but those that are new by an accepted change of settings.
 
         Raises:
             DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
@@ -216,10 +291,16 @@ class Resumption:
                     tensor.zero_()  # a damaged checkpoint may have been read into it
                 state = {name: tensors for name, tensors in state.items() if name != part}
                 logger.info(f"{where} has no such part of the state, {part}: it begins anew at step {manifest.step}")
-        on_each(self.group, lambda: _check_same(wrong, manifest, where))
-        read_tensors(reader, flat(state), self.group)
+        stored = reader.metadata.state_dict_metadata
+        accepted = explained(wrong, self.settings.changed(manifest), own=everywhere, stored=stored)
+        on_each(self.group, lambda: _check_same(wrong.less(accepted), manifest, where))
+        for line in _lines(accepted):
+            logger.info(f"{where} {line}")
+        tensors = {name: tensor for name, tensor in flat(state).items() if name not in accepted.missing}
+        read_tensors(reader, tensors, self.group)
         if self.config.load_step is not None and open_reader is None:
             on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
+        return {*tensors}
 
     def quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
         """Make a damaged checkpoint no longer count, so that `choose` returns the one before.
@@ -257,6 +338,19 @@ class Resumption:
             if newer > step:
                 self.storage.quarantine(folder_name(newer), SUPERSEDED)
                 logger.warning(f"resuming from step {step}: {self.storage.url_of(folder_name(newer))} no longer counts")
+
+
+def _lines(accepted: Difference) -> Iterator[str]:
+    """Yield what becomes of the parameters and moments that only a run, or only its checkpoint has."""
+    for names, of_moments, of_parameters in (
+        (accepted.missing, "does not train {}: their moments begin anew", "lacks {}: they keep their initial values"),
+        (accepted.unexpected, "trains {}: their moments are dropped", "has {}: they are dropped"),
+    ):
+        moments = [parameter_of(name).partition("state.")[2] for name in names if "optimizer.state." in name]
+        parameters = [name.partition("model.")[2] for name in names if "optimizer.state." not in name]
+        for text, those in ((of_parameters, parameters), (of_moments, moments)):
+            if those:
+                yield text.format(", ".join(to_globs(those)))
 
 
 def _check_same(wrong: Difference, manifest: Manifest, where: str) -> None:

@@ -77,6 +77,35 @@ def put_back_numbers(model: nn.Module, optimizer: torch.optim.Optimizer, state: 
                 moments[key] = state["optimizer"][f"state.{name}.{key}"].item()
 
 
+def begin_anew(
+    model: nn.Module, optimizer: torch.optim.Optimizer, loaded: Collection[str], *, has_from_start: Collection[Tensor]
+) -> None:
+    """Let the optimizer begin with parameters of which nothing was loaded, as in its first step, after
+    `complete_optimizer_state` made a step.
+
+    Args:
+        loaded: names in a state with `state_of`'s part `optimizer` that were loaded.
+        has_from_start: parameters whose state the optimizer's class makes before its first step, as zeros.
+    """
+    trained = {parameter_of(name) for name in loaded if name.startswith("optimizer.")}
+    for name, parameter in unique_parameters(model):
+        if f"optimizer.state.{name}" in trained or parameter not in optimizer.state:
+            continue
+        if parameter not in has_from_start:
+            del optimizer.state[parameter]
+            continue
+        for key, value in optimizer.state[parameter].items():
+            if isinstance(value, int | float):
+                optimizer.state[parameter][key] = type(value)(0)
+            elif isinstance(value, Tensor):
+                value.zero_()
+
+
+def parameter_of(moment: str) -> str:
+    """Return the name of a moment in a checkpoint without that of the moment: optimizer.state.<parameter>."""
+    return moment.removesuffix(".codes").removesuffix(".scale").rpartition(".")[0]
+
+
 def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Create the state of an optimizer that has not made a step, so that a checkpoint can be loaded into it.
 
@@ -129,6 +158,13 @@ class Difference:
         return Difference(
             {name: text for name, text in self.missing.items() if not selected(name, missing)},
             {name: text for name, text in self.unexpected.items() if not selected(name, unexpected)},
+        )
+
+    def less(self, other: "Difference") -> "Difference":
+        """Return the names of this difference that another one has not."""
+        return Difference(
+            {name: text for name, text in self.missing.items() if name not in other.missing},
+            {name: text for name, text in self.unexpected.items() if name not in other.unexpected},
         )
 
     def offer(self) -> str:

@@ -229,6 +229,7 @@ class Samples(Dataset[Batch]):
         origin: start of the present data, in a run whose data was changed.
         numbers_tokens: whether batches have `draws`.
         marks_padding: whether batches have `padding`.
+        seq_len: tokens of a sequence. With it, a run with another length resumes at the same tokens.
 
     Raises:
         UserError: two sources hold the same tokens.
@@ -245,7 +246,9 @@ class Samples(Dataset[Batch]):
         origin: Origin | None = None,
         numbers_tokens: bool = False,
         marks_padding: bool = False,
+        seq_len: int | None = None,
     ) -> None:
+        self.seq_len = seq_len
         self.numbers_tokens = numbers_tokens
         self.marks_padding = marks_padding
         self.sources = sorted(sources, key=lambda source: source.name)  # their order in the config does not matter
@@ -362,10 +365,21 @@ class Samples(Dataset[Batch]):
         """Return the entry `data` of a checkpoint's manifest, in types of JSON."""
         consumed = zip([source.fingerprint for source in self.sources], self.consumed(samples_seen), strict=True)
         return {
+            **({"seq_len": self.seq_len} if self.seq_len else {}),
             "meaning": self.settings(samples_seen),
             "origin": asdict(self.origin),
             "consumed": {**self.origin.consumed, **dict(consumed)},
         }
+
+    def convert(self, samples_seen: int, state: Mapping[str, Any]) -> int:
+        """Return the number of samples that have the tokens of the first `samples_seen` of a run, which may have had
+        another length then.
+
+        Args:
+            state: entry of a checkpoint, see `state`; or another one with the `seq_len` of that time.
+        """
+        then = state.get("seq_len") or _length_of(state.get("meaning", {})) or self.seq_len
+        return -(-samples_seen * then // self.seq_len) if then and self.seq_len else samples_seen
 
     def resume(
         self, state: dict[str, Any], samples_seen: int, on_change: Literal["error", "continue", "restart"]
@@ -374,20 +388,60 @@ class Samples(Dataset[Batch]):
 
         Args:
             state: entry of the checkpoint, see `state`.
-            samples_seen: samples that the run has consumed.
+            samples_seen: samples that the run has consumed, see `convert`.
             on_change: `data.on_change`, for data that differs from the checkpoint's.
         """
         if state.get("meaning") == self.settings(samples_seen):
             origin = Origin(**state["origin"])
         else:
             # With "error", loading the checkpoint has failed before, unless checkpoint.allow_changes names the data.
-            origin = Origin(samples_seen, {} if on_change == "restart" else dict(state.get("consumed", {})))
+            consumed = {} if on_change == "restart" else self._consumed_by_now(state.get("consumed", {}))
+            origin = Origin(samples_seen, consumed)
             for source in self.sources:
                 at = origin.consumed.get(source.fingerprint, 0)
                 logger.info(f"data changed: {source.name} continues after {at:,} of its sequences (data.on_change)")
         options = {"seed": self.seed, "stages": self.stages, "shuffle": self.shuffle, "window": self.window}
         options |= {"numbers_tokens": self.numbers_tokens, "marks_padding": self.marks_padding}
-        return Samples(self.sources, **options, origin=origin)
+        return Samples(self.sources, **options, origin=origin, seq_len=self.seq_len)
+
+    def _consumed_by_now(self, consumed: Mapping[str, int]) -> dict[str, int]:
+        """Return the samples of each source that a run has consumed, by fingerprint. Those of a source that had another
+        length become as many of its present length as have their tokens."""
+        found = dict(consumed)
+        for source in self.sources:
+            if source.fingerprint in consumed:
+                continue
+            for other, count in consumed.items():
+                if (then := _other_length(source.fingerprint, other)) and self.seq_len:
+                    del found[other]
+                    found[source.fingerprint] = _same_tokens(source, count, then=then, now=self.seq_len)
+        return found
+
+
+def _other_length(fingerprint: str, other: str) -> int | None:
+    """Return the length of sequences with which another fingerprint is that of the same tokens in the same packing."""
+    (tokens, _, _), (others, _, length) = fingerprint.rpartition("-"), other.rpartition("-")
+    return int(length) if tokens and tokens == others and length.isdecimal() else None
+
+
+def _length_of(settings: Mapping[str, Any]) -> int | None:
+    """Return the length of the sequences of a checkpoint whose state does not have it: of before."""
+    fingerprints = (
+        str(value).rpartition(" x ")[0] for key, value in settings.items() if key.startswith("data.sources")
+    )
+    lengths = (fingerprint.rpartition("-")[2] for fingerprint in fingerprints if "-" in fingerprint)
+    return next((int(length) for length in lengths if length.isdecimal()), None)
+
+
+def _same_tokens(source: Source, count: int, *, then: int, now: int) -> int:
+    """Return the sequences of length `now` that have the tokens of `count` sequences of length `then`, in as many
+    epochs. No token of the epoch in which the run is comes again, if sequences are in the order of the files."""
+    reader, epoch = source.sequences, 0
+    if not source.is_growing:
+        is_stream = isinstance(reader, Stream)
+        of_epoch = (len(reader.store) - 1) // then if is_stream else round(len(reader) * now / then)
+        epoch, count = divmod(count, max(1, of_epoch))
+    return epoch * len(reader) + min(-(-count * then // now), len(reader))
 
 
 def as_batch(sequences: Sequence[TokenSequence], *, mark_documents: bool) -> Batch:

@@ -77,6 +77,7 @@ def open_data(
         window=data.shuffle_window,
         numbers_tokens=numbers_tokens,
         marks_padding=counts_tokens and data.packing == "best_fit",
+        seq_len=seq_len,
     )
     return samples, validation_sources
 

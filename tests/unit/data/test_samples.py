@@ -4,6 +4,7 @@ import json
 import multiprocessing
 from collections import Counter
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,12 +14,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from titanlite.data.loader import MicroBatches, build_loader
-from titanlite.data.packing import TokenSequence
+from titanlite.data.packing import Stream, TokenSequence
 from titanlite.data.samples import MOST_PERIOD, Mixture, Samples, Source, Stage, as_batch
 from titanlite.data.shorter import cut_sequences
+from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.schedule import BatchSizes, count_steps
 from titanlite.schema import DataSource, Training
+from titanlite.tools.ingest.token_writer import TokenWriter
 
 CPU = torch.device("cpu")
 
@@ -211,6 +214,46 @@ def test_a_changed_mixture_resumes_in_each_source_that_is_still_the_same() -> No
     without = mixed((40, 1.0)).resume(saved(second, 100), 100, "continue")
     back = mixed((40, 0.5), (40, 0.5)).resume(saved(without, 110), 110, "continue")
     assert back.consumed(110) == [48, 58], "a source that was left out for a while is not forgotten"
+
+
+def of_length(store: TokenStore, seq_len: int, **options: Any) -> Samples:
+    """Samples of a stream of tokens 0, 1, 2, ..., in the order of the files."""
+    reader = Stream(store, seq_len=seq_len, document_mask=False)
+    fingerprint = f"{store.fingerprint}-stream-{seq_len}"
+    return Samples([Source("a", reader, fingerprint)], seed=0, shuffle=False, seq_len=seq_len, **options)
+
+
+@pytest.mark.parametrize("knows_length", [True, False])
+def test_another_length_resumes_at_the_same_tokens(tmp_path: Path, knows_length: bool) -> None:
+    """In an epoch without what it has read, and in a later one in as many; also twice, and beside another change."""
+    with TokenWriter(tmp_path / "a", vocab_size=1000, tokenizer="test") as writer:
+        writer.add(np.arange(97))
+    store = TokenStore(tmp_path / "a")
+    first = of_length(store, 8)
+
+    def resumed(before: Samples, seen: int, seq_len: int, **options: Any) -> tuple[Samples, int]:
+        state, now = saved(before, seen), of_length(store, seq_len, **options)
+        if not knows_length:  # as checkpoints of before
+            del state["seq_len"]
+        seen = now.convert(seen, state)
+        return now.resume(state, seen, "continue"), seen
+
+    longer, seen = resumed(first, 4, 16)
+    assert seen == 2
+    assert longer.__getitems__([seen])["tokens"][0].tolist() == [*range(32, 48)]
+    assert longer.consumed(seen) == [2]
+    odd, seen = resumed(first, 5, 16)
+    assert (seen, odd.__getitems__([seen])["tokens"][0, 0].item()) == (3, 48)
+    shorter, seen = resumed(longer, 3, 4)
+    assert seen == 12
+    assert shorter.__getitems__([seen])["tokens"][0].tolist() == [48, 49, 50, 51]
+    back, seen = resumed(shorter, 14, 8)
+    assert back.__getitems__([seen])["tokens"][0, 0].item() == 56
+    second, seen = resumed(first, 12 + 3, 24)  # of 12 sequences in an epoch
+    assert second.passes(seen) == {"a": 1 + 1 / 4}
+    assert second.__getitems__([seen])["tokens"][0, 0].item() == 24
+    same, seen = resumed(first, 5, 8)
+    assert (seen, same.origin) == (5, first.origin)
 
 
 def test_the_smallest_change_of_a_weight_is_a_change() -> None:
