@@ -19,7 +19,7 @@ from titanlite.runtime.allocator import importing, use_expandable_segments
 from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, whole_number
 from titanlite.runtime.files import check_open_files, leave_deleted_folder
 from titanlite.runtime.output import open_closed_streams, queued_output
-from titanlite.runtime.signals import StopRequests, stop_with_launcher
+from titanlite.runtime.signals import StopRequests, remove_sockets, stop_with_launcher
 from titanlite.tools.arguments import Parser
 
 if TYPE_CHECKING:
@@ -109,6 +109,7 @@ def main() -> NoReturn:
         with suppress(BrokenPipeError):
             stream.flush()
     kill_stopped_descendants()
+    remove_sockets()
     os._exit(code)
 
 
