@@ -19,8 +19,13 @@ import shutil
 import signal
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import FrameType
+
+if missing := [name for name in ("pytest", "matplotlib") if not find_spec(name)]:  # tests/support, and the picture
+    print(f"error: the soak needs {', '.join(missing)}: pip install -e '.[dev]' has them", file=sys.stderr)
+    sys.exit(2)
 
 from soak_faults import KINDS, has_room_to_fill, schedule
 from soak_hosts import open_hosts

@@ -7,7 +7,6 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import matplotlib
 from soak_job import ROOT
 
 PAGE, PICTURE = ROOT / "docs" / "cluster.md", ROOT / "docs" / "images" / "soak.svg"
@@ -113,6 +112,8 @@ def _line(*cells: str) -> str:
 
 def draw(curves: Mapping[str, Any], faults: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draw both losses, their difference, and the faults by kind below."""
+    import matplotlib  # of the test packages, as what else the soak needs
+
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 

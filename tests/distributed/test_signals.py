@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 
 import pytest
 
-from tests.support.helpers import TinyRun, built, mentions, run_ranks, wait_until
+from tests.support.helpers import TinyRun, built, mentions, run_ranks, titanlite, wait_until
 from tests.support.processes import newest, started, unhurried
 from titanlite.runtime.signals import SAME_SECONDS, StopRequests
 from titanlite.schema import Config
@@ -101,13 +101,19 @@ def test_one_rank_is_asked_and_all_stop_after_the_same_step(tiny: TinyRun) -> No
 
 @pytest.mark.slow
 def test_workers_of_the_loader_end_with_a_killed_trainer(tiny: TinyRun) -> None:
-    options = "--data.num_workers=2", "--training.steps=1000000", unhurried(tiny)
-    with started(tiny.folder, f"--config={tiny.toml}", *options, command=TRAIN) as job:
+    """They leave no sockets, as a trainer that ends by itself."""
+    (temporary := tiny.folder / "temporary").mkdir()
+    options = f"--config={tiny.toml}", "--data.num_workers=2", "--training.steps=1000000", unhurried(tiny)
+    with started(tiny.folder, *options, command=TRAIN, TMPDIR=str(temporary)) as job:
         job.wait_for_step(2)
         assert len(job.pids()) == 1 + 2 + 2  # trainer, workers, fork server and resource tracker
+        assert len([*temporary.glob("pymp-*")]) == 1
         job.process.send_signal(signal.SIGKILL)
         job.end()
         assert job.left() == {}
+    assert not [*temporary.glob("pymp-*")]
+    assert titanlite("train", *options[:2], "--training.steps=2", TMPDIR=str(temporary))[0] == 0
+    assert not [*temporary.glob("pymp-*")]
 
 
 def has(tiny: TinyRun, pattern: str) -> bool:

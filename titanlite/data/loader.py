@@ -6,6 +6,8 @@ import multiprocessing
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
+from multiprocessing import util
+from multiprocessing.process import BaseProcess
 from typing import Any
 
 import torch
@@ -13,8 +15,8 @@ from torch.utils.data import Dataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.batch import Batch
-from titanlite.runtime.errors import UserError
-from titanlite.runtime.signals import end_with_parent, shielding_children
+from titanlite.runtime.errors import RunError, UserError
+from titanlite.runtime.signals import describe_end, end_with_parent, shielding_children
 from titanlite.schedule import BatchSizes
 
 
@@ -98,11 +100,17 @@ def build_loader(
     Args:
         split: returns this rank's part of each sequence.
 
+    Raises:
+        UserError, OSError: of a worker.
+        RunError: a worker has ended.
+
     Workers are forked from a server that does nothing else. A trainer has many threads (of process groups, of
     checkpoints), and a worker forked from it could wait for ever for a lock that one of them held.
     """
     context = multiprocessing.get_context("forkserver") if num_workers else None
+    others = multiprocessing.active_children()
     if context:
+        util.get_temp_dir()  # workers inherit it: there is one folder of sockets, which `remove_sockets` removes
         context.set_forkserver_preload([__name__])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 warns so on torch 2.13
@@ -119,16 +127,21 @@ def build_loader(
         )
     with shielding_children():
         read_ahead = iter(loader)  # this starts the workers
+    workers = [process for process in multiprocessing.active_children() if process not in others]
     try:
         for batch in read_ahead:
             yield split(to_device(batch, device))
     except (UserError, OSError) as error:  # the text of a worker's error has its traceback
         error.__traceback__ = None  # its frames hold the workers
         kind = UserError if isinstance(error, UserError) else OSError
+        _check_workers(workers, error)
         raise kind(re.sub(r"^[\w.]+Error: ", "", str(error).rstrip().splitlines()[-1])) from None
+    except (EOFError, RuntimeError) as error:
+        _check_workers(workers, error)
+        raise
     finally:
         if context:
-            del loader, read_ahead
+            del loader, read_ahead, workers
             gc.collect()  # its queues are in a circle; Python complains of what is left of them when the process ends
 
 
@@ -139,6 +152,23 @@ def to_device(batch: Batch, device: torch.device) -> Batch:
 
 def _start_worker(number: int) -> None:
     end_with_parent()
+
+
+def _check_workers(workers: Sequence[BaseProcess], error: Exception) -> None:
+    """Name the worker that has ended, where that is the reason of an error: a pipe or a socket that breaks.
+
+    Raises:
+        RunError: one has ended.
+    """
+    for number, worker in enumerate(workers):
+        if isinstance(error, EOFError | ConnectionError | RuntimeError):
+            worker.join(1)  # its end is known a moment later
+        if worker.exitcode:
+            error.__traceback__ = None  # its frames hold the workers
+            raise RunError(
+                f"data.num_workers: worker {number} of the data loader (process {worker.pid}) "
+                f"{describe_end(worker.exitcode)}"
+            ) from None
 
 
 def _as_is(batch: Any) -> Any:

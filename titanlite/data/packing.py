@@ -5,12 +5,14 @@ truncations improve language modeling", Ding et al., 2024, arXiv:2404.10830): on
 cut, and the rest of a sequence is padding. Imports no torch, so that worker processes start fast.
 """
 
+import hashlib
 import json
 import logging
 import os
 import platform
 import shutil
 from bisect import bisect_left, insort
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -32,10 +34,10 @@ VERSION = 1
 PIECE = np.dtype([("start", "<i8"), ("length", "<i4"), ("labels", "<i4")])
 """Piece of a document: its start in the stream, its number of tokens, and how many of them have a next token."""
 NO_PLAN = (FileNotFoundError, NotADirectoryError, ValueError, KeyError, TypeError)
-FORM = 2
+FORM = 3
 """Version of the files of a plan, which no sequence depends on."""
 PLAN_FILES = {"pieces": PIECE, "first_pieces": np.dtype("<i8")}
-"""Types of the records in the files of a plan, see `plan_best_fit`. Their numbers are in plan.json."""
+"""Types of the records in the files of a plan, see `plan_best_fit`. Their numbers and checksums are in plan.json."""
 
 
 class TokenSequence(NamedTuple):
@@ -127,17 +129,17 @@ class BestFit:
         self.plan_folder = plan_folder
         self._has_mask = store.has_mask
         try:
-            self._plan = _plan_once(store, seq_len, plan_folder)
+            self.plan = _plan_once(store, seq_len, plan_folder)
         except OSError as error:
             raise RunError(f"{plan_folder} cannot be written: {error}") from error
-        self.cut_documents = self._plan.cut_documents
+        self.cut_documents = self.plan.cut_documents
 
     def __reduce__(self) -> Any:
         """Pickle the arguments only: a worker process maps the plan again."""
         return partial(type(self), seq_len=self.seq_len, plan_folder=self.plan_folder), (self.store,)
 
     def __len__(self) -> int:
-        return len(self._plan.first_pieces) - 1
+        return len(self.plan.first_pieces) - 1
 
     @property
     def fill(self) -> float:
@@ -149,8 +151,8 @@ class BestFit:
         labels = np.full(self.seq_len, IGNORE, dtype=np.int64)
         starts = []
         at = 0
-        begin, end = self._plan.first_pieces.read(index, index + 2).tolist()
-        for start, length, predicted in self._plan.pieces.read(begin, end).tolist():
+        begin, end = self.plan.first_pieces.read(index, index + 2).tolist()
+        for start, length, predicted in self.plan.pieces.read(begin, end).tolist():
             stretch = self.store.read(start, max(length, predicted + 1))
             tokens[at : at + length] = stretch[:length]
             labels[at : at + predicted] = stretch[1 : predicted + 1]
@@ -163,7 +165,7 @@ class BestFit:
         return TokenSequence(tokens, labels, np.array(starts, dtype=np.int64), self.seq_len - at)
 
 
-class _Plan:
+class PackingPlan:
     """Packing plan in a folder. Its files are read, not mapped, see `ArrayFile`.
 
     Raises:
@@ -173,7 +175,10 @@ class _Plan:
 
     def __init__(self, folder: Path) -> None:
         about = json.loads(read_small(folder / PLAN))
+        self.folder = folder
+        self.fingerprint = folder.name
         self.cut_documents = int(about["cut_documents"])
+        self._checksums = {name: str(about["sha256"][name]) for name in PLAN_FILES}
         self.pieces, self.first_pieces = (
             ArrayFile(
                 folder / name, dtype, int(about[name]), key="data.packing", remedy="Start again: it is made again"
@@ -183,17 +188,23 @@ class _Plan:
         for file in (self.pieces, self.first_pieces):
             file.check_size()
 
+    def files(self) -> Iterator[tuple[Path, int, str]]:
+        """Yield (path, bytes, SHA-256) of every file but plan.json."""
+        for name, checksum in self._checksums.items():
+            path = self.folder / name
+            yield path, path.stat().st_size, checksum
 
-def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> _Plan:
+
+def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> PackingPlan:
     """Return the plan, which the first process to arrive makes. One that is damaged is quarantined, with a warning."""
     folder = plan_folder / f"best-fit-{VERSION}.{FORM}-{store.fingerprint}-{seq_len}"
     with suppress(*NO_PLAN):
-        return _Plan(folder)
+        return PackingPlan(folder)
     plan_folder.mkdir(parents=True, exist_ok=True)
     lock = plan_folder / f"{folder.name}.lock"
     with lock_work(lock, on_wait=lambda holder: logger.info(f"waiting for {holder}, which packs {store.folder}")):
         try:
-            return _Plan(folder)
+            return PackingPlan(folder)
         except NO_PLAN as error:
             if os.path.lexists(folder):
                 aside = quarantine_path(folder)
@@ -204,13 +215,14 @@ def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> _Plan:
         staging = plan_folder / f".{folder.name}.partial-{platform.node()}"
         shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir()
-        about = {"cut_documents": cut_documents}
+        about: dict[str, Any] = {"cut_documents": cut_documents, "sha256": {}}
         for name, values in zip(PLAN_FILES, (pieces, first_pieces), strict=True):
-            write_atomically(staging / name, values.view("u1").data)
-            about[name] = len(values)
+            content = values.view("u1").data
+            write_atomically(staging / name, content)
+            about[name], about["sha256"][name] = len(values), hashlib.sha256(content).hexdigest()
         write_atomically(staging / PLAN, json.dumps(about))
         publish(staging, folder, last=PLAN)
-        return _Plan(folder)
+        return PackingPlan(folder)
 
 
 def plan_best_fit(store: TokenStore, seq_len: int) -> tuple[np.ndarray, np.ndarray, int]:

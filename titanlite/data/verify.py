@@ -1,4 +1,5 @@
-"""Check of the tokens of a run beside training: every checksum once, by one process of those that see the files.
+"""Check of the tokens and packing plans of a run beside training: every checksum once, by one process of those that see
+the files.
 
 A start checks the sizes of files only: to read terabytes would take hours. This thread reads them at a low priority and
 a bounded speed, and a file that has changed ends the run. What was verified is noted beside the folder, so that the
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from titanlite.batch import Batch
+from titanlite.data.packing import PLAN, BestFit, PackingPlan
 from titanlite.data.samples import Source
 from titanlite.data.sources import store_of
 from titanlite.data.tokens import INDEX, TokenStore
@@ -39,19 +41,22 @@ LARGE = 1 << 28
 start, without a word."""
 
 
+Checked = TokenStore | PackingPlan
+
+
 class TokenCheck:
-    """Check of token folders in a thread, which ends with the process.
+    """Check of token folders, and of packing plans, in a thread, which ends with the process.
 
     Args:
         cache_folder: folders in it are titanlite's own: one that is damaged is renamed, so that the next start makes
             it again.
     """
 
-    def __init__(self, stores: Sequence[TokenStore], cache_folder: Path) -> None:
+    def __init__(self, stores: Sequence[Checked], cache_folder: Path) -> None:
         self.cache_folder = cache_folder
         self._stores = list({store.folder: store for store in stores}.values())
         self._stop = threading.Event()
-        self._damaged: tuple[TokenStore, Path] | None = None
+        self._damaged: tuple[Checked, Path] | None = None
         self._thread = threading.Thread(target=self._run, name="token check", daemon=True)
 
     def start(self) -> None:
@@ -76,15 +81,17 @@ class TokenCheck:
         if self._damaged is None:
             return
         store, path = self._damaged
-        if store.folder.parent.resolve() == self.cache_folder.resolve():
+        is_plan = isinstance(store, PackingPlan)
+        if is_plan or store.folder.parent.resolve() == self.cache_folder.resolve():
             aside = quarantine_path(store.folder)
             store.folder.rename(aside)
             fix = f"The folder is now {aside.name}, and the next start makes it again"
         else:
             fix = f"Restore it, or prepare the text again (titanlite data prepare ... --out {store.folder})"
+        key, index, what = ("data.packing", PLAN, "a plan") if is_plan else ("data.path", INDEX, "tokens")
         raise UserError(
-            f"data.path: {path} does not have the checksum that {INDEX} states: training has read tokens that have "
-            f"changed since they were prepared. {fix}. checkpoint.load_step goes back to a step before that"
+            f"{key}: {path} does not have the checksum that {index} states: training has read {what} that changed "
+            f"after being prepared. {fix}. checkpoint.load_step goes back to a step before that"
         )
 
     def _run(self) -> None:
@@ -100,7 +107,7 @@ class TokenCheck:
                 self._damaged = store, damaged
                 return
 
-    def _check(self, store: TokenStore) -> Path | None:
+    def _check(self, store: Checked) -> Path | None:
         """Return the first file that has changed; None if there is none, or if another process checks them."""
         size = sum(size for _, size, _ in store.files())
         state = {path.name: [(about := path.stat()).st_size, about.st_mtime_ns] for path, _, _ in store.files()}
@@ -125,7 +132,7 @@ class TokenCheck:
             lock.close()
         return damaged
 
-    def _read(self, store: TokenStore) -> tuple[Path | None, bool]:
+    def _read(self, store: Checked) -> tuple[Path | None, bool]:
         """Return the first file that has changed, and whether the check was not stopped before its end."""
         for path, _, checksum in store.files():
             if (digest := self._digest(path)) is None:
@@ -151,14 +158,16 @@ class TokenCheck:
 def while_checking(
     batches: Generator[Batch, None, None], sources: Sequence[Source], cache_folder: Path, ranks: Ranks
 ) -> Generator[Batch, None, None]:
-    """Yield batches. From the first on, one process of a node verifies the checksums of the tokens of all sources.
+    """Yield batches. From the first on, one process of a node verifies the checksums of the tokens of all sources, and
+    of their packing plans.
 
     Raises:
-        UserError: a file of tokens has changed.
+        UserError: a file of tokens, or of a plan, has changed.
     """
     opened = [store for source in sources if (store := store_of(source)) is not None and store.is_complete]
-    stores = [part for store in opened for part in store.parts] if ranks.local_rank == 0 else []
-    check = TokenCheck(stores, cache_folder)
+    plans = [source.sequences.plan for source in sources if isinstance(source.sequences, BestFit)]
+    checked = [*plans, *(part for store in opened for part in store.parts)] if ranks.local_rank == 0 else []
+    check = TokenCheck(checked, cache_folder)
     check.start()
     try:
         for batch in batches:

@@ -15,7 +15,7 @@ from typing import NoReturn
 from titanlite.run.proc import kill_stopped_descendants
 from titanlite.runtime.errors import RunError, UserError, printable
 from titanlite.runtime.files import lock_file
-from titanlite.runtime.signals import STOPPED, kill_workers
+from titanlite.runtime.signals import STOPPED, kill_workers, remove_sockets
 
 LAST_LINES = 8
 """Lines of a traceback on the console: four frames."""
@@ -225,4 +225,5 @@ def end_now(message: str, code: int) -> NoReturn:
             mark.unlink(missing_ok=True)
         kill_stopped_descendants()
         kill_workers()
+        remove_sockets()
         os._exit(code)

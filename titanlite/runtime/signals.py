@@ -8,6 +8,7 @@ import ctypes
 import math
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -152,6 +153,18 @@ class StopRequests:
 # Processes and their parents
 
 
+def describe_end(code: int) -> str:
+    """Return words for the end of a process: its exit code, or -N after signal N."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    name = signal.Signals(-code).name
+    hints = {
+        "SIGBUS": " (a file of tokens became shorter while it was read, or /dev/shm is full)",
+        "SIGKILL": " (by the system, if memory ran out: see dmesg)",
+    }
+    return f"was ended by {name}{hints.get(name, '')}"
+
+
 def stop_with_launcher() -> None:
     """Let this process get SIGTERM when torchrun ends, however it ended. Nobody would end a rank without it."""
     if sys.platform == "linux":
@@ -188,6 +201,13 @@ def shielding_children() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def remove_sockets() -> None:
+    """Remove the folder of the sockets by which this process talks to its workers, as Python's own end would."""
+    folder = multiprocessing.current_process()._config.get("tempdir")  # pyright: ignore  # noqa: SLF001 (no other way)
+    if folder is not None:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def kill_workers() -> None:
     """Kill the worker processes of this one, which ends next. No further one starts.
 
@@ -222,6 +242,7 @@ def end_with_parent() -> None:
 
     def wait() -> None:
         connection.wait([parent.sentinel])
+        remove_sockets()  # those of the parent, if it was killed
         os._exit(1)
 
     threading.Thread(target=wait, name="parent watch", daemon=True).start()

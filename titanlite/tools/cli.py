@@ -21,7 +21,7 @@ from titanlite.runtime.errors import ConfigError, Problem, RunError, UserError, 
 from titanlite.runtime.files import check_open_files, leave_deleted_folder
 from titanlite.runtime.launchers import use_ranks_of_launcher
 from titanlite.runtime.output import open_closed_streams, queued_output
-from titanlite.runtime.signals import StopRequests, stop_with_launcher
+from titanlite.runtime.signals import StopRequests, remove_sockets, stop_with_launcher
 from titanlite.tools.arguments import Parser
 
 if TYPE_CHECKING:
@@ -110,6 +110,7 @@ def main() -> NoReturn:
         with suppress(BrokenPipeError):
             stream.flush()
     kill_stopped_descendants()
+    remove_sockets()
     os._exit(code)
 
 

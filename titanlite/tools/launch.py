@@ -31,7 +31,7 @@ from titanlite.runtime.allocator import cores, importing, use_expandable_segment
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import check_open_files, leave_deleted_folder
 from titanlite.runtime.output import open_closed_streams, queued_output
-from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests
+from titanlite.runtime.signals import STOP_SIGNALS, STOPPED, StopRequests, describe_end
 from titanlite.tools import cli
 from titanlite.tools.fork_server import CannotFork, ForkedProcess, ForkServer, Handlers, fork_worker_server
 
@@ -202,7 +202,7 @@ def _launch(
         code = FAILED
     except ChildFailedError as error:
         rank, first = error.get_first_failure()
-        failure = f"rank {rank} (process {first.pid}) {_ending(first.exitcode)}, without an error of its own"
+        failure = f"rank {rank} (process {first.pid}) {describe_end(first.exitcode)}, without an error of its own"
         code = FAILED
     except Exception as error:
         failure, code = f"torchrun: {type(error).__name__}: {error}", FAILED
@@ -323,17 +323,6 @@ def _set_environment(processes: int) -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         os.environ["OMP_NUM_THREADS"] = str(max(1, cores() // processes))
     os.environ.setdefault(SHUTDOWN_VARIABLE, str(SHUTDOWN_SECONDS))
-
-
-def _ending(code: int) -> str:
-    if code >= 0:
-        return f"ended with exit code {code}"
-    name = signal.Signals(-code).name
-    hints = {
-        "SIGBUS": " (a file of tokens became shorter while it was read, or /dev/shm is full)",
-        "SIGKILL": " (by the system, if memory ran out: see dmesg)",
-    }
-    return f"was ended by {name}{hints.get(name, '')}"
 
 
 if __name__ == "__main__":

@@ -6,6 +6,8 @@ import multiprocessing
 import os
 import pickle
 import re
+import signal
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -22,7 +24,7 @@ from titanlite.data.samples import Samples, Source, permute
 from titanlite.data.sources import check_path, open_sources
 from titanlite.data.tokenizer import ByteTokenizer
 from titanlite.data.tokens import INDEX, JoinedTokens, TokenStore
-from titanlite.runtime.errors import UserError
+from titanlite.runtime.errors import RunError, UserError
 from titanlite.schedule import BatchSizes
 from titanlite.schema import Data, DataSource, Validation, ValidationSource
 from titanlite.tools.ingest.encoding import Options
@@ -227,3 +229,21 @@ def test_an_error_of_a_disk_is_one_line(workers: int) -> None:
         next(loader)
     assert len(str(error.value).splitlines()) == 1
     assert not multiprocessing.active_children(), "a loader that fails ends its workers"
+
+
+class OwnProcess(Dataset[Any]):
+    def __getitems__(self, indices: list[int]) -> Any:
+        return {"process": torch.tensor([os.getpid()] * len(indices))}
+
+
+@pytest.mark.long
+def test_a_worker_that_is_killed_is_named(recwarn: pytest.WarningsRecorder) -> None:
+    """As the system does when memory runs out. The loader meets a pipe or a socket that breaks."""
+    batches = MicroBatches(start=0, sizes=BatchSizes((), 2), micro_batch_size=2, rank=0, ranks=1)
+    loader = build_loader(OwnProcess(), batches, num_workers=1, device=torch.device("cpu"))
+    worker = int(next(loader)["process"][0])
+    os.kill(worker, signal.SIGKILL)
+    with pytest.raises(RunError) as error:
+        list(islice(loader, 10))  # some were read ahead
+    assert mentions(str(error.value), "data.num_workers", "worker 0", worker, "SIGKILL")
+    assert not multiprocessing.active_children()

@@ -19,9 +19,10 @@ from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.samples import Samples, Source
 from titanlite.data.tokens import TokenStore
-from titanlite.data.verify import VALID_SECONDS, TokenCheck
+from titanlite.data.verify import VALID_SECONDS, TokenCheck, while_checking
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import lock_file
+from titanlite.runtime.process_group import Ranks
 from titanlite.schedule import BatchSizes
 from titanlite.tools.ingest.token_writer import TokenWriter
 
@@ -78,6 +79,32 @@ def test_a_damaged_cache_is_made_again_at_the_next_start(tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"key\.damaged-1"):
         check(store, tmp_path / "cache")
     assert os.listdir(tmp_path / "cache") == ["key.damaged-1"]
+
+
+def test_a_packing_plan_of_other_bytes_ends_the_run_and_is_made_again(tmp_path: Path) -> None:
+    """With zeros for a piece, sequences of padding would be trained."""
+    store, folder = write(tmp_path / "tokens"), tmp_path / "cache" / "packing"
+    sequences = BestFit(store, seq_len=4, plan_folder=folder)
+    expected = [sequences.read(index).tokens.tolist() for index in range(len(sequences))]
+    pieces = sequences.plan.folder / "pieces"
+    pieces.write_bytes(bytes(16) + pieces.read_bytes()[16:])
+    source = Source("a", sequences, "f")
+    batches = while_checking((wait_a_little() for _ in range(1000)), [source], tmp_path / "cache", Ranks(0, 1, 0, 1))
+    with pytest.raises(UserError) as error:
+        list(batches)
+    assert str(error.value).startswith(f"data.packing: {pieces} ")
+    assert mentions(str(error.value), "checksum", "plan.json", f"{sequences.plan.folder.name}.damaged-1")
+    again = BestFit(store, seq_len=4, plan_folder=folder)
+    assert [again.read(index).tokens.tolist() for index in range(len(again))] == expected
+    check = TokenCheck([again.plan, store], tmp_path / "cache")
+    check.start()
+    check.wait()
+    check.raise_if_damaged()
+
+
+def wait_a_little() -> Any:
+    time.sleep(0.01)
+    return {}
 
 
 @pytest.mark.usefixtures("all_are_large")
