@@ -35,6 +35,7 @@ from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.parallelize import DTYPES, materialize, parallelize
 from titanlite.rollback import after_rollbacks, go_back
+from titanlite.run.endings import FAILED
 from titanlite.run.records import RecordFile, read_records
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
 from titanlite.run.timeouts import PhaseTimeouts
@@ -502,6 +503,9 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
         if not (stopped.in_part or isinstance(stopped, SpikeFound)) and stopped.taken >= run.progress.step:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
+    except Exception:
+        run.metrics.close(FAILED)
+        raise
     run.phase.phase(Phase.END)
     return None
 
@@ -623,7 +627,7 @@ def finish(run: Run, stopped: RunStopped | None = None) -> None:
     run.batches.close()
     Observers(*run.observers).close()
     run.metrics.record_saves(run.checkpoints.finish())
-    run.metrics.close()
+    run.metrics.close(stopped.exit_code if stopped else 0)
     report_end(
         run.config,
         steps=run.steps,

@@ -6,12 +6,14 @@ import socket
 import subprocess
 import sys
 import time
+from base64 import b64encode
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from threading import Event, Thread
 from typing import Any, ClassVar
+from zlib import crc32
 
 import fsspec
 import pytest
@@ -121,11 +123,12 @@ def moto_server() -> Iterator[str]:
 
 
 @contextmanager
-def s3_server_that_fails(answers: Callable[[str, str], int]) -> Iterator[str]:
+def s3_server_that_fails(answers: Callable[[str, str], int], content: bytes = b"") -> Iterator[str]:
     """s3://bucket/run on a server in this process that stores nothing; the environment has its address.
 
     Args:
-        answers: returns the status of the answer to a method and a path. 0: the server never answers.
+        answers: returns the status of the answer to a method and a path. 0: the server never answers. 206: a part of
+            the content, with the checksum of the whole, as rclone answers.
     """
     import s3fs
 
@@ -140,8 +143,13 @@ def s3_server_that_fails(answers: Callable[[str, str], int]) -> Iterator[str]:
             if not status:
                 over.wait()
                 return
-            body = EMPTY_LISTING if status == 200 else UNAVAILABLE
+            body = {200: EMPTY_LISTING, 404: NO_BUCKET}.get(status, UNAVAILABLE)
             self.send_response(status)
+            if status == 206:
+                first, last = self.headers["Range"].removeprefix("bytes=").split("-")
+                body = content[int(first) : int(last) + 1]
+                self.send_header("Content-Range", f"bytes {first}-{last}/{len(content)}")
+                self.send_header("x-amz-checksum-crc32", b64encode(crc32(content).to_bytes(4, "big")).decode())
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             if self.command != "HEAD":
@@ -171,5 +179,6 @@ def s3_server_that_fails(answers: Callable[[str, str], int]) -> Iterator[str]:
             s3fs.S3FileSystem.clear_instance_cache()
 
 
+NO_BUCKET = b"<Error><Code>NoSuchBucket</Code><Message>The specified bucket does not exist</Message></Error>"
 EMPTY_LISTING = b'<?xml version="1.0"?><ListBucketResult><Name>bucket</Name><KeyCount>0</KeyCount></ListBucketResult>'
 UNAVAILABLE = b'<?xml version="1.0"?><Error><Code>ServiceUnavailable</Code><Message>down</Message></Error>'

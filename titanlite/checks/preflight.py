@@ -25,6 +25,7 @@ from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.runtime.files import why_not_writable
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config, Data, ModelSelection, Optimizer, Validation
+from titanlite.storage.storage import open_storage
 from titanlite.techniques import asked_for, places
 from titanlite.techniques.technique import Technique, reads_of
 
@@ -95,7 +96,8 @@ def examine(
     training = config.training
     report.attempt("job.dump_folder", ["job.dump_folder"], lambda: _check_writable(config.job.dump_folder))
     if config.checkpoint.enable:
-        report.attempt("checkpoint.folder", ["checkpoint", "job"], lambda: _check_checkpoint_folder(config))
+        asks = judge_memory and ranks.rank == 0
+        report.attempt("checkpoint.folder", ["checkpoint", "job"], lambda: _check_checkpoint_folder(config, asks=asks))
     tokenizer = report.attempt("data.tokenizer", ["data.tokenizer"], lambda: load_tokenizer(config.data.tokenizer))
     keys = ["model.name", "model.file", "model.flavor", "model.args"]
     spec = report.attempt("model", keys, lambda: select_model(config.model, tokenizer))
@@ -220,13 +222,19 @@ def _paths(section: Data | Validation, name: str) -> Iterator[tuple[str, str | l
         yield (f"{name}.sources.{number}.path" if section.sources else f"{name}.path"), source.path
 
 
-def _check_checkpoint_folder(config: Config) -> None:
-    """Check that checkpoints can be written, in their own folder or in the run's. An object store is not tried."""
+def _check_checkpoint_folder(config: Config, *, asks: bool) -> None:
+    """Check that checkpoints can be written, in their own folder or in the run's.
+
+    Args:
+        asks: whether an object store is listed. Some make a bucket of any name at the first save.
+    """
     own, of_run = config.checkpoint.folder, Path(config.job.dump_folder, str(config.job.name), "checkpoints")
     if own is None and of_run.is_dir():  # not there yet: the run creates it
         _check_writable(str(of_run))
     elif own is not None and "://" not in own:
         _check_writable(own)
+    elif own is not None and asks:
+        open_storage(own).list()
     if config.checkpoint.local_interval and (local := config.checkpoint.local_folder) is not None:
         _check_writable(local)
 

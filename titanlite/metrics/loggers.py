@@ -16,40 +16,49 @@ from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from posixpath import normpath
-from queue import Full, Queue
 from typing import Any, Protocol
 
 import tomli
 
+from titanlite.run.endings import FAILED
+from titanlite.run.records import read_records
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError, did_you_mean
-from titanlite.runtime.files import read_small, write_atomically
-from titanlite.runtime.signals import shielding_children
+from titanlite.runtime.files import read_small
+from titanlite.runtime.signals import STOPPED, shielding_children
 from titanlite.runtime.user_code import check_call, describe_error, find_object
 
 logger = logging.getLogger(__name__)
 
 MOST_WAITING = 1000
-"""Records that wait for the loggers. Further ones are dropped."""
-CLOSE_SECONDS = 15.0
-"""Longest wait for the loggers at the end of a run: a scheduler kills what has not ended 30 s after a signal."""
+"""Records that wait in memory for a logger. More are read from the run's folder when it answers again."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 300.0
+"""Pauses in seconds after a logger has failed; each is twice the one before."""
+CLOSE_SECONDS, FAILED_SECONDS = 15.0, 3.0
+"""Longest waits for the loggers at the end of a run, because a scheduler kills what has not ended 30 s after a signal,
+and before the error of a run that fails."""
 
 
 class Logger(Protocol):
-    """Contract of a logger. Created and called on rank 0 only, in a thread of the loggers."""
+    """Contract of a logger. Created and called on rank 0 only, in a thread of its own.
+
+    A method `end(code)`, if there is one, is called with the exit code of the run instead of `close()`; also after an
+    error, with 1. With an attribute `keeps_later_steps = True`, steps that it has do not come again.
+    """
 
     def __init__(self, folder: Path, *, step: int) -> None:
         """Open the logger.
 
         Args:
             folder: folder of the run.
-            step: step at which the run resumes. Metrics of later steps, from a start that was killed, come again.
+            step: step at which the run resumes. Metrics of later steps, from a start that was killed, come again. So do
+                those of earlier steps that could not be logged.
         """
         ...
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
         """Log metrics of a log step (`loss`, `lr`, ...), a validation (`validation/loss`, ...) or a save
-        (`checkpoint/...`)."""
+        (`checkpoint/...`). After an exception the logger is made again later, and gets the same metrics."""
         ...
 
     def close(self) -> None:
@@ -61,15 +70,13 @@ class TensorBoard:
     """TensorBoard's writer. It is imported after the first console line: that takes a third of a second."""
 
     def __init__(self, folder: Path, *, step: int) -> None:
-        self._folder = folder / "tensorboard"
-        self._purge_step = step + 1
+        self._run, self._folder = folder, folder / "tensorboard"
+        self._step = step
         self._writer: Any = None
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
         if self._writer is None:
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._writer = SummaryWriter(str(self._folder), purge_step=self._purge_step)
+            self._writer = self._open()
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
 
@@ -77,12 +84,29 @@ class TensorBoard:
         if self._writer is not None:
             self._writer.close()
 
+    def _open(self) -> Any:
+        """Open a file of events, which begins with the config: as text, and as hyperparameters of the run."""
+        from torch.utils.tensorboard import SummaryWriter
+        from torch.utils.tensorboard.summary import hparams
+
+        from titanlite.run.versions import flat
+
+        writer = SummaryWriter(str(self._folder), purge_step=self._step + 1)
+        text = read_small(self._run / "config.toml").decode()
+        writer.add_text("config", f"```toml\n{text}\n```", self._step)
+        options = {key: json.loads(value) for key, value in flat(tomli.loads(text)).items()}
+        for summary in hparams({key: value for key, value in options.items() if value not in ([], {})}, {"loss": None}):
+            writer.file_writer.add_summary(summary)
+        return writer
+
 
 class WeightsAndBiases:
     """Weights & Biases, as its own environment variables set it up (WANDB_PROJECT, WANDB_ENTITY, WANDB_MODE).
 
     The run's id there is the id of the run. Weights & Biases ignores steps that it has already.
     """
+
+    keeps_later_steps = True
 
     def __init__(self, folder: Path, *, step: int) -> None:
         import wandb
@@ -105,17 +129,14 @@ class WeightsAndBiases:
 
 
 class Trackio:
-    """Trackio, as its own environment variables set it up (TRACKIO_DIR, TRACKIO_SPACE_ID).
+    """Trackio, as its own environment variables set it up (TRACKIO_DIR, TRACKIO_SPACE_ID). It would keep a step that
+    comes again twice."""
 
-    It would keep a step that comes again twice. So the step that was logged last is remembered in a file, and a resumed
-    run logs those after it only.
-    """
+    keeps_later_steps = True
 
     def __init__(self, folder: Path, *, step: int) -> None:
         import trackio
 
-        self._last = folder / "trackio.json"
-        self._logged = json.loads(read_small(self._last))["step"] if self._last.exists() else 0
         self._run = trackio.init(
             project=os.environ.get("TRACKIO_PROJECT", PROJECT),
             name=f"{folder.name}-{_run_id(folder)[:8]}",
@@ -127,9 +148,7 @@ class Trackio:
         )
 
     def log(self, metrics: dict[str, float], *, step: int) -> None:
-        if step > self._logged:
-            self._run.log(metrics, step=step)
-            write_atomically(self._last, json.dumps({"step": step}))
+        self._run.log(metrics, step=step)
 
     def close(self) -> None:
         self._run.finish()
@@ -139,8 +158,11 @@ class MLflow:
     """MLflow, as its own environment variables set it up (MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME).
 
     A tag of its run has the id of the run, by which a resumed run finds it. MLflow would keep a step that comes again
-    twice, and changes no parameter: those of the first start stay.
+    twice, so it is asked for its last one: also after an error, since the server may have what it did not confirm. It
+    changes no parameter: those of the first start stay.
     """
+
+    keeps_later_steps = True
 
     def __init__(self, folder: Path, *, step: int) -> None:
         self._mlflow: Any = import_module("mlflow")
@@ -175,7 +197,10 @@ class MLflow:
         self._client.log_batch(self._id, metrics=points)
 
     def close(self) -> None:
-        self._client.set_terminated(self._id)
+        self.end(0)
+
+    def end(self, code: int) -> None:
+        self._client.set_terminated(self._id, {0: "FINISHED", STOPPED: "KILLED"}.get(code, "FAILED"))
 
     @staticmethod
     def _name(name: str) -> str:
@@ -220,73 +245,173 @@ def check_logger(name: str) -> None:
         check_call(name, "folder", step=0)
 
 
-class Loggers:
-    """All loggers of a run, in a thread of their own: training never waits for one that hangs.
+RECORDS = {"metrics": "", "validation": "validation/", "checkpoints": "checkpoint/"}
+"""Files of records that loggers get, and what stands before the names of their metrics there."""
 
-    One that fails gets a warning and no more metrics, and the run continues. While one falls behind, MOST_WAITING
-    records are kept for it, and further ones are dropped.
-    """
+
+NO_METRICS = ("step", "schema", "time")
+"""Numbers of a record that are no metrics."""
+
+
+class Loggers:
+    """All loggers of a run. Each has a thread of its own: training waits for none, and none for another's network."""
 
     def __init__(self, names: Sequence[str], folder: Path, *, step: int) -> None:
-        self._names = ", ".join(names)
-        self._waiting: Queue[tuple[dict[str, float], int] | None] = Queue(MOST_WAITING)
-        self._given = self._taken = 0
-        """Records so far, and those that every logger has."""
-        self._drops = False
-        classes = [BUILT_IN.get(name) or find_object(name) for name in names]
-        self._thread = threading.Thread(target=self._work, args=(classes, folder, step), name="loggers", daemon=True)
-        self._thread.start()
+        self._feeds = [_Feed(name, BUILT_IN.get(name) or find_object(name), folder, step) for name in names]
 
-    def log(self, record: dict[str, Any], *, prefix: str = "") -> None:
+    def log(self, record: dict[str, Any], *, kind: str = "metrics") -> None:
         """Log all numbers of a record, which has a step.
 
         Args:
-            prefix: of their names, such as "validation/".
+            kind: name of its file in the run's folder, without the suffix.
         """
-        metrics = dict(_flat({name: value for name, value in record.items() if name != "step"}, prefix))
-        self._given += 1
-        try:
-            self._waiting.put_nowait((metrics, record["step"]))
-        except Full:
-            if not self._drops:
-                logger.warning(f"metrics.loggers: {self._names} takes no records: they are dropped")
-            self._drops = True
+        for feed in self._feeds:
+            feed.give(kind, record)
 
-    def close(self) -> None:
-        """Close the loggers when they have all records. It waits CLOSE_SECONDS at most."""
-        deadline = time.monotonic() + CLOSE_SECONDS
-        with suppress(Full):
-            self._waiting.put(None, timeout=CLOSE_SECONDS)
+    def close(self, code: int = 0) -> None:
+        """Close the loggers when they have all records. It waits CLOSE_SECONDS at most, after an error FAILED_SECONDS.
+
+        Args:
+            code: exit code of the run; 1 after an error.
+        """
+        deadline = time.monotonic() + (FAILED_SECONDS if code == FAILED else CLOSE_SECONDS)
+        for feed in self._feeds:
+            feed.end(code)
+        for feed in self._feeds:
+            feed.join(deadline)
+        self._feeds = []
+
+
+class _Feed:
+    """What one logger gets: the records of this start, and those of earlier ones that it does not have yet.
+
+    The last step that arrived is kept in loggers/<name>.json in the run's folder. After an error the logger is made
+    again and gets the same records, with growing pauses. What waits in memory is limited; the rest is read from the
+    run's records.
+
+    Args:
+        step: step at which the run resumes.
+    """
+
+    def __init__(self, name: str, logger_cls: type[Logger], folder: Path, step: int) -> None:
+        self._name, self._logger_cls, self._folder, self._step = name, logger_cls, folder, step
+        self._arrived_file = folder / "loggers" / (re.sub(r"[^\w.-]", "_", name) + ".json")
+        self._arrived: dict[str, int] = {}
+        """Last step of each kind that the logger has."""
+        self._given: list[tuple[str, dict[str, Any]]] = []
+        self._is_behind = step > 0
+        """Whether the logger may lack records that are in files only."""
+        self._code: int | None = None
+        self._wakes = threading.Condition()
+        self._is_complete = False
+        self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
+        self._thread.start()
+
+    def give(self, kind: str, record: dict[str, Any]) -> None:
+        with self._wakes:
+            if len(self._given) == MOST_WAITING:
+                self._given.clear()
+                self._is_behind = True
+            self._given.append((kind, record))
+            self._wakes.notify()
+
+    def end(self, code: int) -> None:
+        """Let the logger be closed when it has all records."""
+        with self._wakes:
+            self._code = code
+            self._wakes.notify()
+
+    def join(self, deadline: float) -> None:
+        """Wait for the end of the logger, and log a warning if it does not have all records."""
         self._thread.join(max(deadline - time.monotonic(), 0))
-        if self._thread.is_alive() or self._given > self._taken:
-            missing = f"{self._given - self._taken:,} of {self._given:,} records"
-            logger.warning(f"metrics.loggers: {self._names} has not taken {missing}. metrics.jsonl has all of them")
+        if not self._is_complete:
+            self._is_behind = True
+            if missing := len(self._pending({})):
+                logger.warning(
+                    f"metrics.loggers: {self._name} does not have the last {missing:,} records. metrics.jsonl has all "
+                    "of them, and the next start of this run logs them"
+                )
 
-    def _work(self, classes: Sequence[type[Logger]], folder: Path, step: int) -> None:
-        loggers: list[Logger] = []
-        for logger_cls in classes:
+    def _work(self) -> None:
+        pause, made, pending = 0.0, None, {}
+        while not self._is_complete:
             try:
-                loggers.append(logger_cls(folder, step=step))
+                if not self._arrived:
+                    self._read_arrived()
+                if made is None:
+                    made = self._logger_cls(self._folder, step=self._step)
+                if not pending:
+                    with self._wakes:
+                        self._wakes.wait_for(lambda: self._given or self._is_behind or self._code is not None)
+                code, pending = self._code, self._pending(pending)
+                for kind, step in [*pending]:
+                    made.log(_numbers(pending[kind, step], RECORDS[kind]), step=step)
+                    del pending[kind, step]
+                    self._arrived[kind] = step
+                    self._keep_arrived()
+                if pause:
+                    logger.info(f"metrics.loggers: {self._name} has all records again")
+                    pause = 0.0
+                if code is not None:
+                    self._close(made, code)
+                    self._is_complete = True
             except Exception as error:
-                _report(f"{logger_cls.__name__} failed, and gets no metrics", error)
-        while (record := self._waiting.get()) is not None:
-            metrics, step = record
-            for one in [*loggers]:
-                try:
-                    one.log(metrics, step=step)
-                except Exception as error:
-                    _report(f"{type(one).__name__} failed, and gets no more metrics", error)
-                    loggers.remove(one)
-            self._taken += 1
-        for one in loggers:
-            try:
-                one.close()
-            except Exception as error:
-                _report(f"{type(one).__name__} failed to close", error)
+                made, self._step = None, max([self._step, *self._arrived.values()])
+                if not pause:
+                    logger.warning(f"metrics.loggers: {self._name} failed, and is tried again: {describe_error(error)}")
+                with self._wakes:
+                    if self._code is not None and pause:  # it has had its last attempt
+                        return
+                    pause = min(max(2 * pause, FIRST_PAUSE), LONGEST_PAUSE)
+                    self._wakes.wait_for(lambda: self._code is not None, pause)
+
+    def _pending(self, before: dict[tuple[str, int], dict[str, Any]]) -> dict[tuple[str, int], dict[str, Any]]:
+        """Return the records that the logger does not have, by kind and step, in the order of steps.
+
+        Args:
+            before: those of an attempt that failed.
+        """
+        with self._wakes:
+            given, self._given, is_behind, self._is_behind = self._given, [], self._is_behind, False
+        found: dict[tuple[str, int], dict[str, Any]] = {}
+        if is_behind or len(before) > MOST_WAITING:
+            before = {}
+            for kind in RECORDS:
+                for record in read_records(self._folder / f"{kind}.jsonl"):
+                    if type(step := record.get("step")) is int:
+                        found[kind, step] = record
+        found |= before  # files have no NaN
+        found |= {(kind, record["step"]): record for kind, record in given}
+        keys = sorted((key for key in found if key[1] > self._arrived.get(key[0], 0)), key=lambda key: key[1])
+        return {key: found[key] for key in keys}
+
+    def _read_arrived(self) -> None:
+        """Read which steps the logger has; of a logger that the run has not had before, those up to the resumed one."""
+        self._arrived = dict.fromkeys(RECORDS, self._step)
+        if self._arrived_file.exists():
+            self._arrived |= json.loads(read_small(self._arrived_file))
+        if not getattr(self._logger_cls, "keeps_later_steps", False):  # those of a start that was killed come again
+            self._arrived = {kind: min(step, self._step) for kind, step in self._arrived.items()}
+        self._keep_arrived()
+
+    def _keep_arrived(self) -> None:
+        """Write which steps the logger has, for the next start. A loss of power may lose it; a kill does not."""
+        self._arrived_file.parent.mkdir(exist_ok=True)
+        staging = self._arrived_file.with_suffix(".staging")
+        staging.write_text(json.dumps(self._arrived))
+        staging.replace(self._arrived_file)
+
+    @staticmethod
+    def _close(made: Any, code: int) -> None:
+        if hasattr(made, "end"):
+            made.end(code)
+        elif code != FAILED:
+            made.close()
 
 
-def _report(what: str, error: Exception) -> None:
-    logger.warning(f"{what}: {describe_error(error)}")
+def _numbers(record: dict[str, Any], prefix: str) -> dict[str, float]:
+    """Return the numbers of a record that are metrics."""
+    return dict(_flat({name: value for name, value in record.items() if name not in NO_METRICS}, prefix))
 
 
 def _flat(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:

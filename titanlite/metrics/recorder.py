@@ -356,7 +356,7 @@ class MetricsRecorder:
         """Write a record of each checkpoint that was saved."""
         for record in saves if self._writes else ():
             self._saves.write(record)
-            self._loggers.log(record, prefix="checkpoint/")
+            self._loggers.log(record, kind="checkpoints")
 
     def record_validation(self, step: int, record: dict[str, Any]) -> None:
         """Write the metrics of a validation."""
@@ -364,7 +364,7 @@ class MetricsRecorder:
         if self._writes:
             logger.info(validation_line(record))
             self._validations.write(record)
-            self._loggers.log(record, prefix="validation/")
+            self._loggers.log(record, kind="validation")
 
     def record_skipped(self, steps: Iterable[SkippedStep], batches: MicroBatches, samples: Samples) -> None:
         """Write a record of each skipped step, with the samples of the micro-batches whose loss is not finite; with all
@@ -385,9 +385,14 @@ class MetricsRecorder:
                 }
             )
 
-    def close(self) -> None:
+    def close(self, code: int = 0) -> None:
+        """Close all files and loggers.
+
+        Args:
+            code: exit code of the run; 1 after an error.
+        """
         if self._writes:
             self._progress_line.close()
             for file in (self._metrics, self._saves, self._validations, self._skipped):
                 file.close()
-            self._loggers.close()
+            self._loggers.close(code)

@@ -144,6 +144,8 @@ def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]], is_
     is_collective = "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file
     if not is_alone and (is_collective or file.endswith("/titanlite/parallelize/reductions.py")):
         return Waiting(COLLECTIVE, "is in a collective")
+    if file.endswith("/titanlite/storage/retry.py"):
+        return Waiting(FILES, "waits for an object store, which fails or does not answer")
     for folder in (str(Path.cwd()), str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]):
         file = file.removeprefix(f"{folder}/")
     return Waiting(CODE, f"is in its own code ({file}:{line}, {function})")

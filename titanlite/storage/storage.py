@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
-from titanlite.runtime.errors import DamagedCheckpoint, RunError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
 from titanlite.runtime.files import SMALL, FileLocked, checked_name, lock_file, naming_path, quarantine_path, write_all
 from titanlite.storage import retry
 
@@ -31,6 +31,9 @@ Listing = dict[str, dict[str, int]]
 S3_SETTINGS = {"retries": {"mode": "standard", "total_max_attempts": 3}, "connect_timeout": 5, "read_timeout": 10}
 """Settings of botocore: a request is repeated twice, so that a call fails within 3 s if the store answers with errors,
 and within half a minute if it does not answer."""
+UNCHECKED = {"response_checksum_validation": "when_required"}
+"""Setting of botocore from 1.36 on. Its check fails where a server answers a request for a part of an object with the
+checksum of the whole (rclone, older Ceph). Checkpoints and token shards have checksums of their own."""
 SLOWEST = 2**20
 """Bytes in a second that an object store reads at least."""
 DISCARD_SECONDS = 2.0
@@ -272,15 +275,16 @@ class ObjectStorage(Storage):
 
         super().__init__(url.rstrip("/"), owner)
         settings = {}
-        if is_s3 := url.partition("://")[0] in ("s3", "s3a"):
-            settings = {"config_kwargs": S3_SETTINGS | conf.get("s3", {}).get("config_kwargs", {})}
+        self._is_s3 = url.partition("://")[0] in ("s3", "s3a")
+        if self._is_s3:
+            settings = {"config_kwargs": s3_settings() | conf.get("s3", {}).get("config_kwargs", {})}
         try:
             self.fs, root = fsspec.url_to_fs(url, **settings)
         except (ValueError, ImportError):
             raise
         except Exception as error:  # a protocol that connects at once (ftp, sftp) has errors of its own
             raise RunError(f"{url}: no connection: {error}") from error
-        if is_s3:
+        if self._is_s3:
             self.fs.retries = 1
         self.root = root.rstrip("/")
 
@@ -308,13 +312,17 @@ class ObjectStorage(Storage):
     def list(self) -> Listing:
         def find() -> dict[str, Any]:
             self.fs.invalidate_cache()
-            try:
-                return self.fs.find(self.root, detail=True)
-            except FileNotFoundError:
-                return {}
+            return self.fs.find(self.root, detail=True)
 
         found: Listing = {}
-        for path, info in self._in_time(find, "").items():
+        try:
+            files = self._in_time(find, "")
+        except FileNotFoundError as error:
+            if self._is_s3:  # where a folder that is not there is an empty listing
+                bucket = self.root.partition("/")[0]
+                raise UserError(f"{self.url}: there is no bucket {bucket}: correct its name, or create it") from error
+            files = {}
+        for path, info in files.items():
             folder, _, name = path[len(self.root) + 1 :].partition("/")
             if name:
                 found.setdefault(folder, {})[name] = info["size"]
@@ -382,6 +390,16 @@ class ObjectStorage(Storage):
         for name in names:
             with contextlib.suppress(FileNotFoundError):
                 self._in_time(lambda path=f"{self.root}/{folder}/{name}": self.fs.rm_file(path), f"{folder}/{name}")
+
+
+def s3_settings() -> dict[str, Any]:
+    """Return the settings of botocore for object stores of S3's protocol."""
+    try:
+        from botocore.config import Config
+    except ImportError:  # fsspec says what to install
+        return S3_SETTINGS
+    known = Config.OPTION_DEFAULTS  # pyright: ignore[reportAttributeAccessIssue]
+    return S3_SETTINGS | {name: value for name, value in UNCHECKED.items() if name in known}
 
 
 def open_storage(url: str, *, owner: str = "") -> Storage:

@@ -4,10 +4,14 @@ import time
 from typing import Any
 
 import pytest
+import torch
 from botocore.exceptions import ClientError, NoCredentialsError, PartialCredentialsError, ProfileNotFound
 
-from tests.support.helpers import mentions
+from tests.support.helpers import TinyRun, mentions
 from tests.support.object_stores import s3_server_that_fails
+from titanlite.checks.preflight import examine
+from titanlite.runtime.errors import UserError
+from titanlite.runtime.process_group import Ranks
 from titanlite.storage.retry import AccessDenied, RetriesExhausted, retry
 from titanlite.storage.storage import ObjectStorage, open_storage
 from titanlite.tools import cli
@@ -94,6 +98,27 @@ def test_a_store_that_never_answers_is_named_at_once_and_given_up_in_time(
             storage.begin("step-00000001")
         assert time.time() - began < 15
         assert caplog.records[0].message.startswith(url)
+
+
+@pytest.mark.long
+def test_a_part_of_an_object_may_come_with_the_checksum_of_the_whole() -> None:
+    """Of rclone, and of Ceph before its fix: botocore would refuse it. Checkpoints have checksums of their own."""
+    content = bytes(range(256))
+    with s3_server_that_fails(lambda method, _: 206 if method == "GET" else 200, content) as url:
+        assert open_storage(url).read("step-00000001/__0_0.distcp", 100, 20) == content[100:120]
+
+
+@pytest.mark.long
+def test_a_bucket_that_is_not_there_is_refused_before_training(tiny: TinyRun) -> None:
+    """Some stores make a bucket of any name at the first save; with others, that save fails."""
+    with s3_server_that_fails(lambda *_: 404) as url:
+        with pytest.raises(UserError, match=rf"^{url}: there is no bucket bucket\b"):
+            open_storage(url).list()
+        config = tiny.config(f"--checkpoint.folder={url}")
+        ranks = Ranks(rank=0, world_size=1, local_rank=0, local_world_size=1)
+        for judge_memory, found in ((True, ["checkpoint.folder"]), (False, [])):
+            _, problems = examine(config, ranks, torch.device("cpu"), judge_memory=judge_memory)
+            assert [problem.key for problem in problems] == found
 
 
 def test_a_pause_beyond_the_longest_time_ends_with_the_last_failure(monkeypatch: pytest.MonkeyPatch) -> None:

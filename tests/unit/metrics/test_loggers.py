@@ -16,8 +16,9 @@ from typing import Any, cast
 
 import pytest
 
-from tests.support.helpers import TinyRun, mentions
+from tests.support.helpers import TinyRun, mentions, wait_until
 from titanlite.metrics.loggers import Loggers, check_logger
+from titanlite.run.records import RecordFile
 from titanlite.runtime.console import install_hint
 from titanlite.runtime.errors import UserError
 from titanlite.schema import dump
@@ -37,10 +38,16 @@ def folder(tiny: TinyRun) -> Path:
 def log(name: str, folder: Path, *, resumed: int, last: int) -> Loggers:
     """Log steps after `resumed`; step 4 has a validation, too. The loggers are left open, as by a kill."""
     loggers = Loggers([name], folder, step=resumed)
+    files = {kind: RecordFile(folder / f"{kind}.jsonl", resumed) for kind in ("metrics", "validation")}
+
+    def record(kind: str, record: dict[str, Any]) -> None:
+        files[kind].write(record)
+        loggers.log(record, kind=kind)
+
     for step in range(resumed + 1, last + 1):
-        loggers.log({"step": step, "loss": 10.0 - step, "data_shares": {"text": 1.0}})
+        record("metrics", {"step": step, "loss": 10.0 - step, "data_shares": {"text": 1.0}})
         if step == 4:
-            loggers.log({"step": step, "loss": 5.5}, prefix="validation/")
+            record("validation", {"step": step, "loss": 5.5})
     return loggers
 
 
@@ -94,8 +101,8 @@ class FakeMlflow:
     def update_run(self, run: str, status: str) -> None:
         self.runs[run].info.status = status
 
-    def set_terminated(self, run: str) -> None:
-        self.runs[run].info.status = "FINISHED"
+    def set_terminated(self, run: str, status: str) -> None:
+        self.runs[run].info.status = status
 
     def log_batch(self, run: str, metrics: Sequence[Any] = (), params: Sequence[Any] = ()) -> None:
         for entry in (*metrics, *params):
@@ -133,10 +140,10 @@ def test_mlflow_has_one_run_and_each_step_once_after_a_kill(folder: Path, mlflow
     assert run.info.status == "FINISHED"
     (folder / "config.toml").write_text((folder / "config.toml").read_text().replace("steps = 6", "steps = 7"))
     loggers = log("mlflow", folder, resumed=3, last=7)
-    loggers.log({"step": 7, "loss": math.nan, "data_shares": {"c4 (en)/../x": 0.5}}, prefix="validation/")
-    loggers.close()
+    loggers.log({"step": 7, "loss": math.nan, "data_shares": {"c4 (en)/../x": 0.5}}, kind="validation")
+    loggers.close(75)
     [run] = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("runs").experiment_id])
-    assert (run.info.status, run.info.run_name) == ("FINISHED", "run")
+    assert (run.info.status, run.info.run_name) == ("KILLED", "run")
     assert run.data.tags["titanlite.run_id"] == RUN_ID
     options = {"training.steps": "6", "optimizer.name": "AdamW", "checkpoint.enable": "true"}
     assert {key: run.data.params[key] for key in options} == options, "those of the first start"
@@ -151,30 +158,62 @@ def test_mlflow_has_one_run_and_each_step_once_after_a_kill(folder: Path, mlflow
     assert points("validation/data_shares/x") == [(7, 0.5)]
 
 
-STUCK = """
-import threading
+LISTED = """
+import json
 
-class Stuck:
+class Listed:
     def __init__(self, folder, *, step):
-        threading.Event().wait()
+        self.path = folder / f"{type(self).__name__}.txt"
+
+    def log(self, metrics, *, step):
+        with open(self.path, "a") as file:
+            file.write(f"{step} {json.dumps(metrics)}\\n")
+
+    def close(self):
+        with open(self.path, "a") as file:
+            file.write("closed")
 """
 
 
-def test_a_logger_that_hangs_loses_records_and_nothing_else(
+STUCK = """
+import threading
+
+class Stuck(Listed):
+    def __init__(self, folder, *, step):
+        if (folder / "silent").exists():
+            threading.Event().wait()
+        super().__init__(folder, step=step)
+"""
+
+
+def listed(folder: Path, name: str = "Listed") -> list[int | str]:
+    """Return the steps that a logger has, and `closed` if it was closed."""
+    path = folder / f"{name}.txt"
+    lines = path.read_text().splitlines() if path.exists() else []
+    return [int(line.split()[0]) if line != "closed" else line for line in lines]
+
+
+def test_a_logger_that_hangs_holds_up_no_other_and_gets_all_records_at_the_next_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    (folder / "stuck.py").write_text(STUCK)
+    (folder / "stuck.py").write_text(LISTED + STUCK)
+    (folder / "silent").touch()
     monkeypatch.setattr("titanlite.metrics.loggers.MOST_WAITING", 10)
-    monkeypatch.setattr("titanlite.metrics.loggers.CLOSE_SECONDS", 0.3)
-    name, began = f"{folder}/stuck.py:Stuck", time.monotonic()
-    loggers = Loggers([name], folder, step=0)
+    monkeypatch.setattr("titanlite.metrics.loggers.CLOSE_SECONDS", 1)
+    stuck, other, began = f"{folder}/stuck.py:Stuck", f"{folder}/stuck.py:Listed", time.monotonic()
+    loggers, file = Loggers([stuck, other], folder, step=0), RecordFile(folder / "metrics.jsonl", 0)
     for step in range(1, 21):
+        file.write({"step": step, "loss": 1.0})
         loggers.log({"step": step, "loss": 1.0})
+    wait_until(lambda: listed(folder) == [*range(1, 21)])
     loggers.close()
-    assert time.monotonic() - began < 5
-    assert len(caplog.records) == 2
-    assert all(mentions(record.message, f"metrics.loggers: {name}") for record in caplog.records)
-    assert mentions(caplog.records[1].message, "20 of 20 records", "metrics.jsonl")
+    assert time.monotonic() - began < 10
+    assert listed(folder) == [*range(1, 21), "closed"]
+    [record] = caplog.records
+    assert mentions(record.message, f"metrics.loggers: {stuck}", "20 records", "metrics.jsonl")
+    (folder / "silent").unlink()
+    Loggers([stuck], folder, step=20).close()  # another start, after the last step
+    assert listed(folder, "Stuck") == [*range(1, 21), "closed"]
 
 
 @pytest.mark.parametrize(
@@ -196,20 +235,57 @@ def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
         check_logger("wandb")
 
 
+@pytest.mark.long
+def test_tensorboard_has_the_config_as_text_and_as_hyperparameters(folder: Path) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+
+    log("tensorboard", folder, resumed=0, last=2).close()
+    found = EventAccumulator(str(folder / "tensorboard"))
+    found.Reload()
+    assert [event.step for event in found.Scalars("loss")] == [1, 2]
+    [text] = found.Tensors("config/text_summary")
+    assert text.tensor_proto.string_val[0].decode() == f"```toml\n{(folder / 'config.toml').read_text()}\n```"
+    [start] = [
+        HParamsPluginData.FromString(content).session_start_info.hparams
+        for tag, content in found.PluginTagToContent("hparams").items()
+        if tag.endswith("session_start_info")
+    ]
+    assert (start["training.steps"].number_value, start["optimizer.name"].string_value) == (6, "AdamW")
+
+
 RAISES = """
-class Raises:
-    def __init__(self, folder, *, step): pass
-    def log(self, metrics, *, step): raise RuntimeError("no answer")
-    def close(self): pass
+class Raises(Listed):
+    def log(self, metrics, *, step):
+        if (self.path.parent / "down").exists():
+            raise RuntimeError("no answer")
+        super().log(metrics, step=step)
+
+    def end(self, code):
+        with open(self.path, "a") as file:
+            file.write(f"{100 + code}")
 """
 
 
-def test_a_logger_that_raises_is_one_line_and_gets_no_more(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    (tmp_path / "raises.py").write_text(RAISES)
-    loggers = Loggers([f"{tmp_path}/raises.py:Raises"], tmp_path, step=0)
-    loggers.log({"step": 1, "loss": 2.0})
-    loggers.log({"step": 2, "loss": 2.0})
-    loggers.close()
-    [record] = caplog.records
-    assert mentions(record.getMessage(), "Raises", "raises.py:4", "RuntimeError: no answer")
-    assert record.exc_info is None
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_logger_that_raises_is_tried_again_and_has_each_step_once(
+    folder: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, keeps: bool
+) -> None:
+    """A start is killed after step 6, and the next one resumes at step 4."""
+    monkeypatch.setattr("titanlite.metrics.loggers.FIRST_PAUSE", 0.01)
+    (folder / "raises.py").write_text(LISTED + RAISES + f"    keeps_later_steps = {keeps}\n")
+    name, down = f"{folder}/raises.py:Raises", folder / "down"
+    down.touch()
+    loggers = log(name, folder, resumed=0, last=2)
+    wait_until(lambda: len(caplog.records) > 0)
+    down.unlink()
+    wait_until(lambda: listed(folder, "Raises") == [1, 2])
+    for step in range(3, 7):
+        loggers.log({"step": step, "loss": math.nan})
+    wait_until(lambda: listed(folder, "Raises") == [1, 2, 3, 4, 5, 6])
+    [failed] = [record for record in caplog.records if record.levelname == "WARNING"]
+    assert mentions(failed.getMessage(), name, "raises.py:19", "RuntimeError: no answer")
+    assert failed.exc_info is None
+    assert "NaN" in (folder / "Raises.txt").read_text()
+    log(name, folder, resumed=4, last=8).close(1)
+    assert listed(folder, "Raises") == [1, 2, 3, 4, 5, 6, *([] if keeps else [5, 6]), 7, 8, 101]

@@ -259,6 +259,7 @@ def test_tensorboard_without_room_is_put_aside_with_one_warning(tmp_path: Path) 
     """A limit of the size of files stands for a full disk. The thread of the writer ends with an error."""
     context = multiprocessing.get_context("forkserver")
     reader, writer = context.Pipe(duplex=False)
+    (tmp_path / "config.toml").write_text("[training]\nsteps = 6\n")
     process = context.Process(target=log_with_little_room, args=(tmp_path, writer))
     process.start()
     writer.close()
@@ -267,9 +268,10 @@ def test_tensorboard_without_room_is_put_aside_with_one_warning(tmp_path: Path) 
     process.join(300)
     assert process.exitcode == 0
     assert "File too large" in printed
-    assert printed.count("TensorBoard failed") == 1
-    [file] = (tmp_path / "tensorboard").iterdir()
-    assert file.stat().st_size == 300
+    assert printed.count("tensorboard failed") == 1
+    files = [*(tmp_path / "tensorboard").iterdir()]
+    assert {file.stat().st_size for file in files} == {300}
+    assert len(files) <= 3, "a new one at each attempt"
 
 
 def test_a_log_that_cannot_be_written_is_reported_once(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
