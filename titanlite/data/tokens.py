@@ -35,15 +35,17 @@ class ArrayFile:
         count: number of records.
         key: option that names the folder, for errors.
         remedy: sentence that ends an error.
+        offset: bytes before the records.
 
     Raises:
         UserError: the file is not there any more.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, count: int, *, key: str, remedy: str) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, count: int, *, key: str, remedy: str, offset: int = 0) -> None:
         self.path = path
         self._dtype = dtype
         self._count = count
+        self._offset = offset
         self._key = key
         self._remedy = remedy
         self._descriptor = -1
@@ -79,6 +81,7 @@ class ArrayFile:
             UserError: the file has become shorter.
         """
         size, offset = ((number * self._dtype.itemsize) for number in (end - begin, begin))
+        offset += self._offset
         data = b""
         while len(data) < size:  # one read returns 2 GiB at most
             with naming_path(self.path):
