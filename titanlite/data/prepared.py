@@ -40,9 +40,12 @@ def prepared_tokens(paths: Sequence[str]) -> list[str]:
 
 
 def _inside(place: str) -> list[str]:
-    """Return the tokens of Megatron-LM in a folder; the place itself if it is none that holds some."""
-    names = sorted(os.listdir(place)) if "://" not in place and os.path.isdir(place) else []
-    return [path for name in names if name.endswith(".idx") and megatron_prefix(path := f"{place}/{name}")] or [place]
+    """Return the tokens of Megatron-LM in a folder that holds nothing else; the place itself if it is none."""
+    if "://" in place or not os.path.isdir(place):
+        return [place]
+    names = sorted(name for name in os.listdir(place) if not name.startswith("."))
+    found = [path for name in names if name.endswith(".idx") and megatron_prefix(path := os.path.join(place, name))]
+    return found if found and all(name.endswith((".bin", ".idx")) for name in names) else [place]
 
 
 def _holds_tokens(place: str) -> bool:

@@ -315,14 +315,17 @@ class JoinedTokens(TokenStore):
         self.folder = folder
         self.index = {key: self._parts[0].index[key] for key in ("tokenizer", "bos", "eos")}
         self.index |= {key: sum(part.index[key] for part in self._parts) for key in ("tokens", "documents")}
-        if all("token_bytes" in part.index for part in self._parts):
-            self.index |= {key: sum(part.index[key] for part in self._parts) for key in ("token_bytes", "text_bytes")}
         self._shards = [(part, number) for part in self._parts for number in range(len(part.index["shards"]))]
         self.index["shards"] = [part.index["shards"][number] for part, number in self._shards]
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._parts,)
+
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether those of all parts do."""
+        return all(part.counts_bytes for part in self._parts)
 
     @property
     def parts(self) -> Sequence[TokenStore]:

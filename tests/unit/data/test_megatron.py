@@ -81,6 +81,9 @@ def test_documents_of_several_sequences_and_several_files(tmp_path: Path) -> Non
     whole = opened(tmp_path / "in", add_eos=False)
     assert whole.read(0, 9).tolist() == [9, *range(1, 9)]
     assert whole.document_starts(0, 9).tolist() == [0, 1, 4, 5]
+    assert not whole.counts_bytes
+    (tmp_path / "in" / "a.jsonl").write_text("{}\n")
+    assert prepared.prepared_tokens([f"{tmp_path}/in"]) == [], "text beside them is meant"
     again = opened([f"{tmp_path}/in/a_document.bin", first], add_eos=False)
     assert again.fingerprint == whole.fingerprint
 

@@ -52,10 +52,11 @@ class HuggingFaceTokenizer:
                 spec["model"]["dropout"] = first.model.dropout = None
                 self.is_as_its_file, read = False, json.dumps(spec).encode()
             if theirs := _of_transformers(path, read):
-                own, spec = (json.loads(one.to_str()) for one in (first, theirs.backend_tokenizer))
+                own, new = (json.loads(one.to_str(), object_hook=_plain) for one in (first, theirs.backend_tokenizer))
                 first, self.special_tokens = theirs.backend_tokenizer, theirs.special_tokens_map
-                rebuilt = {part: spec[part] for part in OF_IDS if _plain(spec[part]) != _plain(own[part])}
-                self.is_as_its_file &= not rebuilt and spec["decoder"] == own["decoder"]
+                rebuilt = {part: new[part] for part in OF_IDS if new[part] != own[part]}
+                self.is_as_its_file &= not rebuilt and new["decoder"] == own["decoder"]
+                spec = json.loads(first.to_str())
             vocab = first.get_vocab()
             missing = _missing_tokens(path, vocab)
             added = spec["added_tokens"] = [*spec["added_tokens"], *missing]
@@ -173,9 +174,9 @@ def _of_transformers(path: Path, content: bytes) -> Any:
     return found
 
 
-def _plain(part: Any) -> Any:
-    """Return a part of a tokenizer.json in which "", false and null are the same."""
-    return {key: value or None for key, value in part.items()} if isinstance(part, dict) else part
+def _plain(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a tokenizer.json in which "", false and null are the same, without what no token depends on."""
+    return {key: value or None for key, value in part.items() if key != "trim_offsets"}
 
 
 def _missing_tokens(path: Path, vocab: dict[str, int]) -> list[dict[str, Any]]:
