@@ -118,10 +118,10 @@ class HuggingFaceTokenizer:
         start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         return whole[:start], whole[start + len(plain) :]
 
-    def token_bytes(self) -> np.ndarray:
+    def token_bytes(self, *, begins: bool = False) -> np.ndarray:
         """Exact where what comes out is what went in: for byte-level BPE, and for SentencePiece's way of writing spaces
         and bytes. A normalizer that changes the text makes it wrong: see `TokenStore.counts_bytes`."""
-        return self._token_bytes.copy()
+        return self._token_bytes[int(begins)].copy()
 
 
 def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
@@ -232,7 +232,7 @@ def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], *, prefixes: bool) -> np.ndarray:
-    """Return int64 [2, V], see `Tokenizer.token_bytes`.
+    """Return int64 [2, V]: the bytes of each token within a text, and at its beginning.
 
     Args:
         prefixes: a space is put before a text.

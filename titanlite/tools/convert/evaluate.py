@@ -17,7 +17,7 @@ from titanlite.data.megatron import MegatronTokens, megatron_prefix
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Source
 from titanlite.data.sources import open_sources
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, byte_sizes
 from titanlite.data.tokens import TokenStore
 from titanlite.metrics.recorder import task_text
 from titanlite.models.base import Model
@@ -232,7 +232,7 @@ def _measure(
         tasks,
         seq_len=seq_len,
         batch_size=batch_size,
-        token_bytes=tokenizer.token_bytes(),
+        token_bytes=byte_sizes(tokenizer),
         kernels=pick_kernels(device),
         device=device,
         rank=0,

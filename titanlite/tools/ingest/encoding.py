@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer, text_bytes
+from titanlite.data.tokenizer import Tokenizer, byte_sizes, load_tokenizer, text_bytes
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.signals import end_with_parent, shielding_children
 from titanlite.tools.ingest.chat import FIELD, ChatDocument, ChatOptions, ChatReader
@@ -85,7 +85,7 @@ class Encoder:
         self.bos = _mark(tokenizer, tokenizer.bos_id, options.bos, "bos", "begins")
         self.eos = _mark(tokenizer, tokenizer.eos_id, options.eos, "eos", "ends")
         self._chats = ChatReader(options.chat, tokenizer) if options.chat else None
-        self._sizes = tokenizer.token_bytes()
+        self._sizes = byte_sizes(tokenizer)
 
     def encode(self, parts: Sequence[Part]) -> Encoded:
         out = _Output()
