@@ -2,6 +2,7 @@
 
 import base64
 import json
+import pickle
 import random
 import sys
 import sysconfig
@@ -136,9 +137,10 @@ def test_round_trips(kind: str, kinds: dict[str, Tokenizer]) -> None:
     assert lengths[:, [tokenizer.bos_id, tokenizer.eos_id]].tolist() == [[0, 0], [0, 0]]
     names = LLAMA3_SPECIAL_TOKENS[:2] if kind in BYTE_LEVEL else ("<s>", "</s>")
     assert tokenizer.decode(np.array([tokenizer.bos_id, tokenizer.eos_id])) == "".join(names)
-    again = load_tokenizer(tokenizer.name)
-    assert again.fingerprint == tokenizer.fingerprint
-    assert again.encode(HARD_TEXTS[3]).tolist() == tokenizer.encode(HARD_TEXTS[3]).tolist()
+    for again in (load_tokenizer(tokenizer.name), pickle.loads(pickle.dumps(tokenizer))):
+        assert again.fingerprint == tokenizer.fingerprint
+        for text in (HARD_TEXTS[3], HARD_TEXTS[-2]):
+            assert again.encode(text).tolist() == tokenizer.encode(text).tolist()
 
 
 def test_fingerprints_tell_tokenizers_apart(kinds: dict[str, Tokenizer]) -> None:
