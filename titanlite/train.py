@@ -22,6 +22,7 @@ from titanlite.checkpoint.state import AVERAGE, OUTER, flat
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
+from titanlite.data.tokenizer import byte_sizes
 from titanlite.data.verify import while_checking
 from titanlite.guard import SpikeFound, StepGuard, StoppedByGuard, rollbacks_of
 from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, world_group
@@ -399,7 +400,7 @@ def build_validator(setup: Setup, sources: list[Source]) -> Validator:
         seq_len=config.training.seq_len,
         multiple_of=2 * config.sequence_parts,
         batch_size=config.training.batch_split(ranks)[0],
-        token_bytes=setup.inputs.tokenizer.token_bytes(),
+        token_bytes=byte_sizes(setup.inputs.tokenizer),
         kernels=setup.kernels,
         vocabulary=setup.techniques.vocabulary,
         device=setup.device,

@@ -40,7 +40,7 @@ class Validator:
         tasks: read for sequences of `seq_len` tokens.
         multiple_of: number that divides the length of each sequence that `split` can split.
         batch_size: sequences in one forward pass of one rank.
-        token_bytes: [2, V], `Tokenizer.token_bytes()`.
+        token_bytes: [2, V], of `byte_sizes`.
         vocabulary: split of the vocabulary over processes, with tensor parallelism.
         rank, ranks: among the ranks that read different data.
         group: ranks whose token losses are summed.

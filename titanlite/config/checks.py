@@ -190,7 +190,7 @@ def _sources(section: Data | Validation, name: str) -> Iterator[Conflict]:
             elif "://" in path:
                 if path.partition("://")[0] not in ("stdlib", "hf", "python", "reader"):
                     yield from _url(f"{key}.path", path)
-            elif not glob.glob(os.path.expanduser(path)):
+            elif not glob.glob(os.path.expanduser(path)) and not glob.glob(os.path.expanduser(f"{path}.idx")):
                 yield f"{key}.path", f"no file or folder {path}"
 
 

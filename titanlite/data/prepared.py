@@ -6,6 +6,7 @@ from glob import glob
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from titanlite.data.megatron import MegatronTokens, megatron_prefix
 from titanlite.data.tokenizer import Tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.errors import UserError
@@ -28,7 +29,9 @@ def prepared_tokens(paths: Sequence[str]) -> list[str]:
     """
     places: list[str] = []
     for path in map(os.path.expanduser, paths):
-        places += sorted(glob(path)) if "*" in path and "://" not in path else [path]
+        found = sorted(glob(path)) if "*" in path and "://" not in path else [path]
+        found = [inside for place in found for inside in _inside(place)]
+        places += dict.fromkeys(megatron_prefix(place) or place for place in found)
     if not all(map(_holds_tokens, places)):
         return []
     if len({place if "://" in place else os.path.realpath(place) for place in places}) < len(places):
@@ -36,9 +39,20 @@ def prepared_tokens(paths: Sequence[str]) -> list[str]:
     return places
 
 
+def _inside(place: str) -> list[str]:
+    """Return the tokens of Megatron-LM in a folder that holds nothing else; the place itself if it is none."""
+    if "://" in place or not os.path.isdir(place):
+        return [place]
+    names = sorted(name for name in os.listdir(place) if not name.startswith("."))
+    found = [path for name in names if name.endswith(".idx") and megatron_prefix(path := os.path.join(place, name))]
+    return found if found and all(name.endswith((".bin", ".idx")) for name in names) else [place]
+
+
 def _holds_tokens(place: str) -> bool:
     if "://" in place:
         return not place.startswith((STDLIB, HUGGING_FACE, READER)) and not is_file_url(place)
+    if megatron_prefix(place):
+        return True
     return os.path.isdir(place) and is_token_folder(os.listdir(place))
 
 
@@ -63,7 +77,7 @@ def open_prepared(place: str, *, data: "Data", tokenizer: Tokenizer, cache_folde
         from titanlite.data.remote import localize
 
         folder = localize(place, cache_folder)
-    store = TokenStore(folder)
+    store = MegatronTokens(folder, tokenizer) if megatron_prefix(place) else TokenStore(folder)
     if data.chat_template is not None:
         raise UserError(f"data.chat_template: {store.folder} holds tokens, not chats: leave it out, or name the chats")
     _check_tokenizer(store, tokenizer)

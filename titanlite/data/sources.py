@@ -10,7 +10,7 @@ from titanlite.data.custom import PREFIX, CustomSequences
 from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
 from titanlite.data.samples import Samples, Source, Stage
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, byte_sizes
 from titanlite.data.tokens import JoinedTokens, TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import on_all
@@ -186,7 +186,7 @@ def _open(
             "after it)"
         )
     fingerprint = f"{store.fingerprint}-{data.packing}-{seq_len}"
-    inside, first = tokenizer.token_bytes()
+    inside, first = byte_sizes(tokenizer)
     # Without a mark between documents, nothing shows where a space was put before one.
     knows_beginnings = store.index["bos"] or store.index["eos"] or data.document_mask or bool((inside == first).all())
     counts_bytes = store.counts_bytes and knows_beginnings

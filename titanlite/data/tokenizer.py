@@ -89,10 +89,13 @@ class Tokenizer(Protocol):
         """Return the text of token ids, with the names of special tokens."""
         ...
 
-    def token_bytes(self) -> np.ndarray:
-        """Return int64 [2, vocab_size]: how many bytes of UTF-8 text each token stands for, 0 for special tokens. First
-        within a text, then at its beginning or after a special token, where a tokenizer may put a space that is not in
-        the text."""
+    def token_bytes(self, *, begins: bool = False) -> np.ndarray:
+        """Return int64 [vocab_size]: how many bytes of UTF-8 text each token stands for, 0 for special tokens.
+
+        Args:
+            begins: at the beginning of a text or after a special token, where a tokenizer may put a space that the
+                text does not have.
+        """
         ...
 
 
@@ -112,8 +115,8 @@ class ByteTokenizer:
         table = [*(bytes([i]) for i in range(256)), *(name.encode() for name in LLAMA3_SPECIAL_TOKENS[:2])]
         return b"".join(table[i] for i in np.asarray(ids).tolist()).decode(errors="replace")
 
-    def token_bytes(self) -> np.ndarray:
-        return np.array([[1] * 256 + [0, 0]] * 2, dtype=np.int64)
+    def token_bytes(self, *, begins: bool = False) -> np.ndarray:
+        return np.array([1] * 256 + [0, 0], dtype=np.int64)
 
 
 class TiktokenTokenizer:
@@ -146,15 +149,20 @@ class TiktokenTokenizer:
     def decode(self, ids: np.ndarray) -> str:
         return self._encoding.decode(np.asarray(ids).tolist())
 
-    def token_bytes(self) -> np.ndarray:
-        return np.stack([self._token_bytes] * 2)
+    def token_bytes(self, *, begins: bool = False) -> np.ndarray:
+        return self._token_bytes.copy()
+
+
+def byte_sizes(tokenizer: Tokenizer) -> np.ndarray:
+    """Return int64 [2, vocab_size]: the bytes of each token within a text, and at its beginning."""
+    return np.stack([tokenizer.token_bytes(begins=begins) for begins in (False, True)])
 
 
 def text_bytes(sizes: np.ndarray, ids: np.ndarray, *, begins: bool = True) -> int:
     """Return how many bytes of text tokens stand for.
 
     Args:
-        sizes: `Tokenizer.token_bytes()`.
+        sizes: of `byte_sizes`.
         begins: the first token begins a text.
     """
     inside = sizes[0][ids]

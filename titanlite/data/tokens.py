@@ -35,15 +35,17 @@ class ArrayFile:
         count: number of records.
         key: option that names the folder, for errors.
         remedy: sentence that ends an error.
+        offset: bytes before the records.
 
     Raises:
         UserError: the file is not there any more.
     """
 
-    def __init__(self, path: Path, dtype: np.dtype, count: int, *, key: str, remedy: str) -> None:
+    def __init__(self, path: Path, dtype: np.dtype, count: int, *, key: str, remedy: str, offset: int = 0) -> None:
         self.path = path
         self._dtype = dtype
         self._count = count
+        self._offset = offset
         self._key = key
         self._remedy = remedy
         self._descriptor = -1
@@ -79,6 +81,7 @@ class ArrayFile:
             UserError: the file has become shorter.
         """
         size, offset = ((number * self._dtype.itemsize) for number in (end - begin, begin))
+        offset += self._offset
         data = b""
         while len(data) < size:  # one read returns 2 GiB at most
             with naming_path(self.path):
@@ -312,14 +315,17 @@ class JoinedTokens(TokenStore):
         self.folder = folder
         self.index = {key: self._parts[0].index[key] for key in ("tokenizer", "bos", "eos")}
         self.index |= {key: sum(part.index[key] for part in self._parts) for key in ("tokens", "documents")}
-        if all("token_bytes" in part.index for part in self._parts):
-            self.index |= {key: sum(part.index[key] for part in self._parts) for key in ("token_bytes", "text_bytes")}
         self._shards = [(part, number) for part in self._parts for number in range(len(part.index["shards"]))]
         self.index["shards"] = [part.index["shards"][number] for part, number in self._shards]
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self._parts,)
+
+    @property
+    def counts_bytes(self) -> bool:
+        """Whether those of all parts do."""
+        return all(part.counts_bytes for part in self._parts)
 
     @property
     def parts(self) -> Sequence[TokenStore]:

@@ -52,10 +52,11 @@ class HuggingFaceTokenizer:
                 spec["model"]["dropout"] = first.model.dropout = None
                 self.is_as_its_file, read = False, json.dumps(spec).encode()
             if theirs := _of_transformers(path, read):
-                own, spec = (json.loads(one.to_str()) for one in (first, theirs.backend_tokenizer))
+                own, new = (json.loads(one.to_str(), object_hook=_plain) for one in (first, theirs.backend_tokenizer))
                 first, self.special_tokens = theirs.backend_tokenizer, theirs.special_tokens_map
-                rebuilt = {part: spec[part] for part in OF_IDS if _plain(spec[part]) != _plain(own[part])}
-                self.is_as_its_file &= not rebuilt and spec["decoder"] == own["decoder"]
+                rebuilt = {part: new[part] for part in OF_IDS if new[part] != own[part]}
+                self.is_as_its_file &= not rebuilt and new["decoder"] == own["decoder"]
+                spec = json.loads(first.to_str())
             vocab = first.get_vocab()
             missing = _missing_tokens(path, vocab)
             added = spec["added_tokens"] = [*spec["added_tokens"], *missing]
@@ -76,14 +77,18 @@ class HuggingFaceTokenizer:
         except Exception as error:  # tokenizers raises plain Exception for a wrong file
             raise UserError(f"data.tokenizer: {path} is not a tokenizer.json of Hugging Face: {error}") from None
         for tokenizer in (first, later):
-            tokenizer.encode_special_tokens = True  # names of special tokens are plain text
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self._first, self._later = first, later
+        self.__setstate__({"_first": first, "_later": later})
         self.vocab_size = max(vocab.values()) + 1
         self._token_bytes = _token_bytes(spec, vocab, prefixes=later is not first)
         key = f"{self.bos_id} {self.eos_id}{json.dumps(rebuilt) if rebuilt else ''}"
         self.fingerprint = f"huggingface-{CUT_RULE}-{hashlib.sha256(content + key.encode()).hexdigest()[:16]}"
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Take over the attributes. Copies of the package's tokenizers, as by pickle, forget how they encode names."""
+        self.__dict__.update(state)
+        self._first.encode_special_tokens = self._later.encode_special_tokens = True  # names of special tokens are text
 
     def encode(self, text: str, *, begins: bool = True) -> np.ndarray:
         ids: list[np.ndarray] = []
@@ -117,10 +122,10 @@ class HuggingFaceTokenizer:
         start = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
         return whole[:start], whole[start + len(plain) :]
 
-    def token_bytes(self) -> np.ndarray:
+    def token_bytes(self, *, begins: bool = False) -> np.ndarray:
         """Exact where what comes out is what went in: for byte-level BPE, and for SentencePiece's way of writing spaces
         and bytes. A normalizer that changes the text makes it wrong: see `TokenStore.counts_bytes`."""
-        return self._token_bytes.copy()
+        return self._token_bytes[int(begins)].copy()
 
 
 def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
@@ -173,9 +178,9 @@ def _of_transformers(path: Path, content: bytes) -> Any:
     return found
 
 
-def _plain(part: Any) -> Any:
-    """Return a part of a tokenizer.json in which "", false and null are the same."""
-    return {key: value or None for key, value in part.items()} if isinstance(part, dict) else part
+def _plain(part: dict[str, Any]) -> dict[str, Any]:
+    """Return a part of a tokenizer.json in which "", false and null are the same, without what no token depends on."""
+    return {key: value or None for key, value in part.items() if key != "trim_offsets"}
 
 
 def _missing_tokens(path: Path, vocab: dict[str, int]) -> list[dict[str, Any]]:
@@ -231,7 +236,7 @@ def _without_prefix(spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def _token_bytes(spec: dict[str, Any], vocab: dict[str, int], *, prefixes: bool) -> np.ndarray:
-    """Return int64 [2, V], see `Tokenizer.token_bytes`.
+    """Return int64 [2, V]: the bytes of each token within a text, and at its beginning.
 
     Args:
         prefixes: a space is put before a text.

@@ -109,7 +109,7 @@ def different_tokens(theirs: Tokenizer, ours: Tokenizer) -> list[str]:
         return []
     both = min(theirs.vocab_size, ours.vocab_size)
     texts = [(theirs.decode(np.array([i])), ours.decode(np.array([i]))) for i in range(both)]
-    sizes = zip(theirs.token_bytes()[0, :both], ours.token_bytes()[0, :both], strict=True)
+    sizes = zip(theirs.token_bytes()[:both], ours.token_bytes()[:both], strict=True)
     changed = [i for i, (pair, (a, b)) in enumerate(zip(texts, sizes, strict=True)) if pair[0] != pair[1] or a != b]
     words = [f"{i} is {texts[i][0]!r:.40}, here {texts[i][1]!r:.40}" for i in changed[:SHOWN]]
     words += [f"{len(changed):,} of {both:,} differ"] if len(changed) > SHOWN else []

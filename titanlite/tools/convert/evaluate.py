@@ -13,10 +13,11 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column, Table
 
+from titanlite.data.megatron import MegatronTokens, megatron_prefix
 from titanlite.data.prepared import prepared_tokens
 from titanlite.data.samples import Source
 from titanlite.data.sources import open_sources
-from titanlite.data.tokenizer import Tokenizer
+from titanlite.data.tokenizer import Tokenizer, byte_sizes
 from titanlite.data.tokens import TokenStore
 from titanlite.metrics.recorder import task_text
 from titanlite.models.base import Model
@@ -105,7 +106,7 @@ def evaluate(
     for source in section.sources:
         alone = section.model_copy(update={"sources": [source]})
         try:
-            sources += open_sources(alone, _options_of(source, options, cache), **places)
+            sources += open_sources(alone, _options_of(source, options, cache, known), **places)
         except UserError as error:
             raise UserError(f"--data: {source.title}: {str(error).removeprefix('data.path: ')}") from None
     opening = opening_ids(known, run_config)
@@ -196,7 +197,7 @@ def _check_refused(weights: OpenedWeights, data: Sequence[str]) -> None:
         )
 
 
-def _options_of(source: ValidationSource, data: Data, cache_folder: Path) -> Data:
+def _options_of(source: ValidationSource, data: Data, cache_folder: Path, tokenizer: Tokenizer) -> Data:
     """Return the options of the data for one source: prepared tokens keep the document ends that they have."""
     paths = [source.path] if isinstance(source.path, str) else source.path
     places = prepared_tokens(paths)
@@ -207,7 +208,7 @@ def _options_of(source: ValidationSource, data: Data, cache_folder: Path) -> Dat
         from titanlite.data.remote import localize
 
         folder = localize(places[0], cache_folder)
-    store = TokenStore(folder)
+    store = MegatronTokens(folder, tokenizer) if megatron_prefix(places[0]) else TokenStore(folder)
     return data.model_copy(update={"add_bos": store.index["bos"], "add_eos": store.index["eos"], "chat_template": None})
 
 
@@ -232,7 +233,7 @@ def _measure(
         tasks,
         seq_len=seq_len,
         batch_size=batch_size,
-        token_bytes=tokenizer.token_bytes(),
+        token_bytes=byte_sizes(tokenizer),
         kernels=pick_kernels(device),
         device=device,
         rank=0,

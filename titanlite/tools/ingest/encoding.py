@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from titanlite.data.tokenizer import Tokenizer, load_tokenizer, text_bytes
+from titanlite.data.tokenizer import Tokenizer, byte_sizes, text_bytes
 from titanlite.runtime.errors import RunError, UserError
 from titanlite.runtime.signals import end_with_parent, shielding_children
 from titanlite.tools.ingest.chat import FIELD, ChatDocument, ChatOptions, ChatReader
@@ -85,7 +85,7 @@ class Encoder:
         self.bos = _mark(tokenizer, tokenizer.bos_id, options.bos, "bos", "begins")
         self.eos = _mark(tokenizer, tokenizer.eos_id, options.eos, "eos", "ends")
         self._chats = ChatReader(options.chat, tokenizer) if options.chat else None
-        self._sizes = tokenizer.token_bytes()
+        self._sizes = byte_sizes(tokenizer)
 
     def encode(self, parts: Sequence[Part]) -> Encoded:
         out = _Output()
@@ -244,7 +244,7 @@ def _start(started: list[SpawnProcess], encoder: Encoder) -> Connection:
     """Start a process that tokenizes, and return the pipe to it."""
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()
-    process = context.Process(target=_work, args=(there, encoder.tokenizer.name, encoder.options))
+    process = context.Process(target=_work, args=(there, encoder.tokenizer, encoder.options))
     with shielding_children():
         process.start()
     there.close()  # only the process holds this end, so the pipe ends with it
@@ -252,8 +252,9 @@ def _start(started: list[SpawnProcess], encoder: Encoder) -> Connection:
     return here
 
 
-def _work(connection: Connection, tokenizer: str, options: Options) -> None:
-    """Encode what comes, until nobody sends any more."""
+def _work(connection: Connection, tokenizer: Tokenizer, options: Options) -> None:
+    """Encode what comes, until nobody sends any more. The tokenizer came by pickle, because to load one may import
+    transformers."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     end_with_parent()
     encoder: Encoder | None = None
@@ -261,7 +262,7 @@ def _work(connection: Connection, tokenizer: str, options: Options) -> None:
         while True:
             parts = connection.recv()
             try:
-                encoder = encoder or Encoder(load_tokenizer(tokenizer), options)
+                encoder = encoder or Encoder(tokenizer, options)
                 result: Encoded | Exception = encoder.encode(parts)
             except Exception as error:
                 error.add_note(traceback.format_exc())

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from rich.console import Console
 
+from titanlite.data.megatron import MegatronTokens, megatron_prefix
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.console import progress_bar
@@ -27,7 +28,7 @@ def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: 
     """Print statistics and samples of token shards, and verify their checksums.
 
     Args:
-        folder (DIR): folder that `data prepare` wrote
+        folder (PATH): folder that `data prepare` wrote, or NAME of NAME.bin and NAME.idx of Megatron-LM
         sample: print N random documents, always the same ones; default: 0
         quick: do not verify checksums
         tokenizer (T): tokenizer that decodes samples; default: the one of the data
@@ -39,7 +40,7 @@ def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: 
     Example:
         tokens/corpus --sample 3
     """
-    store = TokenStore(folder.expanduser())
+    store = _open(folder.expanduser(), tokenizer)
     wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
     console = Console(width=wide, soft_wrap=True, markup=False, emoji=False, highlight=False)
     starts = store.document_starts(0, len(store))
@@ -50,8 +51,16 @@ def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: 
         console.print(f"  {line.translate(CONTROLS)}")
     if sample > 0:
         _print_samples(console, store, starts, sample, tokenizer)
-    if not quick:
+    if not quick and any(store.files()):
         console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
+
+
+def _open(folder: Path, tokenizer: str | None) -> TokenStore:
+    if (prefix := megatron_prefix(str(folder))) is None:
+        return TokenStore(folder)
+    if tokenizer is None:
+        raise UserError(f"{folder} holds tokens of Megatron-LM: name the tokenizer that wrote them with --tokenizer")
+    return MegatronTokens(Path(prefix), load_tokenizer(tokenizer))
 
 
 # Statistics
@@ -81,7 +90,8 @@ def _facts(store: TokenStore, starts: np.ndarray) -> dict[str, str]:
     left_out = _count_not_learned(store)
     share = f"{left_out:,} tokens ({left_out / len(store):.2%}) do not count" if left_out else "all tokens count"
     facts["loss"] = share
-    facts["unigram entropy"] = f"{index['unigram_entropy']:.4f} nats a token"
+    if "unigram_entropy" in index:
+        facts["unigram entropy"] = f"{index['unigram_entropy']:.4f} nats a token"
     facts["fingerprint"] = store.fingerprint
     return facts
 

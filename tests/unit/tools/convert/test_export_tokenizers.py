@@ -237,6 +237,10 @@ def like_llama_2(folder: Path) -> dict[str, Any]:
     return {"bos_token": "<s>", "eos_token": "</s>"}
 
 
+QWEN_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|"
+    r"\s+(?!\S)|\s+"
+)
 KINDS = {"split": splits_its_own_way, "llama": like_llama_2}
 REBUILT = [
     ("split", "Qwen2Tokenizer", "qwen3"),
@@ -340,3 +344,22 @@ def test_dropout_is_off(tmp_path: Path) -> None:
     for _ in range(20):
         assert ours.encode(HARD[0]).tolist() == ids == theirs.encode(HARD[0])
     check_tokenizer(ours, tmp_path / "hf")
+
+
+@pytest.mark.long
+def test_a_rebuilt_tokenizer_with_the_same_tokens_keeps_its_fingerprint(tmp_path: Path) -> None:
+    """Released files of Qwen differ from what the class builds in `trim_offsets` and in "" for null."""
+    split = {"type": "Split", "pattern": {"Regex": QWEN_SPLIT}, "behavior": "Isolated", "invert": False}
+    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": False, "use_regex": False}
+    of_class(tmp_path / "own", "split", "Qwen2Tokenizer", "qwen3")
+    file = tmp_path / "own/tokenizer.json"
+    spec = json.loads(file.read_text())
+    spec |= {"normalizer": {"type": "NFC"}, "decoder": byte_level}
+    spec["pre_tokenizer"] = {"type": "Sequence", "pretokenizers": [split, byte_level]}
+    spec["model"] |= {"continuing_subword_prefix": "", "end_of_word_suffix": ""}
+    file.write_text(json.dumps(spec))
+    with_class = load_tokenizer(str(file))
+    for name in ("tokenizer_config.json", "config.json"):
+        (tmp_path / "own" / name).unlink()
+    (tmp_path / "own/tokenizer_config.json").write_text('{"eos_token": "<|endoftext|>"}')
+    assert load_tokenizer(str(file)).fingerprint == with_class.fingerprint
