@@ -84,16 +84,16 @@ class CpuKernels(Kernels):
         self.by_onednn = multiplies_by_onednn() if by_onednn is None else by_onednn
         self.hardware_bfloat16 = has_hardware_bfloat16() if hardware_bfloat16 is None else hardware_bfloat16
 
-    def matmul_dtype(self, x: Tensor) -> torch.dtype:
-        """Compute dtype of the operands of a matmul: x.dtype, or float32 for types that the hardware lacks."""
-        is_slow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not self.hardware_bfloat16)
-        return torch.float32 if is_slow else x.dtype
+    def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See `Kernels.matmul_dtype`: float32 for dtypes that the hardware lacks."""
+        is_slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not self.hardware_bfloat16)
+        return torch.float32 if is_slow else dtype
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.linears(x, [weight])[0]
 
     def linears(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        wide, source = self.matmul_dtype(x), None
+        wide, source = self.matmul_dtype(x.dtype), None
         if not torch.compiler.is_compiling():
             source = source_of(x) if any(weight.requires_grad for weight in weights) else None
             # Several gradients of x are added up before they join those of other layers, whether x is kept or not.
