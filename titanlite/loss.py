@@ -175,7 +175,7 @@ class _ChunkedLoss(torch.autograd.Function):
         vocabulary: SplitVocabulary | None,
         term: LossTerm | None,
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        wide, narrow = kernels.logits_dtype(hidden_TD), kernels.matmul_dtype(hidden_TD)
+        wide, narrow = kernels.logits_dtype(hidden_TD), kernels.matmul_dtype(hidden_TD.dtype)
         operand_VD = weight_VD.to(wide)
         narrow_VD = operand_VD if narrow == wide else weight_VD.to(narrow)
         d_hidden_TD = torch.empty_like(hidden_TD) if needs_gradients else None

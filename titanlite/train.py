@@ -292,7 +292,7 @@ def build_trained(setup: Setup) -> Trained:
     reproducible = config.debug.reproducible_layouts
     fused = (setup.device.type == "cuda" and not on_host) or not reproducible
     optimizer = build_optimizer(
-        model, config.optimizer, seed=seed, memory=memory, fused=fused, reproducible=reproducible
+        model, config.optimizer, seed=seed, memory=memory, fused=fused, reproducible=reproducible, kernels=setup.kernels
     )
     after_update, average = setup.techniques.after_update(model), setup.techniques.average
     return Trained(

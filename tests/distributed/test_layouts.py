@@ -254,4 +254,5 @@ def test_types_are_the_same_on_every_layout(tiny: TinyRun) -> None:
         for layout, ranks in layouts.items():
             for seen, printed in ranks:
                 assert seen == expected_types(layout, weight, moment, reduction), (name, layout)
-                assert printed == {"weights": weight, "compute": "bfloat16", "reduction": reduction, "moments": moment}
+                assert printed.pop("compute").startswith("bfloat16")
+                assert printed == {"weights": weight, "reduction": reduction, "moments": moment}

@@ -78,7 +78,8 @@ class TensorBoard:
         if self._writer is None:
             self._writer = self._open()
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+            # As float32, the seconds of a clock have steps of 128, and counts above 2**24 are rounded.
+            self._writer.add_scalar(name, value, step, new_style=True, double_precision=True)
 
     def close(self) -> None:
         if self._writer is not None:

@@ -158,13 +158,21 @@ def types_of(model: Model, optimizer: torch.optim.Optimizer) -> dict[str, str]:
     policies = [policy for policy in units if policy] or [MixedPrecisionPolicy()]  # without units, nothing is converted
     weights = [parameter.dtype for parameter in model.parameters()]
     trained = [parameter.dtype for parameter in trainable_parameters(model).values()]
-    types: dict[str, list[torch.dtype | None]] = {
+    types: dict[str, list[torch.dtype]] = {
         "weights": [*weights],
         "compute": [policy.param_dtype or dtype for policy in policies for dtype in trained],
         "reduction": [policy.reduce_dtype or dtype for policy in policies for dtype in trained],
         "moments": [*state_dtypes(optimizer)],
     }
-    return {what: "/".join(sorted({str(dtype).removeprefix("torch.") for dtype in of})) for what, of in types.items()}
+    found = {what: "/".join(sorted({_name(dtype) for dtype in of})) for what, of in types.items()}
+    multiplied = {model.kernels.matmul_dtype(dtype) for dtype in types["compute"]}
+    if multiplied != {*types["compute"]}:
+        found["compute"] += f" (multiplied in {'/'.join(sorted(map(_name, multiplied)))})"
+    return found
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _report_source(source: Source, *, share: float) -> None:

@@ -15,7 +15,7 @@ class _Linear(nn.Linear):
     kernels: Kernels = DEFAULT_KERNELS
 
     def forward(self, input: Tensor) -> Tensor:
-        if self.kernels.matmul_dtype(input) == input.dtype:
+        if self.kernels.matmul_dtype(input.dtype) == input.dtype:
             return super().forward(input)  # the bias is added within the matmul
         out = self.kernels.linear(input, self.weight)
         return out if self.bias is None else out + self.bias

@@ -20,8 +20,9 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 
 FASTER_BY_ONEDNN = {("AuthenticAMD", "26")}
-"""Vendor and family of CPUs on which oneDNN multiplies float32 matrices twice as fast as MKL: Zen 5. On Zen 4 (family
-25) training is 4 % slower with it; others were not measured."""
+"""Vendor and family of CPUs with AVX-512 on which oneDNN multiplies float32 matrices twice as fast as MKL: Zen 5. On
+Zen 4 (family 25 with AVX-512) training is 4 % slower with it. On Zen 3 (family 25 with AVX2 only), as on all CPUs without
+AVX-512, PyTorch has no such choice. Others were not measured."""
 
 
 def cpu_info() -> dict[str, str]:
@@ -51,9 +52,11 @@ def multiply_by_onednn() -> None:
 
 
 def describe_cpu() -> str:
-    """Return the name and family of this machine's CPU, and the library of its float32 matmuls."""
+    """Return the name and family of this machine's CPU, the vectors of PyTorch's kernels, as in AVX2, and the library of
+    its float32 matmuls."""
     about = cpu_info()
-    name = f"{about.get('model name', 'CPU')}, family {about.get('cpu family', 'unknown')}"
+    family = f"family {about.get('cpu family', 'unknown')}"
+    name = f"{about.get('model name', 'CPU')}, {family}, {torch.backends.cpu.get_cpu_capability()}"
     default = "MKL" if torch.backends.mkl.is_available() else "BLAS"
     return f"{name}; float32 matmuls by {'oneDNN' if multiplies_by_onednn() else default}"
 
@@ -84,16 +87,16 @@ class CpuKernels(Kernels):
         self.by_onednn = multiplies_by_onednn() if by_onednn is None else by_onednn
         self.hardware_bfloat16 = has_hardware_bfloat16() if hardware_bfloat16 is None else hardware_bfloat16
 
-    def matmul_dtype(self, x: Tensor) -> torch.dtype:
-        """Compute dtype of the operands of a matmul: x.dtype, or float32 for types that the hardware lacks."""
-        is_slow = x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not self.hardware_bfloat16)
-        return torch.float32 if is_slow else x.dtype
+    def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """See `Kernels.matmul_dtype`: float32 for dtypes that the hardware lacks."""
+        is_slow = dtype == torch.float16 or (dtype == torch.bfloat16 and not self.hardware_bfloat16)
+        return torch.float32 if is_slow else dtype
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         return self.linears(x, [weight])[0]
 
     def linears(self, x: Tensor, weights: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        wide, source = self.matmul_dtype(x), None
+        wide, source = self.matmul_dtype(x.dtype), None
         if not torch.compiler.is_compiling():
             source = source_of(x) if any(weight.requires_grad for weight in weights) else None
             # Several gradients of x are added up before they join those of other layers, whether x is kept or not.

@@ -96,9 +96,9 @@ class Kernels:
         """Return True if tensors of a device are computed on a GPU."""
         return device.type == "cuda"
 
-    def matmul_dtype(self, x: Tensor) -> torch.dtype:
-        """Compute dtype of the operands of a matmul. Sums are float32 either way."""
-        return x.dtype
+    def matmul_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype in which operands of a dtype are multiplied. Sums are float32 either way."""
+        return dtype
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """x @ weight^T, in the dtype of x."""
@@ -119,7 +119,7 @@ class Kernels:
         is_aligned = x_TD.shape[1] % 8 == 0 and weights_EDF.shape[2] % 8 == 0  # rows of 16 bytes
         if x_TD.is_cuda and x_TD.dtype == torch.bfloat16 and is_aligned:
             return F.grouped_mm(x_TD, weights_EDF, offs=ends_E)
-        return loop_over_groups(x_TD, weights_EDF, ends_E, self.matmul_dtype(x_TD))
+        return loop_over_groups(x_TD, weights_EDF, ends_E, self.matmul_dtype(x_TD.dtype))
 
     def weighted(self, activation: Activation, gate_SF: Tensor, up_SF: Tensor, weights_S: Tensor) -> Tensor:
         """Return activation(gate, up) times the weight of each token; compiled where the loss is.

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from titanlite.ops.kernels import DEFAULT_KERNELS, Kernels
 from titanlite.optim.combined import CombinedOptimizer, scales_gradients, update, zero_moments
 from titanlite.optim.groups import ParameterGroup, parameter_groups
 from titanlite.optim.quantized import block_size_of, check_shards
@@ -32,6 +33,7 @@ def build_optimizer(
     pick_kernel: PickKernel | None = None,
     fused: bool = True,
     reproducible: bool = False,
+    kernels: Kernels = DEFAULT_KERNELS,
 ) -> torch.optim.Optimizer:
     """Build the optimizer that the config names; several classes become one `CombinedOptimizer`.
 
@@ -44,6 +46,7 @@ def build_optimizer(
             it starts.
         fused: whether AdamW is the fused kernel. On CPUs, that kernel rounds the last elements of a shard differently.
         reproducible: whether the bits of a matrix do not depend on which others a rank has, for Muon.
+        kernels: of the device that multiplies matrices, for Muon.
 
     Raises:
         UserError: a name is unknown, or the groups do not fit the model.
@@ -56,11 +59,13 @@ def build_optimizer(
         for groups in by_class.values()
     ]
     for (name, _), optimizer in zip(by_class, optimizers, strict=True):
-        if name == "Muon" and reproducible:
+        if name == "Muon":
             from titanlite.optim.muon import Muon
 
             assert isinstance(optimizer, Muon)
-            optimizer.together = 1
+            optimizer.kernels = kernels
+            if reproducible:
+                optimizer.together = 1
     return optimizers[0] if len(optimizers) == 1 else CombinedOptimizer(optimizers)
 
 

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from titanlite.ops.kernels import DEFAULT_KERNELS
 from titanlite.runtime.dtensor import chunk_sizes, from_local_like, sharded_axes, slice_like
 from titanlite.runtime.private_torch.tensors import local_tensor
 
@@ -42,8 +43,8 @@ class Muon(torch.optim.Optimizer):
     Args:
         params: float32 matrices [F, D], or stacks of them [E, F, D], in which each matrix is updated by itself.
         weight_decay: decoupled.
-        ns_dtype: dtype of the Newton-Schulz iteration. "bfloat16", as in torch.optim.Muon; or "float32", for CPUs
-            without hardware bfloat16, and to compare layouts.
+        ns_dtype: dtype of the Newton-Schulz iteration. "bfloat16", as in torch.optim.Muon, which is float32 where
+            `kernels` multiply it so; or "float32", to compare layouts.
         adjust_lr_fn: "match_rms_adamw" makes updates as large as AdamW's, so that one learning rate suits both;
             "original" is the default of torch.optim.Muon.
 
@@ -86,6 +87,8 @@ class Muon(torch.optim.Optimizer):
             "adjust_lr_fn": adjust_lr_fn,
         }
         super().__init__(params, {"lr": lr, "weight_decay": weight_decay, **options})
+        self.kernels = DEFAULT_KERNELS
+        """Of the device that multiplies matrices."""
         self.together = TOGETHER
         """Largest number of elements of the matrices that are computed together. With 1, each is computed by itself, so
         that its bits do not depend on the others."""
@@ -130,7 +133,7 @@ class Muon(torch.optim.Optimizer):
         update = gradient.lerp(buffer, group["momentum"]) if group["nesterov"] else buffer
         # With CPU offload, matrices are exchanged and orthogonalized on the GPU all the same.
         device = parameter.device_mesh.device_type if isinstance(parameter, DTensor) else parameter.device
-        return update.to(device, getattr(torch, group["ns_dtype"]), copy=True)
+        return update.to(device, self.kernels.matmul_dtype(getattr(torch, group["ns_dtype"])), copy=True)
 
     def _apply(self, parameter: nn.Parameter, update: Tensor, group: dict[str, Any]) -> None:
         weight, skip = local_tensor(parameter), getattr(self, "found_inf", None)

@@ -52,6 +52,29 @@ def log(name: str, folder: Path, *, resumed: int, last: int) -> Loggers:
 
 
 @pytest.mark.long
+def test_tensorboard_has_each_step_once_after_a_kill_and_rounds_nothing(folder: Path) -> None:
+    """float32 has the seconds of a clock in steps of 128, and no odd numbers above 2**24."""
+    from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+    from tensorboard.util.tensor_util import make_ndarray
+
+    for resumed, last in ((0, 5), (3, 7)):
+        loggers = Loggers(["tensorboard"], folder, step=resumed)
+        for step in range(resumed + 1, last + 1):
+            loggers.log({"step": step, "loss": 0.1 * step, "time": 1764423442.125 + step, "samples": 2**24 + step})
+        loggers.close()
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+
+    def values(name: str) -> dict[int, float]:
+        return {event.step: make_ndarray(event.tensor_proto).item() for event in events.Tensors(name)}
+
+    steps = range(1, 8)
+    assert values("loss") == {step: 0.1 * step for step in steps}
+    assert values("time") == {step: 1764423442.125 + step for step in steps}
+    assert values("samples") == {step: 2**24 + step for step in steps}
+
+
+@pytest.mark.long
 def test_trackio_has_each_step_once_after_a_kill(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("trackio")
     from trackio import utils

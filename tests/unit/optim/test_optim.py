@@ -12,7 +12,8 @@ from torch import nn
 from torch.optim._muon import _zeropower_via_newtonschulz
 from torch.utils.flop_counter import FlopCounterMode
 
-from tests.support.operators import OperatorNames
+from tests.support.operators import OperatorNames, Operators
+from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.hash_random import random_bits
 from titanlite.optim import build_optimizer, update
 from titanlite.optim.combined import optimizers_in
@@ -189,6 +190,25 @@ def test_reproducible_matrices_are_computed_by_themselves() -> None:
         assert isinstance(muon, Muon)
         found[reproducible] = muon.together
     assert found == {False: TOGETHER, True: 1}
+
+
+@pytest.mark.parametrize("hardware", [False, True])
+def test_matrices_are_multiplied_in_the_dtype_of_the_kernels(hardware: bool) -> None:
+    """bfloat16 matmuls take ten times as long as float32 ones on a CPU without hardware for them."""
+
+    def updated(args: dict[str, str], kernels: CpuKernels) -> tuple[torch.Tensor, set[torch.dtype]]:
+        groups = [{"match": ["weight"], "name": "Muon", "args": args}, {"match": ["bias"], "name": "SGD"}]
+        model = toy()
+        optimizer = build_optimizer(model, Optimizer.model_validate({"groups": groups}), seed=0, kernels=kernels)
+        gradients(model, 1)
+        with Operators() as mode:
+            optimizer.step()
+        return model.weight, {x[0].dtype for func, x in mode.calls if "mm" in func.overloadpacket.__name__}
+
+    found, dtypes = updated({}, CpuKernels(hardware_bfloat16=hardware))
+    assert dtypes == {torch.bfloat16 if hardware else torch.float32}
+    wide, _ = updated({"ns_dtype": "float32"}, CpuKernels(hardware_bfloat16=True))
+    assert torch.equal(found, wide) is not hardware
 
 
 def test_matrices_that_are_computed_together_are_those_that_are_not() -> None:

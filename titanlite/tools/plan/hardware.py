@@ -11,7 +11,7 @@ import tomli
 import torch
 from torch.utils.benchmark import Timer
 
-from titanlite.ops.cpu import multiply_by_onednn
+from titanlite.ops.cpu import CpuKernels, multiply_by_onednn
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError, did_you_mean, nearest_name
 from titanlite.runtime.files import read_small
 from titanlite.runtime.hardware import HARDWARE, Hardware, host_memory
@@ -133,15 +133,16 @@ def _this_cpu() -> Hardware:
     )
 
 
+@torch.no_grad()
 def _matmul_rate(dtype: torch.dtype) -> float:
-    """Return the FLOP/s of square matmuls of the best size.
+    """Return the FLOP/s of square linear layers of the best size, by the kernels of training.
 
-    Small sizes come first: a CPU without hardware bfloat16 takes seconds for 1024.
+    Small sizes come first, because a slow CPU takes long for 1024.
     """
-    best = 0.0
+    best, kernels = 0.0, CpuKernels()
     for size in (256, 512, 1024):
         a, b = torch.ones(size, size, dtype=dtype), torch.ones(size, size, dtype=dtype)
-        seconds = _fastest(lambda a=a, b=b: a @ b)
+        seconds = _fastest(lambda a=a, b=b: kernels.linear(a, b))
         best = max(best, 2 * size**3 / seconds)
         if 8 * seconds > 0.15:  # the next size takes 8 times as long
             break

@@ -171,7 +171,7 @@ def fake_optimizer(config: Config, model: Model, kernels: Kernels) -> torch.opti
         return build_optimizer(
             model, config.optimizer, seed=0, pick_kernel=lambda _: _update_as_one if on_gpu else None,
             fused=on_gpu or not config.debug.reproducible_layouts,
-            reproducible=config.debug.reproducible_layouts,
+            reproducible=config.debug.reproducible_layouts, kernels=kernels,
         )  # fmt: skip
 
 
