@@ -177,7 +177,7 @@ def open_foreign(
         spec = select_model(loaded.model, load_tokenizer(loaded.data.tokenizer))
     args = foreign.read_args(spec.model_cls)
     if args is not None and (flavor or config):
-        check_args(foreign.where, args, spec, [])
+        check_args(foreign.where, args, spec, loaded.checkpoint.allow_changes)
     name = tokenizer or (None if foreign.tokenizer() is None and config is None else loaded.data.tokenizer)
     found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
     if config is None and found:
