@@ -187,8 +187,9 @@ def find_checkpoint(path: str, key: str = "") -> tuple[str, str, Manifest]:
     if manifests.step_of(folder) is not None:
         storage, candidates = open_storage(place or "."), [folder]
     else:
-        of_run = None if "://" in path else open_storage(f"{path}/checkpoints")
-        storage = of_run if of_run and manifests.committed_steps(of_run.list()) else open_storage(path)
+        of_run = [] if "://" in path else [manifests.place_of(path), f"{path}/checkpoints"]
+        places = [open_storage(place) for place in [*of_run, path]]
+        storage = next((place for place in places[:-1] if manifests.committed_steps(place.list())), places[-1])
         candidates = [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]
     listing = storage.list()
     for candidate in candidates:

@@ -10,11 +10,15 @@ import os
 import re
 import zlib
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any, cast
 
+import tomli
+
 from titanlite.runtime.errors import DamagedCheckpoint, UserError, printable
-from titanlite.runtime.files import SMALL, checked_name
+from titanlite.runtime.files import SMALL, checked_name, file_inside, read_small
 from titanlite.storage.storage import MANIFEST, Listing, Storage
 
 CHECKSUMS = "checksums.json"
@@ -39,6 +43,17 @@ TYPES: dict[str, type] = {
 SECONDS = ("saved_at", "elapsed_seconds")
 LAST_SECOND = 2**38
 """Seconds that a manifest may have at most: a date in the year 10680."""
+
+
+def place_of(run: str) -> str:
+    """Return the path or URL of the checkpoints of the run in a local folder.
+
+    It is the checkpoint.folder of its config.toml. Without one, as in other folders, it is that of its own checkpoints.
+    """
+    named = None
+    with suppress(OSError, ValueError, LookupError, AttributeError, TypeError, UserError):  # it is no config of ours
+        named = tomli.loads(read_small(file_inside(Path(run), CONFIG)).decode())["checkpoint"].get("folder")
+    return named if isinstance(named, str) and named else os.path.join(run, "checkpoints")
 
 
 @dataclass(frozen=True)

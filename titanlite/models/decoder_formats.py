@@ -185,6 +185,18 @@ def read_full_every(config: ConfigJson, *, other: str = KINDS[False]) -> int:
     return every
 
 
+def check_head_dim(config: ConfigJson) -> None:
+    """Check that heads have the size that follows from their number.
+
+    Raises:
+        ValueError: they have another one.
+    """
+    size, found = config["hidden_size"] // (config["num_attention_heads"] or 1), config.get("head_dim")
+    if found not in (None, size):
+        others = 'model.name = "transformers" trains it'
+        raise ValueError(f"head_dim = {found!r} is not supported in this family, only {size} ({others})")
+
+
 def check_full(config: ConfigJson) -> None:
     """Check that no layer has a window.
 

@@ -13,6 +13,7 @@ from titanlite.models.decoder_formats import (
     META_DECODER,
     META_FEED_FORWARD,
     META_QK,
+    check_head_dim,
     read_rope,
     write_plain_rope,
 )
@@ -41,6 +42,7 @@ def _write_rope(args: Llama3Args) -> ConfigJson:
 
 
 def _read_rope(config: ConfigJson) -> dict[str, Any]:
+    check_head_dim(config)
     rope = read_rope(config, scaling="llama3", constants=lambda factor: SCALING)
     return {"rope_theta": rope["rope_theta"], "rope_scaling_factor": rope["factor"]}
 

@@ -16,6 +16,7 @@ from titanlite.models.decoder_formats import (
     HF_FIELDS,
     HF_QK_NORM,
     KINDS,
+    check_head_dim,
     read_full_every,
     read_rope,
     write_layer_types,
@@ -68,6 +69,7 @@ def _write_rest(args: Olmo3Args) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
+    check_head_dim(config)
     full = read_rope(config, KINDS[True], scaling="yarn", constants=_yarn)
     theta, local = full["rope_theta"], read_rope(config, KINDS[False])["rope_theta"]
     if theta != local:

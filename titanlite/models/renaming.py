@@ -141,6 +141,7 @@ class _Groups:
                 if source in values:
                     converter.add_tensor(first, source, own, values[source])
             made = converter.convert(first, model=self._whole, config=self._whole.config)
+            made = made[0] if isinstance(made, tuple) else made  # transformers 5.0 returns errors, too
             return {rename(name): value[0] if isinstance(value, list) else value for name, value in made.items()}
 
         try:

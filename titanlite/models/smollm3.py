@@ -10,6 +10,7 @@ from titanlite.models.decoder_formats import (
     HF_DECODER,
     HF_FEED_FORWARD,
     HF_FIELDS,
+    check_head_dim,
     read_plain_rope,
     write_plain_rope,
 )
@@ -41,6 +42,7 @@ def _write_rest(args: SmolLM3Args) -> ConfigJson:
 
 
 def _read_rest(config: ConfigJson) -> dict[str, Any]:
+    check_head_dim(config)
     layers = config["num_hidden_layers"]
     rotates = config["no_rope_layers"][:layers]  # 1 where a layer has positions
     every = rotates.index(0) + 1 if 0 in rotates else layers + 1

@@ -98,6 +98,17 @@ def test_other_models_are_refused_with_every_reason() -> None:
         hugging_face.to_args({**hugging_face.to_config(args), "norm_topk_prob": False})
 
 
+@pytest.mark.parametrize("family", ["llama3", "olmo3", "smollm3"])
+def test_heads_of_another_size_are_refused_by_name(family: str) -> None:
+    """Some models of Llama's architecture have them, such as pruned ones. Their tensors have other shapes."""
+    _, args, hugging_face = small(family)
+    config = hugging_face.to_config(args)
+    size = args.dim // args.n_heads
+    assert hugging_face.to_args({**config, "head_dim": size}) == hugging_face.to_args(config)
+    with pytest.raises(ValueError, match=rf"head_dim = {2 * size}\b.*only {size}\b.*transformers"):
+        hugging_face.to_args({**config, "head_dim": 2 * size})
+
+
 @pytest.mark.parametrize("is_old", [False, True])
 @pytest.mark.parametrize("family", MODELS)
 def test_without_transformers_every_key_is_needed(family: str, is_old: bool, monkeypatch: pytest.MonkeyPatch) -> None:

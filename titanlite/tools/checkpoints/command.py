@@ -200,7 +200,7 @@ def prune(path: Stored, *, keep_latest_k: Count, keep_every: Index = 0, dry_run:
     Example:
         outputs/debug --keep-latest-k 3 --keep-every 1000 --dry-run
     """
-    [(storage, every)] = _find(path, single=True)
+    [(storage, every)] = _find(path, single=True, follows=False)
     founds = [found for found in every if MANIFEST in found.sizes and found.folder == folder_name(found.step)]
     if (newest := (founds or every)[-1]).manifest is None:
         raise UserError(
@@ -219,14 +219,18 @@ def prune(path: Stored, *, keep_latest_k: Count, keep_every: Index = 0, dry_run:
         print(f"{'would delete' if dry_run else 'deleted'} step {found.step}, {_size(*found.sizes.values())}")
 
 
-def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tuple[Storage, list[Listed]]]:
+def _find(
+    path: str, *, counting: bool = False, single: bool = False, follows: bool = True
+) -> list[tuple[Storage, list[Listed]]]:
     """Return the checkpoints of each run at a path or below it, by step.
 
     Args:
+        follows: look where the config.toml at the path says, too. What is deleted is named by the user alone.
         counting: leave out what does not count.
         single: refuse more than one run. The folder of a run means its own checkpoints.
     """
     above, _, name = path.rstrip("/").rpartition("/")
+    elsewhere = None
     is_one, is_local = manifests.step_of(name) is not None, "://" not in path
     if is_local and not os.path.isdir(path):
         raise UserError(f"no folder {path}")
@@ -234,6 +238,9 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
     if is_local and not is_one:
         places = sorted(folder for folder, folders, _ in os.walk(path) if any(map(FOLDER.fullmatch, folders)))
         own = os.path.join(path, "checkpoints")
+        elsewhere = place if (place := manifests.place_of(path)) != own and place not in places else None
+        if elsewhere and follows and open_storage(elsewhere).list():
+            own, places = elsewhere, [elsewhere, *places]
         places = [own] if single and own in places else places
     runs = []
     for place in places:
@@ -247,7 +254,8 @@ def _find(path: str, *, counting: bool = False, single: bool = False) -> list[tu
         if founds := sorted(filter(None, looks), key=lambda found: found[:2]):
             runs.append((storage, founds))
     if not runs:
-        raise UserError(f"no checkpoint {'that counts ' if counting else ''}in {path}")
+        named = f": its checkpoints are in {elsewhere}, name that" if elsewhere and not follows else ""
+        raise UserError(f"no checkpoint {'that counts ' if counting else ''}in {path}{named}")
     if single and len(runs) > 1:
         urls = [storage.url for storage, _ in runs[:5]] + ["..."] * (len(runs) > 5)
         raise UserError(f"{path} holds {len(runs)} runs, name one: {', '.join(urls)}")
@@ -260,7 +268,7 @@ def _local_copies(path: str) -> Iterator[tuple[Storage, list[Listed]]]:
         try:
             run_id = checked_name(json.loads(read_small(record))["id"])
             options = tomli.loads(read_small(record.with_name("config.toml")).decode())["checkpoint"]
-            url = options.get("folder") or str(record.with_name("checkpoints"))
+            url = manifests.place_of(str(record.parent))
             folder = memory_folder(options.get("local_folder")) / copies_name(run_id, url)
             storage = LocalStorage(str(folder), run_id)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # not that of a run

@@ -68,7 +68,7 @@ class HuggingFaceFolder(ForeignSource):
             code = " (its own code, auto_map, is not run)" if "auto_map" in self._config() else ""
             raise UserError(
                 f"{self.folder} is a model of type {model_type!r}{code}, and titanlite has {known}: for one of your "
-                "own, name its config (--config)"
+                'own, or of transformers (model.name = "transformers"), name its config (--config)'
             )
         return tables[model_type]
 

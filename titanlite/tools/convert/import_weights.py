@@ -116,11 +116,7 @@ def _check(tensors: Mapping[str, Tensor], reader: ForeignReader, allow_unexpecte
     wrong = Difference(found.missing, unexpected).without(unexpected=allow_unexpected)
     if wrong:
         globs = " ".join(f"--allow-unexpected '{glob}'" for glob in to_globs(wrong.unexpected))
-        advice = (
-            f"\nTo leave out what is unexpected: {globs}"
-            if globs and not (wrong.missing or wrong.has_experts())
-            else ""
-        )
+        advice = f"\nTo leave out what is unexpected: {globs}" if globs and not wrong.missing else ""
         raise UserError(f"{reader.where} does not fit the model:\n{wrong}{advice}")
     if further:
         kept_by = "a --config with training.multi_token_weight above 0 keeps it"

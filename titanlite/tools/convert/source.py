@@ -133,7 +133,9 @@ def open_source(
         found, reason = _load_tokenizer(tokenizer, must_exist=True)
     elif imported is None or imported["has_tokenizer"]:
         name = run_config.data.tokenizer
-        found, reason = _own_tokenizer(storage, name) if config is None else _load_tokenizer(name, must_exist=False)
+        found, reason = (
+            _own_tokenizer(storage, name, path) if config is None else _load_tokenizer(name, must_exist=False)
+        )
     identity = " ".join(f"{name} {record.crc32}" for name, record in sorted(manifest.files.items()))
     return OpenedWeights(
         spec=_as_trained(_model_of(run_config.model, manifest, found, where), manifest, reader.metadata),
@@ -175,7 +177,7 @@ def open_foreign(
         spec = select_model(loaded.model, load_tokenizer(loaded.data.tokenizer))
     args = foreign.read_args(spec.model_cls)
     if args is not None and (flavor or config):
-        check_args(foreign.where, args, spec, [])
+        check_args(foreign.where, args, spec, loaded.checkpoint.allow_changes)
     name = tokenizer or (None if foreign.tokenizer() is None and config is None else loaded.data.tokenizer)
     found, reason = _load_tokenizer(name, must_exist=tokenizer is not None) if name else (None, "")
     if config is None and found:
@@ -322,12 +324,18 @@ def _load_tokenizer(name: str, *, must_exist: bool) -> tuple[Tokenizer | None, s
         return None, str(error).removeprefix("data.tokenizer: ")
 
 
-def _own_tokenizer(storage: Storage, named: str) -> tuple[Tokenizer | None, str]:
-    """Return the tokenizer of a checkpoint, as `_load_tokenizer`. A path is not followed: the copy is read."""
+def _own_tokenizer(storage: Storage, named: str, path: str) -> tuple[Tokenizer | None, str]:
+    """Return the tokenizer of a checkpoint, as `_load_tokenizer`. A path is not followed: the copy is read.
+
+    Args:
+        path: what the user names: the folder of a run has the copy, wherever its checkpoints are.
+    """
     if is_shipped(named):
         return _load_tokenizer(named, must_exist=False)
     places = [] if "://" in storage.url else [Path(storage.url).absolute()]
     places += [place.parent for place in places if place.name == "checkpoints"]
+    if "://" not in path and Path(path, manifests.CONFIG).is_file() and Path(path).absolute() not in places:
+        places.append(Path(path).absolute())
     try:
         return _load_tokenizer(str(find_copy(places, named)), must_exist=False)
     except UserError as error:

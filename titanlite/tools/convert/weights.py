@@ -90,6 +90,7 @@ def open_reader(source: ForeignSource, table: Table, spec: ModelSpec) -> Foreign
         UserError: it has a head of its own, and the model has none.
     """
     model, table = with_further(spec, table)
+    table = table.with_renaming(model.renaming())
     ours = model_state(model)
     reader = ForeignReader(
         source.where,
@@ -121,7 +122,6 @@ def _keep_one(reader: ForeignReader, name: str, other: str, spec: ModelSpec) -> 
 def with_further(spec: ModelSpec, table: Table) -> tuple[Model, Table]:
     """Return the model with a `FurtherToken`, on the meta device, and the table; without it if the table lacks it."""
     model = spec.build()
-    table = table.with_renaming(model.renaming())
     if not table.further or not isinstance(model, Decoder):
         return model, table
     model.predict_further(1.0)

@@ -14,7 +14,8 @@ import pytest
 
 from tests.support.helpers import TinyRun, mentions
 from tests.support.manifests import CONTENTS, save
-from titanlite.checkpoint.manifest import Manifest, committed_steps, folder_name
+from titanlite.checkpoint.initial import find_checkpoint
+from titanlite.checkpoint.manifest import Manifest, committed_steps, folder_name, place_of
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 from titanlite.tools import cli
 
@@ -319,3 +320,27 @@ def test_a_disk_that_fails_is_no_mistake_of_the_user(
     titanlite("list", str(tmp_path), code=1)
     [error] = titanlite.errors
     assert mentions(error, "[Errno 5]", "'disk'")
+
+
+# A run whose checkpoints are elsewhere
+
+
+def test_the_config_of_a_run_says_where_its_checkpoints_are(titanlite: Command, tmp_path: Path, place: str) -> None:
+    run = tmp_path / "run_elsewhere"
+    run.mkdir()
+    save(place, 3)
+    save(place, 5)
+    (run / "config.toml").write_text(f"[checkpoint]\nfolder = {json.dumps(place)}\n")
+    assert [row[0] for row in titanlite.table(str(run))] == ["3", "5"]
+    assert [line.split(":")[0] for line in titanlite("verify", str(run))[1:]] == ["step 3", "step 5"]
+    assert find_checkpoint(str(run))[:2] == (open_storage(place).url, folder_name(5))
+    assert mentions(titanlite.refusal("prune", str(run), "--keep-latest-k", "1"), place), "it deletes what is named"
+    assert steps(place) == [3, 5]
+    own = str(run / "checkpoints")  # copied here by hand; the place that is named is not there
+    save(own, 4)
+    (run / "config.toml").write_text(f'[checkpoint]\nfolder = "{tmp_path}/gone"\n')
+    assert [row[0] for row in titanlite.table(str(run))] == ["4"]
+    assert find_checkpoint(str(run))[:2] == (own, folder_name(4))
+    for text in ("[checkpoint]\nfolder = 3\n", "checkpoint = 3\n", "[", "[checkpoint]\n"):
+        (run / "config.toml").write_text(text)
+        assert place_of(str(run)) == own

@@ -9,6 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader
 
+from tests.support.chat_tokenizer import write_chat_tokenizer
 from tests.support.manifests import flip, forge
 from tests.support.weights import one_process, random_model, save_model, small_toml, state
 from titanlite.checkpoint import manifest as manifests
@@ -124,3 +125,19 @@ def test_plain_dcp_reads_the_model(saved: tuple[Path, Model]) -> None:
     wanted = state(model)
     assert tensors.keys() == wanted.keys()
     assert all(torch.equal(tensors[name], wanted[name]) for name in wanted)
+
+
+def test_a_run_has_its_tokenizer_where_its_checkpoints_are_elsewhere(saved: tuple[Path, Model], tmp_path: Path) -> None:
+    """As with checkpoint.folder on an object store: the copy of the tokenizer is in the folder of the run."""
+    run, place = tmp_path / "run", tmp_path / "elsewhere"
+    (run / "tokenizer").mkdir(parents=True)
+    shutil.copytree(saved[0] / "checkpoints", place)
+    text = small_toml("qwen3_moe", tied_head=True, tokenizer="/gone/tokenizer")
+    forge(place / "step-00000010", {"config.toml": text.encode()})
+    write_chat_tokenizer(run / "tokenizer", None)
+    (run / "config.toml").write_text(f'[checkpoint]\nfolder = "{place}"\n')
+    found = open_source(str(run))
+    assert found.where == str(place / "step-00000010")
+    assert found.tokenizer is not None
+    assert found.tokenizer.vocab_size == 260
+    assert open_source(str(place)).tokenizer is None, "nobody knows the run from there"

@@ -224,6 +224,22 @@ def test_values_that_fit_no_model_are_one_line(
     assert line.startswith("error: ")
 
 
+def test_what_a_refusal_of_arguments_offers_is_accepted(
+    folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    args = {**vars(open_source(str(folders / "hf")).spec.args), "rope_theta": 5e5}
+    lines = [f"{name} = {str(value).lower()}" for name, value in args.items() if name != "max_seq_len"]
+    toml = tmp_path / "run.toml"
+    toml.write_text("\n".join(['[model]\nname = "llama3"', "[model.args]", *lines]))
+    words = [folders / "hf", "--config", toml, "--out", tmp_path / "out"]
+    assert imported(*words) == 2
+    offered = 'allow_changes = ["model.args.rope_theta"]'
+    assert f"checkpoint.{offered}" in capfd.readouterr().err
+    toml.write_text(f"{toml.read_text()}\n[checkpoint]\n{offered}\n")
+    assert imported(*words) == 0
+    assert getattr(open_source(str(tmp_path / "out")).spec.args, "rope_theta") == 5e5  # noqa: B009
+
+
 def test_unexpected_tensors_are_left_out_where_allowed(
     folders: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
