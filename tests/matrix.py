@@ -462,9 +462,6 @@ COMPILED = {
         "balance loss, compiled": f"{SPARSE} {BALANCED} {COMPILE}",
         "balance loss, compiled, recomputed": f"{SPARSE} {BALANCED} {COMPILE} {FULL}",
     }),
-    "padding and a balance loss, compiled, recomputed": Row(
-        f"{SPARSE} {BALANCED} {PADDED} {COMPILE} {FULL}", "s2 e2"
-    ),
     "a model of one's own, compiled": Row(f"{OWN}Own {LLAMA} {COMPILE}", "t2"),
     "Qwen3-Next, compiled": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "s2"),
     "Qwen3-Next, compiled, split": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "c2,t2", tolerance=ROUGH),
