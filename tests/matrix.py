@@ -461,7 +461,6 @@ COMPILED = {
     **rows("s2,c2,t2,s2 e2", {
         "balance loss, compiled": f"{SPARSE} {BALANCED} {COMPILE}",
         "balance loss, compiled, recomputed": f"{SPARSE} {BALANCED} {COMPILE} {FULL}",
-        "padding and a balance loss, compiled": f"{SPARSE} {BALANCED} {PADDED} {COMPILE} {OP}",
     }),
     "a model of one's own, compiled": Row(f"{OWN}Own {LLAMA} {COMPILE}", "t2"),
     "Qwen3-Next, compiled": Row(f"{QWEN_NEXT} {COMPILE} {EACH}", "s2"),

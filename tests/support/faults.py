@@ -149,7 +149,7 @@ def begun_anew(right: Any) -> Any:
 
 
 def on_rank_0_only(right: Any) -> Any:
-    return lambda progress, rollbacks: progress if torch.distributed.get_rank() else right(progress, rollbacks)
+    return lambda progress, *rest: progress if torch.distributed.get_rank() else right(progress, *rest)
 
 
 def summed_again(right: Any) -> Any:

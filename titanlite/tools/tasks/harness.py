@@ -113,6 +113,8 @@ class CheckpointLM(TemplateLM):
 def evaluate_tasks(model: CheckpointLM, names: Sequence[str]) -> dict[str, dict[str, Any]]:
     """Return the metrics of tasks that the harness has, by name, and the number of their questions.
 
+    A task may read answers by several filters, each with metrics of its own: exact_match,strict-match.
+
     Raises:
         UserError: the harness has no such task, or cannot load it.
         RunError: logits of the model are not finite.
@@ -127,7 +129,7 @@ def evaluate_tasks(model: CheckpointLM, names: Sequence[str]) -> dict[str, dict[
     counts = {name: sizes["effective"] for name, sizes in results["n-samples"].items()}
     return {
         name: {
-            **{key.partition(",")[0]: value for key, value in metrics.items() if "," in key and value != "N/A"},
+            **{key.removesuffix(",none"): value for key, value in metrics.items() if "," in key and value != "N/A"},
             "questions": counts.get(name, 0),
         }
         for name, metrics in results["results"].items()

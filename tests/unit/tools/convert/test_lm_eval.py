@@ -23,7 +23,7 @@ from titanlite.data.tokenizer import load_tokenizer
 from titanlite.ops.cpu import CpuKernels
 from titanlite.tools.convert.prompts import opening_ids
 from titanlite.tools.convert.source import load_model, open_source
-from titanlite.tools.tasks.harness import CheckpointLM
+from titanlite.tools.tasks.harness import CheckpointLM, evaluate_tasks
 from titanlite.tools.tasks.read import SHIPPED as FOLDER
 from titanlite.tools.tasks.read import read_tasks
 
@@ -102,7 +102,8 @@ def adapter_of(tiny: TinyRun) -> CheckpointLM:
 @pytest.mark.long
 def test_scores_are_those_of_the_harness(tiny: TinyRun) -> None:
     metrics, answers = own_scores(tiny)
-    exported = HFLM(pretrained=str(tiny.folder / "hf"), dtype="float32", device="cpu", batch_size=4)
+    options: dict[str, Any] = {"dtype": "float32", "device": "cpu", "batch_size": 4}
+    exported = HFLM(pretrained=str(tiny.folder / "hf"), **options, logits_cache=False)  # see findings/
     assert exported.max_length == SEQ_LEN
     for model in (exported, adapter_of(tiny)):
         results, samples = scored_by_harness(tiny, model)
@@ -115,6 +116,38 @@ def test_scores_are_those_of_the_harness(tiny: TinyRun) -> None:
             for metric, value in metrics[name].items():
                 if metric != "questions":
                     assert results[name][f"{metric},none"] == pytest.approx(value, rel=1e-4), (name, metric)
+
+
+def test_a_score_does_not_depend_on_other_requests(tiny: TinyRun) -> None:
+    """The same tokens are divided into context and answer in two ways, which the harness's own model takes for one."""
+    adapter = adapter_of(tiny)
+    requests = [(("", ""), [5, 6, 7], [8]), (("", ""), [5, 6], [7, 8]), (("", ""), [5, 6, 7], [9])]
+    alone = [adapter._loglikelihood_tokens([request])[0] for request in requests]
+    together = adapter._loglikelihood_tokens(requests)
+    assert [score for score, _ in together] == pytest.approx([score for score, _ in alone], rel=1e-5)
+    assert len({round(score, 3) for score, _ in together}) == 3
+
+
+def test_each_filter_of_a_task_has_a_metric(tiny: TinyRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As gsm8k's strict-match and flexible-extract."""
+    monkeypatch.setattr(
+        CheckpointLM, "generate_until", lambda self, requests: ["3, so the answer is 4"] * len(requests)
+    )
+    task = next(task for task in harness_tasks(tiny) if task["task"] == "mine")
+    for key in ("doc_to_choice", "metric_list"):
+        task.pop(key, None)
+    last = {"function": "take_first"}
+    task |= {
+        "task": "two", "output_type": "generate_until", "doc_to_text": "x", "doc_to_target": "4",
+        "generation_kwargs": {"until": ["."]},
+        "metric_list": [{"metric": "exact_match", "aggregation": "mean", "higher_is_better": True}],
+        "filter_list": [
+            {"name": "strict", "filter": [{"function": "regex", "regex_pattern": r"answer is (\d)"}, last]},
+            {"name": "flexible", "filter": [{"function": "regex", "regex_pattern": r"(\d)"}, last]},
+        ],
+    }  # fmt: skip
+    found = evaluate_tasks(adapter_of(tiny), [task])["two"]
+    assert (found["exact_match,strict"], found["exact_match,flexible"]) == (1.0, 0.0)
 
 
 @pytest.mark.long
@@ -149,11 +182,14 @@ def test_the_command_runs_tasks_of_the_harness(
     assert cli.run(["evaluate", run, "--lm-eval", "a", "--lm-eval", "b", "--task", "python_cloze", "--json"]) == 0
     tasks = json.loads(capfd.readouterr().out)["tasks"]
     assert [*tasks] == ["python_cloze", "a", "b"]
-    assert tasks["a"] == {"acc": 0.25, "acc_stderr": 0.1, "questions": 4}
+    assert tasks["a"] == {
+        "acc": 0.25, "acc_stderr": 0.1, "exact_match,strict": 0.75, "exact_match,flexible": 0.5, "questions": 4,
+    }  # fmt: skip
 
 
 def _fixed(names: list[str]) -> dict[str, Any]:
     values = {"alias": "x", "acc,none": 0.25, "acc_stderr,none": 0.1, "f1_stderr,none": "N/A"}
+    values |= {"exact_match,strict": 0.75, "exact_match,flexible": 0.5}
     return {"results": dict.fromkeys(names, values), "n-samples": {name: {"effective": 4} for name in names}}
 
 
