@@ -144,7 +144,10 @@ def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]], is_
     is_collective = "/torch/distributed/" in file and "/torch/distributed/checkpoint/" not in file
     if not is_alone and (is_collective or file.endswith("/titanlite/parallelize/reductions.py")):
         return Waiting(COLLECTIVE, "is in a collective")
-    for folder in (str(Path.cwd()), str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]):
+    folders = [str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]]
+    with suppress(FileNotFoundError):  # it was deleted
+        folders.insert(0, os.getcwd())
+    for folder in folders:
         file = file.removeprefix(f"{folder}/")
     return Waiting(CODE, f"is in its own code ({file}:{line}, {function})")
 
