@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from titanlite.run.proc import state_of
-from titanlite.runtime.signals import end_with, shielding_children
+from titanlite.runtime.signals import end_with, make_socket_folder, shielding_children
 
 PR_SET_CHILD_SUBREAPER = 36
 START_SECONDS = 60.0
@@ -150,6 +150,7 @@ def fork_worker_server() -> None:
 
     Call it as the first thing in a fork of the server: Python starts a new process for it later, which imports PyTorch.
     """
+    make_socket_folder()
     with shielding_children():
         new_process, util.spawnv_passfds = util.spawnv_passfds, _fork_in_place_of
         try:
