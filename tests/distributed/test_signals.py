@@ -103,12 +103,12 @@ def test_one_rank_is_asked_and_all_stop_after_the_same_step(tiny: TinyRun) -> No
 @pytest.mark.slow
 def test_workers_of_the_loader_end_with_a_killed_trainer(tiny: TinyRun) -> None:
     """They leave no sockets, as a trainer that ends by itself."""
-    (temporary := tiny.folder / "temporary").mkdir()
+    (temporary := tiny.folder / "t").mkdir()
     options = f"--config={tiny.toml}", "--data.num_workers=2", "--training.steps=1000000", unhurried(tiny)
     with started(tiny.folder, *options, command=TRAIN, TMPDIR=str(temporary)) as job:
         job.wait_for_step(2)
         assert len(job.pids()) == 1 + 2 + 2  # trainer, workers, fork server and resource tracker
-        assert len([*temporary.glob("titanlite-sockets-*")]) == 1
+        assert len([*temporary.glob("tlws-*")]) == 1
         job.process.send_signal(signal.SIGKILL)
         job.end()
         assert job.left() == {}

@@ -31,8 +31,9 @@ SLURM_MARGIN = 300.0
 STOPPED = 75
 """Exit code of a run that was asked to stop (EX_TEMPFAIL of sysexits.h): start it again."""
 PR_SET_PDEATHSIG = 1
-SOCKETS = "titanlite-sockets-"
-"""How the name of a temporary folder of sockets begins."""
+SOCKETS = "tlws-"
+"""How the name of a temporary folder of sockets begins: no longer than Python's own, since a path of a socket has 107
+bytes at most."""
 START_SECONDS = 10.0
 """Longest time for which the end of a process waits for the start of its children."""
 STARTING_CHILDREN = threading.RLock()
