@@ -236,7 +236,7 @@ def build(
 
 def set_up(config: Config, inputs: "RunInputs", *, ranks: Ranks, device: torch.device, phase: CurrentPhase) -> Setup:
     mesh = build_mesh(config.parallelism, world_size=ranks.world_size, device_type=device.type)
-    of_run = partial(newest_saved, config.checkpoint), partial(claim, config.checkpoint)
+    of_run = partial(newest_saved, config.checkpoint, config.job), partial(claim, config.checkpoint)
     folder = open_run_folder(config.job, config.data, ranks.rank, *of_run)
     backend = config.training.attention_backend
     return Setup(

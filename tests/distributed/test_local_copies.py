@@ -183,7 +183,7 @@ def manifests_flipped(homes: list[Path], run: Path) -> None:
 
 
 def of_another_run(homes: list[Path], run: Path) -> None:
-    """The run begins anew: its folder is gone."""
+    """The run begins anew, with another id: its folder is gone."""
     shutil.rmtree(run)
 
 
@@ -559,6 +559,21 @@ def test_a_folder_that_is_deleted_under_the_run_is_made_again(tiny: TinyRun) -> 
         train_until_failure(tiny.config(*LOCAL, "--checkpoint.local_interval=2"), 0, 1, home)
         assert copies_of(home).stat().st_mode & 0o777 == 0o700
         assert [(copies_of(home) / "machine").read_text()] * 2 == found
+
+
+def test_a_start_names_the_copies_of_a_run_that_is_gone(tiny: TinyRun, warnings: Callable[[], list[str]]) -> None:
+    home = tiny.folder / "home"
+    with one_process(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HOME", str(home))
+        train_until_failure(tiny.config(*LOCAL, "--job.name=gone"), 0, 1, home)
+        left = copies_of(home)
+        train_on_this_rank(tiny.config(*LOCAL, "--training.steps=2", "--job.name=first"), 0, 1)
+        assert warnings() == [], "a run that may go on"
+        shutil.rmtree(tiny.folder / "outputs" / "gone")
+        train_on_this_rank(tiny.config(*LOCAL, "--training.steps=2", "--job.name=second"), 0, 1)
+    [line] = warnings()
+    size = sum(path.stat().st_size for path in left.rglob("*") if path.is_file())
+    assert mentions(line, left, f"{size / 2**20:,.1f} MiB", tiny.folder / "outputs" / "gone" / "checkpoints")
 
 
 def test_copies_are_refused_without_checkpoints_and_with_states_on_disk(tiny: TinyRun) -> None:

@@ -33,8 +33,27 @@ CLOCK_JUMP = "TITANLITE_TEST_CLOCK_JUMP"
 OPTIONS = "--model.args.dim=120 --model.args.hidden_dim=320 --checkpoint.interval=1 --checkpoint.keep_latest_k=3"
 
 
+def train(rank: int, output: Path, port: int, command: list[str], environ: dict[str, str]) -> None:
+    """Train like `python -m titanlite` under torchrun."""
+    with open(output, "wb") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", **{key: str(numbers[key]) for key in numbers}}
+    os.environ |= environ
+    if jump := float(os.environ.get(CLOCK_JUMP, 0)):
+        clock = time.time
+        time.time = lambda: clock() + jump
+    torch.set_num_threads(1)  # for OMP_NUM_THREADS it is too late
+    sys.argv = command
+    cli.main()
+
+
 class CrashRun:
     """A run in an empty folder. Its ranks are forked ("forkserver"), or an interpreter of their own each ("spawn")."""
+
+    train = staticmethod(train)
+    """What a rank does."""
 
     def __init__(
         self,
@@ -108,7 +127,7 @@ class CrashRun:
         outputs = [self.tiny.folder / f"start-{self.starts}-rank-{rank}.txt" for rank in range(2)]
         args = free_port(), [*self.command, f"--job.name={name}", f"--training.steps={steps}"]
         ranks = [
-            self.context.Process(target=_train, args=(rank, outputs[rank], *args, self.environ(rank)))
+            self.context.Process(target=self.train, args=(rank, outputs[rank], *args, self.environ(rank)))
             for rank in range(2)
         ]
         outputs[0].touch()
@@ -146,22 +165,6 @@ class CrashRun:
         folders = self.storage.list()
         staged = [name for folder in folders if folder.startswith(".staging-") for name in folders[folder]]
         return any(name.startswith(sign) for name in [*folders, *staged])
-
-
-def _train(rank: int, output: Path, port: int, command: list[str], environ: dict[str, str]) -> None:
-    """Train like `python -m titanlite` under torchrun."""
-    with open(output, "wb") as file:
-        os.dup2(file.fileno(), 1)
-        os.dup2(file.fileno(), 2)
-    numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1", **{key: str(numbers[key]) for key in numbers}}
-    os.environ |= environ
-    if jump := float(os.environ.get(CLOCK_JUMP, 0)):
-        clock = time.time
-        time.time = lambda: clock() + jump
-    torch.set_num_threads(1)  # for OMP_NUM_THREADS it is too late
-    sys.argv = command
-    cli.main()
 
 
 def _resumed_at(output: Path) -> int | None:

@@ -8,6 +8,7 @@ import json
 import shutil
 import time
 import zlib
+from collections.abc import Sequence
 from pathlib import Path
 
 from tests.support.crash import CLOCK_JUMP, TIMEOUT, CrashRun, _resumed_at
@@ -32,8 +33,8 @@ OPTIONS = (
 class LocalCrashRun(CrashRun):
     """A run in an empty folder, with a machine for each of its two ranks."""
 
-    def __init__(self, folder: Path, *, seed: int) -> None:
-        super().__init__(folder, seed=seed, options=OPTIONS)
+    def __init__(self, folder: Path, *, seed: int, options: Sequence[str] = ()) -> None:
+        super().__init__(folder, seed=seed, options=(*OPTIONS, *options))
         self.homes = [folder / f"machine-{rank}" for rank in range(2)]
         for home in self.homes:
             home.mkdir()

@@ -34,12 +34,20 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.dcp_write import ShardWriter
 from titanlite.checkpoint.history import History
-from titanlite.checkpoint.manifest import DAMAGED, KEPT_COPIES, Manifest, committed_steps, folder_name
+from titanlite.checkpoint.manifest import (
+    DAMAGED,
+    KEPT_COPIES,
+    Manifest,
+    committed_steps,
+    copies_name,
+    folder_name,
+    place_of,
+)
 from titanlite.checkpoint.save import Part, Saved, Saver, saved_of
 from titanlite.checkpoint.state import State
 from titanlite.run.timeouts import COPY_GROUP
-from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
-from titanlite.runtime.files import Room, memory_folder, room_in
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError, printable
+from titanlite.runtime.files import Room, memory_folder, read_small, room_in
 from titanlite.runtime.ranks import gather, on_all, on_each, on_rank_0
 from titanlite.schema import Checkpoint
 from titanlite.storage.storage import LocalStorage
@@ -57,6 +65,10 @@ COPY_SECONDS = 600
 CLOSE_SECONDS = 60.0
 """Longest wait at the end of a run for a copy in flight."""
 TOKEN = "machine"
+PLACE = "of"
+"""File beside the copies that names the folder of the run's checkpoints."""
+LONGEST_PLACE = 2**16
+"""Bytes of a path that is read at most."""
 
 
 @dataclass(frozen=True)
@@ -124,8 +136,8 @@ class LocalCopies:
     """The local copies of a run. All ranks call each method together, but `wait_until_staged`.
 
     Args:
-        name: of the run: `copies_name`. Copies of other runs are in other folders.
-        run_id: its id.
+        url: of the run's checkpoints.
+        run_id: its id. Copies of other runs are in other folders: `copies_name`.
         pin: stage to pinned memory.
         whole_config: see `Saver`.
 
@@ -137,7 +149,7 @@ class LocalCopies:
         self,
         config: Checkpoint,
         *,
-        name: Callable[[], str],
+        url: str,
         run_id: str,
         device: torch.device,
         pin: bool,
@@ -149,12 +161,13 @@ class LocalCopies:
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc=COPY_GROUP)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
-        folder = memory_folder(config.local_folder) / on_rank_0(group, name)
+        place = on_rank_0(group, lambda: place_of(url))
+        folder = memory_folder(config.local_folder) / copies_name(run_id, place)
         self.storage = LocalStorage(str(folder), run_id)
         self._is_default = config.local_folder is None
         machines = self._of_all(lambda: _open_folder(folder, is_default=self._is_default))
         self.machines = Machines(machines, dist.get_rank(group))
-        on_each(group, lambda: self.storage.sweep() if self.machines.leads else None)
+        on_each(group, lambda: self._begin(place) if self.machines.leads else None)
         self._saver = _LocalSaver(
             config, self.storage, group, device, pin=pin, flush=None, whole_config=whole_config, copies=self
         )
@@ -166,6 +179,21 @@ class LocalCopies:
         places = f"{self.machines.count} machines" if self.machines.count > 1 else "this machine"
         places += ", and on the next one" if self.is_doubled else ""
         logger.info(f"local    copies every {config.local_interval:,} steps in {folder} of {places}")
+
+    def _begin(self, place: str) -> None:
+        """Delete what a killed process of the run has left. Name the copies of runs that are gone, which nobody else
+        would: they take memory until they are deleted."""
+        self.storage.sweep()
+        (self.storage.root / PLACE).write_text(place)
+        for folder in self.storage.root.parent.iterdir():
+            with suppress(OSError, ValueError):
+                other = read_small(folder / PLACE, LONGEST_PLACE).decode()
+                if "://" not in other and not os.path.exists(os.path.dirname(other)):
+                    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+                    logger.warning(
+                        f"{folder} has {_mib(size)} of local copies of a run that is gone ({printable(other)}): delete "
+                        "the folder, unless that place is only not mounted"
+                    )
 
     def wait_until_staged(self) -> None:
         """Return when the state may change."""

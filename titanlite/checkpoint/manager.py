@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.history import History, RunHistory
 from titanlite.checkpoint.initial import Opener, load_initial
-from titanlite.checkpoint.manifest import Manifest, Progress, Settings, copies_name
+from titanlite.checkpoint.manifest import Manifest, Progress, Settings
 from titanlite.checkpoint.resume import Resumption, RunSettings
 from titanlite.checkpoint.save import Saved, Saver
 from titanlite.checkpoint.save_overhead import SaveClock, SaveOverhead
@@ -111,10 +111,9 @@ class CheckpointManager:
         if config.local_interval:
             from titanlite.checkpoint import local  # few runs make copies
 
-            name = partial(copies_name, storage.owner, storage.url)
             try:
                 self._local = local.LocalCopies(
-                    config, name=name, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,
+                    config, url=storage.url, run_id=storage.owner, device=device, pin=pin, whole_config=whole_config,
                     timeout_seconds=timeout_seconds,
                 )  # fmt: skip
             except (RunError, UserError) as error:

@@ -155,14 +155,18 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def place_of(url: str) -> str:
+    """Return the URL or the absolute path of a folder of checkpoints."""
+    return url if "://" in url else os.path.abspath(url)
+
+
 def copies_name(run_id: str, url: str) -> str:
     """Return the name of the folder of a run's copies. A copied run folder has the same id, and another path.
 
     Args:
         url: of its checkpoints.
     """
-    place = url if "://" in url else os.path.abspath(url)
-    return f"{run_id}-{zlib.crc32(place.encode()):08x}"
+    return f"{run_id}-{zlib.crc32(place_of(url).encode()):08x}"
 
 
 def step_of(folder: str) -> int | None:

@@ -8,13 +8,14 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 
+import tomli
 import torch.distributed as dist
 from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
 from titanlite.checkpoint.history import History, RunHistory
-from titanlite.checkpoint.manifest import DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
+from titanlite.checkpoint.manifest import CONFIG, DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
 from titanlite.checkpoint.state import (
     FURTHER,
     Difference,
@@ -30,7 +31,7 @@ from titanlite.models.base import ModelArgs
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import on_each, on_rank_0
-from titanlite.schema import Checkpoint, Config
+from titanlite.schema import Checkpoint, Config, Job
 from titanlite.storage.storage import MANIFEST, Listing, Storage, open_storage
 from titanlite.techniques import used
 
@@ -376,17 +377,29 @@ def _check_same(wrong: Difference, manifest: Manifest, where: str) -> None:
     )
 
 
-def newest_saved(config: Checkpoint, run: Path) -> tuple[int, str | None]:
+def newest_saved(config: Checkpoint, job: Job, run: Path) -> tuple[int, str | None]:
     """Return (step, run id) of the newest checkpoint whose manifest is not damaged; (0, None) if there is none.
 
     Args:
-        run: folder of the run. Without run.json, it owns the checkpoints in it, and none elsewhere.
+        run: folder of the run. Without run.json, as on a machine that takes the place of another, the run owns the
+            checkpoints in its folder, and those elsewhere that a run of the same name and dump_folder has saved. The
+            id of others is None.
     """
     storage = open_storage(config.folder or str(run / "checkpoints"))
     listing = storage.list()
-    is_own = config.folder is None or (run / "run.json").exists()
     for step in reversed(manifests.committed_steps(listing)):
         with suppress(DamagedCheckpoint):
-            newest = manifests.read_manifest(storage, folder_name(step), listing[folder_name(step)][MANIFEST])
+            folder = folder_name(step)
+            newest = manifests.read_manifest(storage, folder, listing[folder][MANIFEST])
+            is_own = config.folder is None or (run / "run.json").exists() or _is_of(job, storage, folder, newest)
             return newest.step, newest.run_id if is_own else None
     return 0, None
+
+
+def _is_of(job: Job, storage: Storage, folder: str, manifest: Manifest) -> bool:
+    """Return whether a run of the same name and dump_folder has saved a checkpoint."""
+    try:
+        there = tomli.loads(manifests.read_checked(storage, folder, CONFIG, manifest).decode())["job"]
+        return (there["name"], there["dump_folder"]) == (job.name, job.dump_folder)
+    except (DamagedCheckpoint, ValueError, KeyError, TypeError, RecursionError):
+        return False

@@ -185,14 +185,14 @@ class Saver:
         if dist.get_rank(self.group) != 0:
             return
         try:
-            listing = self.storage.list()
+            before, listing = self.newest[0], self.storage.list()
             for step in manifests.committed_steps(listing):
                 if step not in self._runs:
                     self._runs[step] = self.storage.run_of(folder_name(step), listing[folder_name(step)])
             own = (None, self.storage.owner)
             steps = [step for step in manifests.committed_steps(listing) if self._runs[step] in own]
             newest = folder_name(steps[-1])
-            if steps[-1] != self.newest[0]:
+            if steps[-1] not in (before, self.newest[0]):  # another one may be committed meanwhile
                 logger.warning(f"old checkpoints are not deleted: {newest} is not of this start")
                 return
             manifests.read_complete(self.storage, newest, listing[newest])

@@ -6,7 +6,6 @@ import multiprocessing
 import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
-from multiprocessing import util
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -16,7 +15,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from titanlite.batch import Batch
 from titanlite.runtime.errors import RunError, UserError
-from titanlite.runtime.signals import describe_end, end_with_parent, shielding_children
+from titanlite.runtime.signals import describe_end, end_with_parent, make_socket_folder, shielding_children
 from titanlite.schedule import BatchSizes
 
 
@@ -110,7 +109,7 @@ def build_loader(
     context = multiprocessing.get_context("forkserver") if num_workers else None
     others = multiprocessing.active_children()
     if context:
-        util.get_temp_dir()  # workers inherit it: there is one folder of sockets, which `remove_sockets` removes
+        make_socket_folder()
         context.set_forkserver_preload([__name__])
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*set_vital.*")  # torchdata 0.11 warns so on torch 2.13

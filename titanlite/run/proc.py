@@ -146,7 +146,10 @@ def _waits_for(thread: threading.Thread, frames: list[tuple[str, int, str]], is_
         return Waiting(COLLECTIVE, "is in a collective")
     if file.endswith("/titanlite/storage/retry.py"):
         return Waiting(FILES, "waits for an object store, which fails or does not answer")
-    for folder in (str(Path.cwd()), str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]):
+    folders = [str(Path(__file__).parents[2]), sysconfig.get_paths()["purelib"]]
+    with suppress(FileNotFoundError):  # it was deleted
+        folders.insert(0, os.getcwd())
+    for folder in folders:
         file = file.removeprefix(f"{folder}/")
     return Waiting(CODE, f"is in its own code ({file}:{line}, {function})")
 

@@ -12,7 +12,14 @@ from pathlib import Path
 from typing import Any, cast
 
 from titanlite.runtime.errors import UserError
-from titanlite.runtime.files import json_text, quarantine_path, read_small, write_all, write_atomically
+from titanlite.runtime.files import (
+    json_text,
+    put_aside_unless_file,
+    quarantine_path,
+    read_small,
+    write_all,
+    write_atomically,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -47,9 +54,7 @@ class RecordFile:
         self._file: FileIO | None = None
         self._waiting: deque[bytes] = deque(maxlen=MOST_WAITING)
         self._is_failing = False
-        if path.exists() and not (path.is_file() or path.is_char_device()):  # opening a pipe would wait for its reader
-            aside = quarantine_path(path)
-            path.rename(aside)
+        if aside := put_aside_unless_file(path):
             logger.warning(f"{path} is not a file: it is now {aside.name}")
         if step is not None and path.exists():
             try:

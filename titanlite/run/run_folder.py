@@ -268,7 +268,9 @@ def _read_run(path: Path, newest_saved: NewestSaved = lambda run: (0, None)) -> 
     try:
         run = json.loads(read_small(record))
     except FileNotFoundError:
-        return {"id": newest_saved(path)[1] or uuid.uuid4().hex, "starts": []}
+        if (run_id := newest_saved(path)[1]) is not None:
+            logger.info(f"{record} is not there: the run continues with the id of its newest checkpoint, {run_id}")
+        return {"id": run_id or uuid.uuid4().hex, "starts": []}
     except (ValueError, RecursionError):
         run = None
     if not isinstance(run, dict):

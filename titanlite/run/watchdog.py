@@ -41,6 +41,7 @@ from titanlite.run.proc import (
     state_of,
 )
 from titanlite.run.timeouts import CHECKPOINT_GROUP, COPY_GROUP, PhaseTimeouts
+from titanlite.runtime.files import put_aside_unless_file
 from titanlite.runtime.private_torch.process_groups import connect_to_store, count_collectives, recent_collectives
 from titanlite.runtime.process_group import Ranks
 from titanlite.runtime.ranks import ranks_text
@@ -314,7 +315,9 @@ class Watchdog:
 
     def _write_traces(self) -> None:
         with suppress(OSError):
-            self._log.with_name(f"collectives-{self._log.stem}.json").write_bytes(recent_collectives())
+            traces = self._log.with_name(f"collectives-{self._log.stem}.json")
+            put_aside_unless_file(traces)
+            traces.write_bytes(recent_collectives())
 
     def _end_if_nothing_else_does(self, now: float) -> None:
         """End this process where no collective will: it waits for data, for a file, or in its own code."""

@@ -20,6 +20,7 @@ from typing import TextIO, cast
 
 from rich.console import Console
 
+from titanlite.runtime.files import put_aside_unless_file
 from titanlite.runtime.output import queued
 from titanlite.runtime.signals import shielding_children
 
@@ -73,7 +74,9 @@ def shell_command(name: str) -> str:
     found = shutil.which(name)
     if not here.exists() or (found and here.samefile(found)):
         return name
-    return quote(str(here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here))
+    with suppress(FileNotFoundError, ValueError):  # the current folder was deleted, or is another
+        here = here.relative_to(Path.cwd())
+    return quote(str(here))
 
 
 def install_hint(extra: str) -> str:
@@ -165,6 +168,8 @@ def terminal() -> ConsoleHandler | None:
 def log_to_file(folder: Path, rank: int) -> Path:
     """Log all lines of this rank, with the time, to logs/rank-N.log in the run's folder. Returns that file."""
     folder.mkdir(parents=True, exist_ok=True)
+    if aside := put_aside_unless_file(folder / f"rank-{rank}.log"):
+        logging.getLogger(LOGGER).warning(f"{folder / f'rank-{rank}.log'} is not a file: it is now {aside.name}")
     handler = LogFileHandler(folder / f"rank-{rank}.log")
     handler.setFormatter(_Formatter("%(asctime)s %(levelname)s %(message)s"))
     logging.getLogger(LOGGER).handlers.insert(0, handler)  # the file comes first, since the console may block

@@ -222,6 +222,19 @@ def quarantine_path(path: Path) -> Path:
     return next(name for name in names if not os.path.lexists(name))
 
 
+def put_aside_unless_file(path: Path) -> Path | None:
+    """Rename what is in the place of a file to append to, and is none. Opening a pipe would wait for its reader.
+
+    Returns:
+        its new path; None if it is a file or a device of characters, or there is nothing.
+    """
+    if not path.exists() or path.is_file() or path.is_char_device():
+        return None
+    aside = quarantine_path(path)
+    path.rename(aside)
+    return aside
+
+
 def lock_file(
     path: Path, *, timeout: float = math.inf, on_wait: Callable[[str], None] = lambda holder: None
 ) -> IO[str]:

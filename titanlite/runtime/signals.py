@@ -12,11 +12,13 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from multiprocessing import connection, resource_tracker
+from typing import Any
 
 from titanlite.runtime.errors import RunStopped, whole_number
 
@@ -29,6 +31,9 @@ SLURM_MARGIN = 300.0
 STOPPED = 75
 """Exit code of a run that was asked to stop (EX_TEMPFAIL of sysexits.h): start it again."""
 PR_SET_PDEATHSIG = 1
+SOCKETS = "tlws-"
+"""How the name of a temporary folder of sockets begins: no longer than Python's own, since a path of a socket has 107
+bytes at most."""
 START_SECONDS = 10.0
 """Longest time for which the end of a process waits for the start of its children."""
 STARTING_CHILDREN = threading.RLock()
@@ -201,11 +206,26 @@ def shielding_children() -> Iterator[None]:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
+def make_socket_folder() -> None:
+    """Make the folder of the sockets by which this process talks to its workers, which inherit it.
+
+    Python's own would be removed by finalizers, which a process of the command does not run, or be that of a process
+    which has started this one by `multiprocessing`.
+    """
+    config = _process_config()
+    if not os.path.basename(config.get("tempdir") or "").startswith(SOCKETS):
+        config["tempdir"] = tempfile.mkdtemp(prefix=SOCKETS)
+
+
 def remove_sockets() -> None:
-    """Remove the folder of the sockets by which this process talks to its workers, as Python's own end would."""
-    folder = multiprocessing.current_process()._config.get("tempdir")  # pyright: ignore  # noqa: SLF001 (no other way)
-    if folder is not None:
+    """Remove the folder that `make_socket_folder` has made in this process, or in the one that has started it."""
+    folder = _process_config().get("tempdir") or ""
+    if os.path.basename(folder).startswith(SOCKETS):
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _process_config() -> dict[str, Any]:
+    return multiprocessing.current_process()._config  # pyright: ignore  # noqa: SLF001 (nothing else sets this folder)
 
 
 def kill_workers() -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO, TypeVar
 
-from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError
+from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError, printable
 from titanlite.runtime.files import SMALL, FileLocked, checked_name, lock_file, naming_path, quarantine_path, write_all
 from titanlite.storage import retry
 
@@ -73,7 +73,7 @@ class Storage(ABC):
         """
 
     def check_claim(self) -> None:  # noqa: B027 (where there are locks, a claim lasts)
-        """Check that no other run has claimed the place since.
+        """Check that no other process has claimed the place since.
 
         Raises:
             RunError: one has.
@@ -289,25 +289,37 @@ class ObjectStorage(Storage):
         self.root = root.rstrip("/")
 
     def claim(self, timeout: float) -> IO[str] | None:
-        about = {"run_id": self.owner, "host": platform.node(), "process": os.getpid()}
-        if self._claimed_by() is None:
-            self._put(OWNER, json.dumps(about).encode())
-        if (other := self._claimed_by()) != self.owner:  # two runs that begin together find the later one's id
-            raise FileLocked(f"the run with the id {other}, by {self.url_of(OWNER)}")
+        found = self._claimed_by()
+        if found is None or found.get("run_id") == self.owner:  # an earlier start of this run has ended, or soon will
+            self._put(OWNER, json.dumps(self._claim).encode())
+            found = self._claimed_by()
+        if found != self._claim:  # of two that begin together, both find the later one's
+            raise FileLocked(self._named(found))
         return None
 
     def check_claim(self) -> None:
-        if (other := self._claimed_by()) not in (None, self.owner):
-            raise RunError(f"{self.url} belongs to the run with the id {other} now, by {self.url_of(OWNER)}")
+        if (found := self._claimed_by()) not in (None, self._claim):
+            raise RunError(f"{self.url} belongs to {self._named(found)} now, and no more to this process")
 
-    def _claimed_by(self) -> str | None:
+    @property
+    def _claim(self) -> dict[str, Any]:
+        return {"run_id": self.owner, "host": platform.node(), "process": os.getpid()}
+
+    def _claimed_by(self) -> dict[str, Any] | None:
         try:
             found = json.loads(self.read(OWNER))
         except FileNotFoundError:
             return None
-        except ValueError:
-            found = {}
-        return str(found.get("run_id")) if isinstance(found, dict) else ""
+        except (ValueError, RecursionError):
+            found = None
+        return found if isinstance(found, dict) else {}
+
+    def _named(self, found: dict[str, Any] | None) -> str:
+        about = found or {}
+        return printable(
+            f"the run with the id {about.get('run_id')} (process {about.get('process')} on {about.get('host')}, by "
+            f"{self.url_of(OWNER)})"
+        )
 
     def list(self) -> Listing:
         def find() -> dict[str, Any]:

@@ -24,11 +24,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
-from titanlite.runtime.signals import shielding_children
+from titanlite.run.proc import state_of
+from titanlite.runtime.signals import end_with, make_socket_folder, shielding_children
 
 PR_SET_CHILD_SUBREAPER = 36
 START_SECONDS = 60.0
 """Longest wait for a fork."""
+STOPPED_SECONDS = 1.0
+"""Time without an answer after which the server is looked at."""
 POLL_SECONDS = 0.02
 
 Handlers = Mapping[signal.Signals, Any]
@@ -88,10 +91,13 @@ class ForkServer:
         if sys.gettrace() is not None:
             raise CannotFork("a debugger or a tracer runs")
         self._connection, theirs = multiprocessing.Pipe()
+        launcher = os.getpid()
         try:
-            if os.fork() == 0:
+            if not (server := os.fork()):
+                end_with(launcher)  # also where the server is stopped
                 self._connection.close()
                 _act(theirs, run, handlers)
+            self._pid = server
             theirs.close()
             reason = "CUDA is in use already" if self._connection.recv() else ""
             if len(os.listdir("/proc/self/task")) > 1:  # those of OpenBLAS, which numpy starts, end before a fork
@@ -116,8 +122,7 @@ class ForkServer:
         prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # the fork's parent ends at once, and this process takes its place
         try:
             self._connection.send((list(command), dict(environ), new_session))
-            if not self._connection.poll(START_SECONDS):
-                raise TimeoutError(f"it has not answered for {START_SECONDS:g} s")
+            self._await_answer()
             answer = self._connection.recv()
         finally:
             prctl(PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
@@ -125,12 +130,27 @@ class ForkServer:
             raise answer
         return ForkedProcess(answer)
 
+    def _await_answer(self) -> None:
+        """Wait until the server has answered.
+
+        Raises:
+            TimeoutError: it does not, or is stopped. It is killed, and starts nothing later.
+        """
+        began = time.monotonic()
+        while not self._connection.poll(STOPPED_SECONDS):
+            is_stopped = state_of(self._pid) == "T"
+            if is_stopped or time.monotonic() - began > START_SECONDS:
+                os.kill(self._pid, signal.SIGKILL)
+                os.waitpid(self._pid, 0)
+                raise TimeoutError("it is stopped" if is_stopped else f"it has not answered for {START_SECONDS:g} s")
+
 
 def fork_worker_server() -> None:
     """Start the process that the loader workers of this process are forked from, as a fork of this process.
 
     Call it as the first thing in a fork of the server: Python starts a new process for it later, which imports PyTorch.
     """
+    make_socket_folder()
     with shielding_children():
         new_process, util.spawnv_passfds = util.spawnv_passfds, _fork_in_place_of
         try:

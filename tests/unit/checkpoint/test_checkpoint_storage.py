@@ -125,6 +125,11 @@ def test_a_place_belongs_to_the_run_that_claims_it(storage: Storage) -> None:
     storage.check_claim()
     if isinstance(storage, ObjectStorage):
         assert storage.claim(0) is None, "the run itself, again"
+        storage.check_claim()
+        later = json.loads(storage.read("owner.json")) | {"process": 1}
+        storage.fs.pipe_file(f"{storage.root}/owner.json", json.dumps(later).encode())
+        with pytest.raises(RunError, match="process 1 "):  # a later start of the run
+            storage.check_claim()
         with pytest.raises(RunError, match="me"):
             other.check_claim()
         assert storage.list() == {}, "the mark is no folder"

@@ -437,6 +437,9 @@ def test_a_folder_with_checkpoints_of_another_run_is_refused_and_stays_as_it_is(
     shutil.copytree(outputs / "tiny", outputs / "copied")
     trained(tiny.config(*common, "--training.steps=3", "--job.name=copied"))
     assert [int(path.name[5:]) for path in sorted(place.glob("step-*"))] == [2, 3]
+    shutil.rmtree(outputs / "copied")  # another machine takes the place of the first, which shared this folder only
+    trained(tiny.config(*common, "--training.steps=3", "--job.name=copied"))
+    assert len({json.loads((outputs / name / "run.json").read_text())["id"] for name in ("tiny", "copied")}) == 1
     # In a folder in which an earlier version has let two runs save, the other's neither count nor are deleted.
     other = place / folder_name(2) / MANIFEST
     other.write_bytes(replace(manifests.Manifest.from_json(other.read_bytes()), run_id="other").to_json())

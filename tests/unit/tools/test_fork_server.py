@@ -137,6 +137,33 @@ def test_loader_workers_are_forks_of_forks(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_a_server_that_is_stopped_is_replaced_at_once_and_ends_with_the_launcher(tmp_path: Path) -> None:
+    first, reason, seconds, second = results(
+        tmp_path,
+        """
+[first] = map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())
+os.kill(first, signal.SIGSTOP)
+began = time.monotonic()
+try:
+    start("exit", {})
+except OSError as error:
+    reason = str(error)
+server = ForkServer(run, handlers)
+[second] = map(int, open(f"/proc/self/task/{os.getpid()}/children").read().split())
+os.kill(second, signal.SIGSTOP)
+for value in (first, reason, time.monotonic() - began, second):
+    print(json.dumps(value))
+""",
+    )
+    assert reason == "it is stopped"
+    assert seconds < 50, "a server that does not answer is waited for a minute"
+    deadline = time.monotonic() + 20
+    while any(Path(f"/proc/{pid}/cmdline").exists() for pid in (first, second)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.long
 def test_forks_end_as_processes_do(tmp_path: Path) -> None:
     found = results(
         tmp_path,

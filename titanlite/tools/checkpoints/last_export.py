@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from titanlite.checkpoint.manifest import folder_name
 from titanlite.data.tokenizer import is_shipped
+from titanlite.runtime.files import put_aside_unless_file
 from titanlite.runtime.signals import shielding_children
 
 if TYPE_CHECKING:
@@ -57,6 +58,7 @@ def export_last(run: "Run", *, give_up: Callable[[], bool] = lambda: False) -> b
     environment = {name: value for name, value in os.environ.items() if name not in OF_RANKS}
     logger.info(f"exporting step {step} to {place}")
     command = [sys.executable, "-c", BEGIN.format(os.getpid()), *words]
+    put_aside_unless_file(log)
     with open(log, "ab") as output, shielding_children():
         process = subprocess.Popen(
             command,
