@@ -303,7 +303,8 @@ class _Feed:
         """Whether the logger may lack records that are in files only."""
         self._code: int | None = None
         self._wakes = threading.Condition()
-        self._is_complete = False
+        self._is_complete = self._is_over = False
+        """Whether the logger has all records and is closed, and whether it gets no more."""
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
@@ -325,7 +326,7 @@ class _Feed:
         """Wait for the end of the logger, and log a warning if it does not have all records."""
         self._thread.join(max(deadline - time.monotonic(), 0))
         if not self._is_complete:
-            self._is_behind = True
+            self._is_behind = self._is_over = True
             if missing := len(self._pending({})):
                 logger.warning(
                     f"metrics.loggers: {self._name} does not have the last {missing:,} records. metrics.jsonl has all "
@@ -345,6 +346,8 @@ class _Feed:
                         self._wakes.wait_for(lambda: self._given or self._is_behind or self._code is not None)
                 code, pending = self._code, self._pending(pending)
                 for kind, step in [*pending]:
+                    if self._is_over:  # after a rollback, another feed is at work
+                        return
                     made.log(_numbers(pending[kind, step], RECORDS[kind]), step=step)
                     del pending[kind, step]
                     self._arrived[kind] = step
