@@ -94,6 +94,7 @@ class TensorBoard:
         writer = SummaryWriter(str(self._folder), purge_step=self._step + 1)
         text = read_small(self._run / "config.toml").decode()
         writer.add_text("config", f"```toml\n{text}\n```", self._step)
+        assert writer.file_writer is not None
         options = {key: json.loads(value) for key, value in flat(tomli.loads(text)).items()}
         for summary in hparams({key: value for key, value in options.items() if value not in ([], {})}, {"loss": None}):
             writer.file_writer.add_summary(summary)
