@@ -20,7 +20,7 @@ if [[ ${1:-} == ci ]]; then
 fi
 side_by_side=(--numprocesses "$((workers < 5 ? workers : 5))" --dist worksteal)
 if [[ ${1:-} == ci ]]; then
-    set -- -m "not nightly and not null_gpu" "${side_by_side[@]}" --durations=10 --durations-min=1 "${@:2}"
+    set -- -m "not nightly and not null_gpu and not engines" "${side_by_side[@]}" --durations=10 --durations-min=1 "${@:2}"
 elif [[ ${1:-} == unit ]]; then # prints what should be marked long, too
     set -- tests/unit -m "not long and not slow and not nightly" "${side_by_side[@]}" --durations=10 --durations-min=1 "${@:2}"
 fi

@@ -12,10 +12,10 @@
 #   LOCAL_ADDR     IPv4 address of this machine, where the machines do not know each other by name
 #   RDZV_CONF      further settings of torchrun's rendezvous (join_timeout=60,last_call_timeout=5)
 # Exit codes: 0 done; 1 failed; 2 wrong config or input; 3 stopped by a rule of the config, such as a loss that is not
-# finite; 75 stopped with a checkpoint, by a signal (TERM, INT, USR1, HUP) or at a planned time: start it again;
+# finite; 75 stopped with a checkpoint, by a signal (TERM, INT, USR1, USR2, HUP) or at a planned time: start it again;
 # 128 + N ended by signal N before a step was complete.
 set -euo pipefail
-for name in HUP INT USR1 TERM; do # until Python takes over: nothing is lost
+for name in HUP INT USR1 USR2 TERM; do # until Python takes over: nothing is lost
     # shellcheck disable=SC2064 # the number of this signal, now
     trap "exit $((128 + $(kill -l $name)))" $name
 done

@@ -24,7 +24,7 @@
 # The exit code is that of the run (docs/running.md, "Exit codes"), and 1 for those from 128 on: Slurm's records would
 # show these less 128, as other codes.
 set -euo pipefail
-trap : TERM USR1 # bash waits for srun, and looks at the code
+trap : TERM USR1 USR2 # bash waits for srun, and looks at the code
 
 root=${TITANLITE_ROOT:-${SLURM_SUBMIT_DIR:-}}
 if [[ ! -x $root/run_train.sh ]]; then

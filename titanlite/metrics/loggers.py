@@ -95,6 +95,7 @@ class TensorBoard:
         writer = SummaryWriter(str(self._folder), purge_step=self._step + 1)
         text = read_small(self._run / "config.toml").decode()
         writer.add_text("config", f"```toml\n{text}\n```", self._step)
+        assert writer.file_writer is not None
         options = {key: json.loads(value) for key, value in flat(tomli.loads(text)).items()}
         for summary in hparams({key: value for key, value in options.items() if value not in ([], {})}, {"loss": None}):
             writer.file_writer.add_summary(summary)
@@ -304,7 +305,8 @@ class _Feed:
         """Whether the logger may lack records that are in files only."""
         self._code: int | None = None
         self._wakes = threading.Condition()
-        self._is_complete = False
+        self._is_complete = self._is_over = False
+        """Whether the logger has all records and is closed, and whether it gets no more."""
         self._thread = threading.Thread(target=self._work, name=f"logger {name}", daemon=True)
         self._thread.start()
 
@@ -326,7 +328,7 @@ class _Feed:
         """Wait for the end of the logger, and log a warning if it does not have all records."""
         self._thread.join(max(deadline - time.monotonic(), 0))
         if not self._is_complete:
-            self._is_behind = True
+            self._is_behind = self._is_over = True
             if missing := len(self._pending({})):
                 logger.warning(
                     f"metrics.loggers: {self._name} does not have the last {missing:,} records. metrics.jsonl has all "
@@ -346,6 +348,8 @@ class _Feed:
                         self._wakes.wait_for(lambda: self._given or self._is_behind or self._code is not None)
                 code, pending = self._code, self._pending(pending)
                 for kind, step in [*pending]:
+                    if self._is_over:  # after a rollback, another feed is at work
+                        return
                     made.log(_numbers(pending[kind, step], RECORDS[kind]), step=step)
                     del pending[kind, step]
                     self._arrived[kind] = step

@@ -219,7 +219,9 @@ def report_end(
     resume = f"{titanlite} train {shlex.quote(str(folder.path / 'config.toml'))}"
     done = manifests.committed_steps(checkpoints.list())
     if isinstance(stopped, StoppedBySignal):
-        newest = f"step {done[-1]} is saved in {checkpoints.url}" if done else "no checkpoint was asked for"
+        newest = f"step {done[-1]} is saved in {checkpoints.url}" if done else "no checkpoint"
+        if not config.checkpoint.enable:
+            newest = f"no checkpoint was asked for{f'; {newest}' if done else ''}"
         logger.info(f"{stopped}; {newest}; the same command resumes (exit code {STOPPED})")
         logger.info(f"  time         {format_phases(seconds)}")
         logger.info(f"  resume       {resume}")

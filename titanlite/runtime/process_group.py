@@ -15,6 +15,10 @@ import torch.distributed as dist
 
 from titanlite.runtime.allocator import cores, keep_freed_memory
 from titanlite.runtime.errors import RunError, UserError, whole_number
+from titanlite.runtime.private_torch.process_groups import naming_open_run
+
+DEVICE_BACKENDS = {"cpu": "cpu:gloo", "cuda": "cuda:nccl"}
+"""Backend of the collectives on each kind of device."""
 
 
 @dataclass(frozen=True)
@@ -35,6 +39,36 @@ def read_ranks(environ: Mapping[str, str]) -> Ranks:
     """
     names = {"RANK": 0, "WORLD_SIZE": 1, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
     return Ranks(*(whole_number(environ, name, least) for name, least in names.items()))
+
+
+def ranks_of_open_group(device_type: str) -> Ranks:
+    """Return the ranks of this process in the process group that its program has opened, such as Ray Train's.
+
+    The place on the machine is that of LOCAL_RANK and LOCAL_WORLD_SIZE, where the program sets both; else that among
+    the processes of hosts of this name.
+
+    Args:
+        device_type: of the devices that the run is for.
+
+    Raises:
+        UserError: the group has no backend for CPUs, or none for the devices.
+    """
+    backends = dist.get_backend_config()
+    if missing := [name for name in {"cpu:gloo", DEVICE_BACKENDS[device_type]} if name not in backends.split(",")]:
+        wanted = ",".join(sorted({"cpu:gloo", DEVICE_BACKENDS[device_type]}))
+        raise UserError(
+            f"the process group that is open has the backends {backends}, without {', '.join(sorted(missing))}: let "
+            f'the program open it with the backend "{wanted}" (Ray Train: TorchConfig, Accelerate: '
+            "InitProcessGroupKwargs, Lightning: DDPStrategy(process_group_backend=...))"
+        )
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    hosts: list[Any] = [None] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    own = [other for other, host in enumerate(hosts) if host == hosts[rank]]
+    ranks = {"LOCAL_RANK": own.index(rank), "LOCAL_WORLD_SIZE": len(own)}
+    if all(name in os.environ for name in ranks):
+        ranks = {name: whole_number(os.environ, name, 0) for name in ranks}
+    return Ranks(rank, world_size, ranks["LOCAL_RANK"], ranks["LOCAL_WORLD_SIZE"])
 
 
 def pick_device(ranks: Ranks) -> torch.device:
@@ -108,6 +142,8 @@ def process_group(
     The barrier at the end is necessary: a rank that leaves early breaks connections that others still use. After an
     error no rank waits, because the others may never arrive.
 
+    A process group that the caller's program has opened is used, and left open: see `ranks_of_open_group`.
+
     Args:
         timeout_seconds: longest wait of a rank for another one, until `PhaseTimeouts` sets it.
         watch: returns a context that is entered while the group runs, its last barrier included.
@@ -120,15 +156,20 @@ def process_group(
         torch.set_num_threads(max(1, cores() // ranks.local_world_size))
     if deterministic:
         use_deterministic_kernels()
-    _check_environment(ranks, os.environ)
-    if ranks.world_size == ranks.local_world_size:
-        use_loopback(os.environ)
     backend, bound = "gloo", None
     if device.type == "cpu":
         keep_freed_memory()
     else:
         torch.cuda.set_device(device)
         backend, bound = "cuda:nccl,cpu:gloo", device
+    if dist.is_initialized():
+        with naming_open_run(), watch():
+            yield
+            dist.barrier()
+        return
+    _check_environment(ranks, os.environ)
+    if ranks.world_size == ranks.local_world_size:
+        use_loopback(os.environ)
     alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": dist.HashStore(), "rank": 0, "world_size": 1}
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=timeout_seconds), device_id=bound, **alone)
@@ -137,7 +178,7 @@ def process_group(
         if "EADDRINUSE" in str(error):
             raise UserError(f"{place}: another process uses this port: name another, or let torchrun choose") from None
         raise RunError(f"{place}: {str(error).splitlines()[0]}") from None
-    with watch():
+    with naming_open_run(), watch():
         yield
         dist.barrier()
     dist.destroy_process_group()

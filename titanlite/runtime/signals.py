@@ -22,8 +22,8 @@ from typing import Any
 
 from titanlite.runtime.errors import RunStopped, whole_number
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)
-"""Signals that ask a run to save and end: of schedulers, of a terminal, and of its end."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP)
+"""Signals that ask a run to save and end: of schedulers (SIGUSR2 of submitit), of a terminal, and of its end."""
 SAME_SECONDS = 2.0
 """Time within which SIGINT is the same request: a terminal signals every process, and the launcher repeats it."""
 SLURM_MARGIN = 300.0

@@ -1,18 +1,23 @@
 """The Python interface, for notebooks and scripts: a config, a run, its records. `import titanlite` offers these names.
 
-One process trains by itself. Under torchrun, each process calls the same functions.
+One process trains by itself. Under torchrun, srun or mpirun, or in a program that has opened a process group, each
+process calls the same functions.
 """
 
 import os
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from titanlite.config.checks import find_conflicts
 from titanlite.config.keys import toml_text
 from titanlite.config.load import Draft, load
 from titanlite.config.shipped import find_config
+from titanlite.run.slurm import use_own_job
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError
+from titanlite.runtime.launchers import use_ranks_of_launcher
 from titanlite.schema import Config
 
 if TYPE_CHECKING:
@@ -74,26 +79,39 @@ def build_run(config: Config) -> Iterator["Run"]:
     """Build every part of a run, to look at or for a loop of your own: `run.model`, `run.optimizer`, `run.batches`.
 
     The parts are those that `titanlite train` would train with on this machine: sharded, compiled, and restored from
-    the run's newest checkpoint. Only one run is open at a time, because PyTorch has one process group.
+    the run's newest checkpoint. Only one run is open at a time, because PyTorch has one process group. One that the
+    program has opened is used if it has gloo for CPUs and, on GPUs, NCCL.
 
     Raises:
         UserError: the config, the data or the checkpoint does not fit.
     """
+    import torch
     import torch.distributed as dist
 
     from titanlite.parallelize.compile import use_cache
     from titanlite.runtime.allocator import use_expandable_segments
     from titanlite.runtime.console import start_logging
-    from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+    from titanlite.runtime.private_torch.process_groups import has_open_run
+    from titanlite.runtime.process_group import pick_device, process_group, ranks_of_open_group, read_ranks
     from titanlite.tools.assemble import assemble, resolve
 
-    if dist.is_initialized():
-        raise UserError("another run is open, or another process group: only one can be at a time")
+    if has_open_run():
+        raise UserError("another run is open: only one can be at a time")
     use_expandable_segments(os.environ)
-    ranks = read_ranks(os.environ)
+    joins = dist.is_initialized()
+    if joins:
+        ranks = ranks_of_open_group("cuda" if torch.cuda.is_available() else "cpu")
+    else:
+        use_ranks_of_launcher(os.environ)
+        ranks = read_ranks(os.environ)
+    if ranks.rank == 0:
+        use_own_job(os.environ, now=time.time())
     device = pick_device(ranks)
     places = {(section,): Place(0, 0, "the given config") for section in Config.model_fields}
-    config, inputs = resolve(Draft(config, [], set(), places), ranks, device)
+    draft = Draft(config, [], set(), places)
+    draft.add(Problem(*conflict) for conflict in find_conflicts(config, ranks.world_size, ()))
+    config = draft.resolve()  # it may not fit the number of processes
+    config, inputs = resolve(draft, ranks, device)
     start_logging(ranks.rank)
     use_cache(config.compile)
     seconds = config.comm.init_timeout_seconds
@@ -108,7 +126,8 @@ def build_run(config: Config) -> Iterator["Run"]:
                 run.metrics.close()
                 run.folder.release()
     finally:
-        if dist.is_initialized() and ranks.world_size == 1:  # after an error; other ranks may wait in a collective
+        # After an error; other ranks may wait in a collective.
+        if dist.is_initialized() and ranks.world_size == 1 and not joins:
             dist.destroy_process_group()
 
 

@@ -261,7 +261,7 @@ def test_an_extra_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.long
 def test_tensorboard_has_the_config_as_text_and_as_hyperparameters(folder: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData  # pyright: ignore
 
     log("tensorboard", folder, resumed=0, last=2).close()
     found = EventAccumulator(str(folder / "tensorboard"))

@@ -76,7 +76,9 @@ from titanlite.runtime.private_torch.process_groups import (
     connect_to_store,
     count_collectives,
     flatten_axes,
+    has_open_run,
     join_meshes,
+    naming_open_run,
     recent_collectives,
     run_on_all_ranks,
     run_on_rank_0,
@@ -826,3 +828,14 @@ def test_the_log_level_is_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     finally:
         level.value = before
     assert not has_lost_cuda()
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_process_group_says_whether_a_run_is_open() -> None:
+    before = dist.group.WORLD.group_desc  # pyright: ignore[reportOptionalMemberAccess]
+    assert not has_open_run()
+    with suppress(ZeroDivisionError), naming_open_run():
+        assert has_open_run()
+        raise ZeroDivisionError
+    assert not has_open_run()
+    assert dist.group.WORLD.group_desc == before  # pyright: ignore[reportOptionalMemberAccess]

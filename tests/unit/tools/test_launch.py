@@ -83,6 +83,20 @@ def test_numbers_of_the_environment_are_decimal(name: str, value: str, named: st
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("tasks", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"])
+def test_several_scripts_that_would_each_be_a_run_are_refused(tasks: str, tmp_path: Path) -> None:
+    """scripts/slurm.sh sets NNODES; one process for each task is a rank of its own."""
+    for environ, named in (
+        ({"NPROC": "2"}, ["2 of these scripts", "scripts/slurm.sh", "NNODES"]),
+        ({"NPROC": "1"}, ["no_such_config"]),
+        ({"NPROC": "2", "NNODES": "1"}, ["no_such_config"]),
+    ):
+        code, lines = run([SCRIPT, "--config", "no_such_config"], tmp_path, environ={tasks: "2"} | environ)
+        assert (code, len(lines)) == (2, 1)
+        assert mentions(lines[0], *named)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("words", ["titanlite train", "titanlite.tools.launch 1 2 x:0 0"])
 @pytest.mark.parametrize("files", [6, 12])
 def test_a_process_that_may_open_few_files_is_refused(words: str, files: int, tmp_path: Path) -> None:

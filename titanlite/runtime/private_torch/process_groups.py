@@ -1,7 +1,7 @@
 """Process groups: timeouts, counts of collectives, and calls whose result or failure all ranks share."""
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Literal, TypeVar
 
@@ -112,6 +112,27 @@ def set_timeouts(seconds: float, *, but_for: str) -> None:
     for group in distributed_c10d._world.pg_map:
         if not group.group_desc.startswith(but_for):
             set_timeout(timedelta(seconds=seconds), group)
+
+
+OPEN_RUN = "titanlite run"
+"""Description of the process group of all ranks while a run uses it."""
+
+
+@contextmanager
+def naming_open_run() -> Iterator[None]:
+    """Mark the process group of all ranks as that of an open run."""
+    group = distributed_c10d._get_default_group()
+    before = group.group_desc
+    group._set_group_desc(OPEN_RUN)
+    try:
+        yield
+    finally:
+        group._set_group_desc(before)
+
+
+def has_open_run() -> bool:
+    """Return whether a run of this process is open."""
+    return dist.is_initialized() and distributed_c10d._get_default_group().group_desc == OPEN_RUN
 
 
 def count_collectives() -> dict[str, int]:

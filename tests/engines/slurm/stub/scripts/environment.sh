@@ -1,0 +1,3 @@
+# Stand-in for scripts/environment.sh: nothing is installed.
+# shellcheck shell=bash
+find_python() { :; }
