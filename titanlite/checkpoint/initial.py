@@ -187,7 +187,7 @@ def find_checkpoint(path: str, key: str = "") -> tuple[str, str, Manifest]:
     if manifests.step_of(folder) is not None:
         storage, candidates = open_storage(place or "."), [folder]
     else:
-        of_run = [] if "://" in path else [manifests.place_of(path), f"{path}/checkpoints"]
+        of_run = [] if "://" in path else [manifests.checkpoints_of(path), f"{path}/checkpoints"]
         places = [open_storage(place) for place in [*of_run, path]]
         storage = next((place for place in places[:-1] if manifests.committed_steps(place.list())), places[-1])
         candidates = [folder_name(step) for step in manifests.committed_steps(storage.list())][::-1]

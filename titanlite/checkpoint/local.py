@@ -38,10 +38,10 @@ from titanlite.checkpoint.manifest import (
     DAMAGED,
     KEPT_COPIES,
     Manifest,
+    absolute,
     committed_steps,
     copies_name,
     folder_name,
-    place_of,
 )
 from titanlite.checkpoint.save import Part, Saved, Saver, saved_of
 from titanlite.checkpoint.state import State
@@ -161,7 +161,7 @@ class LocalCopies:
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc=COPY_GROUP)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
-        place = on_rank_0(group, lambda: place_of(url))
+        place = on_rank_0(group, lambda: absolute(url))
         folder = memory_folder(config.local_folder) / copies_name(run_id, place)
         self.storage = LocalStorage(str(folder), run_id)
         self._is_default = config.local_folder is None

@@ -45,7 +45,7 @@ LAST_SECOND = 2**38
 """Seconds that a manifest may have at most: a date in the year 10680."""
 
 
-def place_of(run: str) -> str:
+def checkpoints_of(run: str) -> str:
     """Return the path or URL of the checkpoints of the run in a local folder.
 
     It is the checkpoint.folder of its config.toml. Without one, as in other folders, it is that of its own checkpoints.
@@ -155,7 +155,7 @@ def folder_name(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def place_of(url: str) -> str:
+def absolute(url: str) -> str:
     """Return the URL or the absolute path of a folder of checkpoints."""
     return url if "://" in url else os.path.abspath(url)
 
@@ -166,7 +166,7 @@ def copies_name(run_id: str, url: str) -> str:
     Args:
         url: of its checkpoints.
     """
-    return f"{run_id}-{zlib.crc32(place_of(url).encode()):08x}"
+    return f"{run_id}-{zlib.crc32(absolute(url).encode()):08x}"
 
 
 def step_of(folder: str) -> int | None:

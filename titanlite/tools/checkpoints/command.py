@@ -238,7 +238,7 @@ def _find(
     if is_local and not is_one:
         places = sorted(folder for folder, folders, _ in os.walk(path) if any(map(FOLDER.fullmatch, folders)))
         own = os.path.join(path, "checkpoints")
-        elsewhere = place if (place := manifests.place_of(path)) != own and place not in places else None
+        elsewhere = place if (place := manifests.checkpoints_of(path)) != own and place not in places else None
         if elsewhere and follows and open_storage(elsewhere).list():
             own, places = elsewhere, [elsewhere, *places]
         places = [own] if single and own in places else places
@@ -268,7 +268,7 @@ def _local_copies(path: str) -> Iterator[tuple[Storage, list[Listed]]]:
         try:
             run_id = checked_name(json.loads(read_small(record))["id"])
             options = tomli.loads(read_small(record.with_name("config.toml")).decode())["checkpoint"]
-            url = manifests.place_of(str(record.parent))
+            url = manifests.checkpoints_of(str(record.parent))
             folder = memory_folder(options.get("local_folder")) / copies_name(run_id, url)
             storage = LocalStorage(str(folder), run_id)
         except (OSError, ValueError, KeyError, TypeError, RuntimeError):  # not that of a run

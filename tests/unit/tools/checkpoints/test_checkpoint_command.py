@@ -15,7 +15,7 @@ import pytest
 from tests.support.helpers import TinyRun, mentions
 from tests.support.manifests import CONTENTS, save
 from titanlite.checkpoint.initial import find_checkpoint
-from titanlite.checkpoint.manifest import Manifest, committed_steps, folder_name, place_of
+from titanlite.checkpoint.manifest import Manifest, checkpoints_of, committed_steps, folder_name
 from titanlite.storage.storage import MANIFEST, LocalStorage, ObjectStorage, open_storage
 from titanlite.tools import cli
 
@@ -343,4 +343,4 @@ def test_the_config_of_a_run_says_where_its_checkpoints_are(titanlite: Command, 
     assert find_checkpoint(str(run))[:2] == (own, folder_name(4))
     for text in ("[checkpoint]\nfolder = 3\n", "checkpoint = 3\n", "[", "[checkpoint]\n"):
         (run / "config.toml").write_text(text)
-        assert place_of(str(run)) == own
+        assert checkpoints_of(str(run)) == own
