@@ -141,7 +141,7 @@ def _read_json(path: Path) -> tuple[bytes, dict[str, Any]]:
 
 def _of_transformers(path: Path, content: bytes) -> Any:
     """Return the tokenizer that transformers makes of a tokenizer.json and the files beside it; None if these name
-    neither a class nor a model, so that the file alone counts.
+    no class that rebuilds it, and no model, so that the file alone counts.
 
     Raises:
         UserError: transformers is not installed, or cannot load it.
@@ -149,7 +149,7 @@ def _of_transformers(path: Path, content: bytes) -> Any:
     files = {name: _read_json(file) for name in BESIDE if (file := file_beside(path, name))}
     about = [files[name][1] for name in ("tokenizer_config.json", "config.json") if name in files]
     named = next((name for one in about if (name := one.get("tokenizer_class"))), None)
-    if named is None and not any("model_type" in one for one in about):
+    if named in (None, AS_IT_IS) and not any("model_type" in one for one in about):
         return None
     take = f'"tokenizer_class": "{AS_IT_IS}" in tokenizer_config.json takes the file as it is'
     if find_spec("transformers") is None:
