@@ -29,6 +29,7 @@ from transformers import (
     PretrainedConfig,
     PreTrainedModel,
 )
+from transformers.integrations.moe import ExpertsInterface, grouped_mm_experts_forward
 from transformers.masking_utils import sdpa_mask
 
 from titanlite.models.base import Model, ModelArgs, unique_parameters
@@ -43,7 +44,7 @@ from titanlite.runtime.files import read_small
 from titanlite.runtime.private_torch.tensors import TorchDispatchMode
 
 ATTENTION = "titanlite"
-"""Name of our attention among those of transformers, and of our form of its masks."""
+"""Name of our attention and our experts among those of transformers, and of our form of its masks."""
 SIZES = "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_size", "intermediate_size"
 """Fields of configs that are at least 1 in any decoder."""
 INITIALIZED = "_is_hf_initialized"
@@ -111,8 +112,38 @@ def make_mask(*, dtype: torch.dtype, **options: Any) -> Tensor | None:
     return torch.zeros_like(mask_11LL, dtype=dtype).masked_fill_(~mask_11LL, torch.finfo(dtype).min)
 
 
+def compute_experts(
+    module: nn.Module, x_TD: Tensor, chosen_TK: Tensor, weights_TK: Tensor, *others: Any, **options: Any
+) -> Tensor:
+    """Compute experts -> [T, D], in the form of transformers' `ExpertsInterface`.
+
+    On a CPU in a narrow dtype, matmuls and sums of gradients are those of the kernels. Otherwise it is the function of
+    transformers.
+    """
+    experts: Any = module
+    kernels: Kernels = getattr(module, "kernels", DEFAULT_KERNELS)  # models beside ours may have our config
+    if x_TD.itemsize >= 4 or kernels.is_gpu(x_TD.device) or experts.has_post_expert_norm:
+        return grouped_mm_experts_forward(module, x_TD, chosen_TK, weights_TK, *others, **options)
+    expert_S, order_S = chosen_TK.flatten().sort(stable=True)
+    ends_E = torch.searchsorted(expert_S, torch.arange(experts.num_experts), right=True, out_int32=True)
+
+    def linear(x_SD: Tensor, name: str) -> Tensor:
+        weight = getattr(module, name)
+        out_SF = kernels.grouped_mm(x_SD, weight if experts.is_transposed else weight.mT, ends_E)
+        return out_SF + kernels.embedding(expert_S, getattr(module, f"{name}_bias")) if experts.has_bias else out_SF
+
+    x_SD = x_TD.index_select(0, order_S // chosen_TK.shape[1])
+    if experts.has_gate:
+        hidden_SF = experts._apply_gate(linear(x_SD, "gate_up_proj"))
+    else:
+        hidden_SF = experts.act_fn(linear(x_SD, "up_proj"))
+    out_SD = linear(hidden_SF, "down_proj") * weights_TK.flatten().index_select(0, order_S).unsqueeze(1)
+    return out_SD.index_select(0, order_S.argsort()).view(*chosen_TK.shape, -1).sum(dim=1).type_as(x_TD)
+
+
 AttentionInterface.register(ATTENTION, attend)
 AttentionMaskInterface.register(ATTENTION, make_mask)
+ExpertsInterface.register(ATTENTION, compute_experts)
 
 
 class Head(nn.Module):
@@ -146,6 +177,9 @@ class Transformers(Model):
         super().__init__(args)
         self.args: ModelArgs = args
         whole = _build(type(self).settings, args)
+        for module in whole.modules():
+            if hasattr(module, "_apply_gate"):  # experts
+                module.kernels = DEFAULT_KERNELS
         for name, child in whole.base_model.named_children():
             self.add_module(name, child)
         self.lm_head = Head(whole.get_output_embeddings().weight, _factor(whole))
@@ -477,7 +511,8 @@ def _build(settings: Mapping[str, Any], args: ModelArgs) -> PreTrainedModel:
         UserError: there is none of this config.
     """
     try:
-        return AutoModelForCausalLM.from_config(_config(settings, args), attn_implementation=ATTENTION)
+        named = {"attn_implementation": ATTENTION, "experts_implementation": ATTENTION}
+        return AutoModelForCausalLM.from_config(_config(settings, args), **named)
     except Exception as error:  # whatever the checks of a config raise
         reason = str(error.__cause__ or error).splitlines()[0]
         raise UserError(f"transformers builds no decoder of type {settings['model_type']}: {reason}") from error

@@ -21,7 +21,7 @@ CPU_INFO = Path("/proc/cpuinfo")
 
 FASTER_BY_ONEDNN = {("AuthenticAMD", "26")}
 """Vendor and family of CPUs with AVX-512 on which oneDNN multiplies float32 matrices twice as fast as MKL: Zen 5. On
-Zen 4 (family 25 with AVX-512) training is 4 % slower with it. On Zen 3 (family 25 with AVX2 only), as on all CPUs
+Zen 4 (family 25 with AVX-512) training is 4 % slower with it. On Zen 3 (family 25 with AVX2 only) and other CPUs
 without AVX-512, PyTorch has no such choice. Others were not measured."""
 
 
@@ -52,7 +52,7 @@ def multiply_by_onednn() -> None:
 
 
 def describe_cpu() -> str:
-    """Return the name and family of this machine's CPU, the vectors of PyTorch's kernels, as in AVX2, and the library
+    """Return the name and family of this machine's CPU, the vectors of PyTorch's kernels (AVX2, AVX512), and the library
     of its float32 matmuls."""
     about = cpu_info()
     family = f"family {about.get('cpu family', 'unknown')}"

@@ -3,7 +3,7 @@
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast, get_args
 
 import pytest
 import torch
@@ -28,7 +28,7 @@ from titanlite.observer import OnPhase
 from titanlite.ops.attention import SequencePart
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
-from titanlite.parallelize.activation_checkpoint import apply_activation_checkpoint
+from titanlite.parallelize.activation_checkpoint import RecomputePolicy, apply_activation_checkpoint
 from titanlite.parallelize.materialize import draw_weights
 from titanlite.schema import Distill
 from titanlite.step import model_arguments, no_observer
@@ -107,8 +107,8 @@ def test_recomputation_and_hooks_of_kept_tensors_change_no_gradient(family: str,
         for parameter in model.parameters():
             parameter.data = parameter.data.to(dtype)
         set_kernels(model, CpuKernels(hardware_bfloat16=False))
-        if mode != "hooks":
-            apply_activation_checkpoint(model, [mode] * len(model.layers))
+        if mode in get_args(RecomputePolicy):
+            apply_activation_checkpoint(model, [cast(RecomputePolicy, mode)] * len(model.layers))
         with saved_tensors_hooks(lambda kept: kept, lambda kept: kept) if mode == "hooks" else nullcontext():
             loss = measured(model, TOKENS[:, 1:]).total if family in FAMILIES else model(TOKENS).float().square().sum()
         loss.backward()
