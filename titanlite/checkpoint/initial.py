@@ -79,8 +79,8 @@ def load_initial(
             raise UserError(f"lora.alpha: {where} has adapters that were trained with {then}, and this is {now}")
     chosen = {name: tensor for name, tensor in flat(state).items() if selected(name, wanted)}
     chosen = {name: tensor for name, tensor in chosen.items() if name not in new and name not in reader.kept}
-    vocab_size = settings.at(0).get(VOCABULARY)
-    other = resized(chosen, reader.metadata, vocab_size) if vocab_size else {}
+    vocab_size = int(settings.at(0).get(VOCABULARY, 0))
+    other = resized(chosen, reader.metadata, vocab_size)
     if other and selected(VOCABULARY, config.allow_changes):
         for name, count in other.items():
             rest = "others are their mean" if count < vocab_size else "others are left out"

@@ -15,13 +15,15 @@ VOCABULARY = "model.args.vocab_size"
 
 def resized(tensors: Mapping[str, Tensor], there: Metadata, vocab_size: int) -> dict[str, int]:
     """Return the stored rows of each tensor that has one for each token, where they are not as many as here."""
-    found = {}
+    found: dict[str, int] = {}
     for name, tensor in tensors.items():
         entry = there.state_dict_metadata.get(name)
-        stored = tuple(entry.size) if isinstance(entry, TensorStorageMetadata) else ()
-        if tensor.ndim == len(stored) == 2 and tensor.shape[0] == vocab_size and tensor.shape[1] == stored[1]:
-            found[name] = stored[0]
-    return {name: rows for name, rows in found.items() if rows != vocab_size}
+        if tensor.ndim != 2 or not isinstance(entry, TensorStorageMetadata) or len(entry.size) != 2:
+            continue
+        rows, columns = entry.size
+        if tensor.shape[0] == vocab_size != rows and tensor.shape[1] == columns:
+            found[name] = rows
+    return found
 
 
 class ResizedReader(RankReader):

@@ -334,8 +334,9 @@ def _own_tokenizer(storage: Storage, named: str, path: str) -> tuple[Tokenizer |
         return _load_tokenizer(named, must_exist=False)
     places = [] if "://" in storage.url else [Path(storage.url).absolute()]
     places += [place.parent for place in places if place.name == "checkpoints"]
-    if "://" not in path and Path(path, manifests.CONFIG).is_file() and Path(path).absolute() not in places:
-        places.append(Path(path).absolute())
+    run = Path(path).absolute()
+    if "://" not in path and manifests.step_of(run.name) is None and (run / manifests.CONFIG).is_file():
+        places.append(run)
     try:
         return _load_tokenizer(str(find_copy(places, named)), must_exist=False)
     except UserError as error:
