@@ -469,7 +469,7 @@ class _LocalSaver(Saver):
         Raises:
             UserError: on every rank, if one has no room. Nothing was taken from it.
         """
-        machines, root = self.copies.machines, self.storage.root
+        machines, root = self.copies.machines, self.copies.storage.root
 
         def without_room(of_all: list[tuple[int, Room]]) -> dict[str, str]:
             needed = dict.fromkeys(machines.of_rank, 0)
