@@ -167,7 +167,8 @@ class LocalCopies:
         self._is_default = config.local_folder is None
         machines = self._of_all(lambda: _open_folder(folder, is_default=self._is_default))
         self.machines = Machines(machines, dist.get_rank(group))
-        on_each(group, lambda: self._begin(place) if self.machines.leads else None)
+        self._place = place
+        on_each(group, lambda: self._begin() if self.machines.leads else None)
         self._saver = _LocalSaver(
             config, self.storage, group, device, pin=pin, flush=None, whole_config=whole_config, copies=self
         )
@@ -180,11 +181,11 @@ class LocalCopies:
         places += ", and on the next one" if self.is_doubled else ""
         logger.info(f"local    copies every {config.local_interval:,} steps in {folder} of {places}")
 
-    def _begin(self, place: str) -> None:
+    def _begin(self) -> None:
         """Delete what a killed process of the run has left. Name the copies of runs that are gone, which nobody else
         would: they take memory until they are deleted."""
         self.storage.sweep()
-        (self.storage.root / PLACE).write_text(place)
+        self.open_folder()
         for folder in self.storage.root.parent.iterdir():
             with suppress(OSError, ValueError):
                 other = read_small(folder / PLACE, LONGEST_PLACE).decode()
@@ -366,6 +367,8 @@ class LocalCopies:
     def open_folder(self) -> None:
         """Make the folder of this machine again, where it was deleted."""
         _open_folder(self.storage.root, is_default=self._is_default, machine=self.machines.own)
+        if not (self.storage.root / PLACE).exists():
+            (self.storage.root / PLACE).write_text(self._place)
 
     def _of_all(self, act: Callable[[], T]) -> list[T]:
         """Call a function on every rank, and return the results of all. Raises as `on_all`."""
@@ -466,7 +469,7 @@ class _LocalSaver(Saver):
         Raises:
             UserError: on every rank, if one has no room. Nothing was taken from it.
         """
-        machines, root = self.copies.machines, self.storage.root
+        machines, root = self.copies.machines, self.copies.storage.root
 
         def without_room(of_all: list[tuple[int, Room]]) -> dict[str, str]:
             needed = dict.fromkeys(machines.of_rank, 0)

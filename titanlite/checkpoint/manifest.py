@@ -309,7 +309,10 @@ def to_delete(steps: list[int], *, keep_latest_k: int, keep_every: int) -> list[
 
 
 def _is_record(value: Any) -> bool:
-    return isinstance(value, dict) and isinstance(value.get("size"), int) and isinstance(value.get("crc32"), str)
+    if not isinstance(value, dict):
+        return False
+    record = cast(dict[str, Any], value)
+    return isinstance(record.get("size"), int) and isinstance(record.get("crc32"), str)
 
 
 def _are_seconds(value: Any) -> bool:
