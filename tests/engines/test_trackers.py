@@ -57,7 +57,7 @@ def test_a_server_that_is_down_or_silent_loses_nothing(tiny: TinyRun, monkeypatc
     with open(tiny.folder / "server.log", "w") as output:
         server = subprocess.Popen([*command, "--workers", "1"], stdout=output, stderr=output, cwd=tiny.folder)
     try:
-        wait_until(lambda: "Application startup complete" in (tiny.folder / "server.log").read_text(), 240)
+        wait_until(lambda: "Application startup complete" in (tiny.folder / "server.log").read_text(), 600)
         monkeypatch.setattr("titanlite.metrics.loggers.CLOSE_SECONDS", 120.0)
         loggers.close(75)
         client = MlflowClient()
