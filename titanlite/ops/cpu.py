@@ -52,8 +52,8 @@ def multiply_by_onednn() -> None:
 
 
 def describe_cpu() -> str:
-    """Return the name and family of this machine's CPU, the vectors of PyTorch's kernels (AVX2, AVX512), and the library
-    of its float32 matmuls."""
+    """Return the name and family of this machine's CPU, the vectors of PyTorch's kernels (AVX2, AVX512), and the
+    library of its float32 matmuls."""
     about = cpu_info()
     family = f"family {about.get('cpu family', 'unknown')}"
     name = f"{about.get('model name', 'CPU')}, {family}, {torch.backends.cpu.get_cpu_capability()}"
