@@ -106,6 +106,8 @@ def claim(config: Checkpoint, run: Path, run_id: str) -> IO[str] | None:
             "folder of its own: leave checkpoint.folder out, or name another"
         ) from None
     except OSError as error:
+        if "://" in storage.url:  # the store does not answer
+            raise
         if error.errno not in NO_LOCKS:
             raise UserError(f"checkpoint.folder: {storage.url}: {error.strerror or error}") from None
         logger.warning(f"{storage.url} is on a file system without locks: let no other run save in it")

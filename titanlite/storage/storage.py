@@ -293,12 +293,12 @@ class ObjectStorage(Storage):
         if found is None or found.get("run_id") == self.owner:  # an earlier start of this run has ended, or soon will
             self._put(OWNER, json.dumps(self._claim).encode())
             found = self._claimed_by()
-        if found != self._claim:  # of two that begin together, both find the later one's
+        if found is not None and found != self._claim:  # of two that begin together, both find the later one's
             raise FileLocked(self._named(found))
         return None
 
     def check_claim(self) -> None:
-        if (found := self._claimed_by()) not in (None, self._claim):
+        if (found := self._claimed_by()) is not None and found != self._claim:
             raise RunError(f"{self.url} belongs to {self._named(found)} now, and no more to this process")
 
     @property
@@ -312,10 +312,9 @@ class ObjectStorage(Storage):
             return None
         except (ValueError, RecursionError):
             found = None
-        return found if isinstance(found, dict) else {}
+        return found if isinstance(found, dict) else None
 
-    def _named(self, found: dict[str, Any] | None) -> str:
-        about = found or {}
+    def _named(self, about: dict[str, Any]) -> str:
         return printable(
             f"the run with the id {about.get('run_id')} (process {about.get('process')} on {about.get('host')}, by "
             f"{self.url_of(OWNER)})"
