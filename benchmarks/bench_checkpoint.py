@@ -30,6 +30,7 @@ from record import Better, add_record_option, ratios, record
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
+from titanlite.checkpoint.history import RunHistory
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress
 from titanlite.checkpoint.save_overhead import SaveClock, between
@@ -119,7 +120,8 @@ class Contest:
         changes = {"async_mode": mode, "keep_latest_k": 1, "local_interval": LOCAL_INTERVAL * (name == "local")}
         section = self.run.config.checkpoint.model_copy(update=changes)
         return CheckpointManager(
-            section, storage=open_storage(str(self.folder / name), owner=name), model=self.run.model,
+            section, history=RunHistory(open_storage(str(self.folder / name), owner=name), [], None, False),
+            model=self.run.model,
             optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=torch.device("cpu"),
             settings=lambda samples: {}, whole_config="",
         )  # fmt: skip

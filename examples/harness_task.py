@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from lm_eval.tasks import TaskManager, get_task_dict
+from lm_eval.tasks import TaskManager, get_task_dict  # pyright: ignore[reportMissingImports]
 
 
 def lines(name: str) -> Iterator[dict[str, Any]]:

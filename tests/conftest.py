@@ -6,7 +6,7 @@ import multiprocessing
 import multiprocessing.forkserver
 import os
 import sys
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -182,12 +182,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Print the seconds of tests by folder, next to the longest ones (--durations)."""
     if terminalreporter.config.option.durations is None:
         return
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport):
                 seconds["/".join(report.nodeid.partition("::")[0].split("/")[:3])] += report.duration
     terminalreporter.section("seconds by folder, or file")
-    for folder, spent in seconds.most_common(20):
+    for folder, spent in sorted(seconds.items(), key=lambda item: -item[1])[:20]:
         terminalreporter.line(f"{spent:7.1f} {folder}")
     terminalreporter.line(f"{sum(seconds.values()):7.1f} all")

@@ -22,8 +22,8 @@ def test_a_run_from_start_to_resume(tiny: TinyRun, capfd: pytest.CaptureFixture[
     assert f"{resume} --training.steps=6" in text, "the last lines say how to continue"
     assert f"{shell_command('titanlite')} report {run}" in text, "and where to look"
     assert sorted(path.name for path in run.iterdir()) == [
-        ".lock", "checkpoints", "checkpoints.jsonl", "config.toml", "logs", "metrics.jsonl", "run.json",
-        "tensorboard",
+        ".lock", "checkpoints", "checkpoints.jsonl", "config.toml", "loggers", "logs", "metrics.jsonl", "report.html",
+        "run.json", "tensorboard",
     ]  # fmt: skip
     assert "step     3  loss" in (run / "logs" / "rank-0.log").read_text()
     assert list((run / "tensorboard").glob("events*"))

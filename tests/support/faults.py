@@ -262,7 +262,7 @@ FAULTS = {
         ("balance loss", "t2"), "titanlite.models.experts.DecoderOfExperts.before_backward", balanced_by_each
     ),
     "a tied weight has the gradient of the head alone": Fault(
-        ("tied head", "s2"), "torch.nn.Embedding.forward",
+        ("tied head", "s2"), "titanlite.models.layers.Embedding.forward",
         lambda right: lambda self, tokens: F.embedding(tokens, self.weight.detach()),
     ),
     "gradients are clipped by the norm of a process's own part": Fault(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.support.helpers import one_process
+from titanlite.checkpoint.history import RunHistory
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress, folder_name
 from titanlite.checkpoint.resume import resume_settings
@@ -95,7 +96,7 @@ def save_model(folder: Path, model: Model, config_file: Path, *, step: int = 10)
     config = load(config_file)
     manager = CheckpointManager(
         config.checkpoint,
-        storage=open_storage(str(folder / "checkpoints"), owner="me"),
+        history=RunHistory(open_storage(str(folder / "checkpoints"), owner="me"), [], load_step=None, has_saved=False),
         model=model,
         optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
         mesh=build_mesh(config.parallelism, world_size=torch.distributed.get_world_size(), device_type="cpu"),

@@ -28,10 +28,13 @@ def show_results(run: "Run") -> None:
     """Report what can follow a run, and before it a sample and the path of the report where both take seconds only."""
     if _is_small(run):
         _show_sample(run)
-        from titanlite.tools.report.page import report
+        from titanlite.tools.report.page import check_page, page, read_run, write_page
 
+        place = run.folder.path / "report.html"
         with suppress(UserError):  # what draws it is not installed
-            report([run.folder.path])
+            check_page(place)
+            write_page(place, page([read_run(run.folder.path)]))
+            logger.info(f"report   {place}")
     steps = max(run.steps, run.progress.step)
     report_next(run.config, steps=steps, folder=run.folder, has_checkpoint=run.checkpoints.newest > 0)
 

@@ -68,7 +68,7 @@ def test_sequences_are_those_of_the_same_text_prepared_here(dtype: str, tmp_path
         for store, plans in ((opened(prefix), tmp_path / "plans"), (own, tmp_path / "own_plans")):
             best, cut = BestFit(store, seq_len=16, plan_folder=plans), Stream(store, seq_len=16, document_mask=True)
             sequences = best if reader == "best_fit" else cut
-            pair.append([[part.tolist() for part in sequences.read(i)] for i in range(len(sequences))])
+            pair.append([[np.asarray(part).tolist() for part in sequences.read(i)] for i in range(len(sequences))])
         assert pair[0] == pair[1]
 
 

@@ -60,7 +60,7 @@ def test_tensorboard_has_each_step_once_after_a_kill_and_rounds_nothing(folder: 
     for resumed, last in ((0, 5), (3, 7)):
         loggers = Loggers(["tensorboard"], folder, step=resumed)
         for step in range(resumed + 1, last + 1):
-            loggers.log({"step": step, "loss": 0.1 * step, "time": 1764423442.125 + step, "samples": 2**24 + step})
+            loggers.log({"step": step, "loss": 0.1 * step, "clock": 1764423442.125 + step, "samples": 2**24 + step})
         loggers.close()
     events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
@@ -70,7 +70,7 @@ def test_tensorboard_has_each_step_once_after_a_kill_and_rounds_nothing(folder: 
 
     steps = range(1, 8)
     assert values("loss") == {step: 0.1 * step for step in steps}
-    assert values("time") == {step: 1764423442.125 + step for step in steps}
+    assert values("clock") == {step: 1764423442.125 + step for step in steps}
     assert values("samples") == {step: 2**24 + step for step in steps}
 
 
@@ -266,7 +266,7 @@ def test_tensorboard_has_the_config_as_text_and_as_hyperparameters(folder: Path)
     log("tensorboard", folder, resumed=0, last=2).close()
     found = EventAccumulator(str(folder / "tensorboard"))
     found.Reload()
-    assert [event.step for event in found.Scalars("loss")] == [1, 2]
+    assert [event.step for event in found.Tensors("loss")] == [1, 2]
     [text] = found.Tensors("config/text_summary")
     assert text.tensor_proto.string_val[0].decode() == f"```toml\n{(folder / 'config.toml').read_text()}\n```"
     [start] = [

@@ -203,8 +203,8 @@ def scale_shared(layer: Experts) -> None:
 def weight_by_biased_scores(layer: Experts) -> None:
     route = layer.route
 
-    def biased(x_TD: Tensor, *padding: Any) -> tuple[Tensor, Tensor]:
-        _, chosen_TK = route(x_TD, *padding)
+    def biased(x_TD: Tensor, padding_T1: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        _, chosen_TK = route(x_TD, padding_T1)
         weights_TK = (F.linear(x_TD, layer.router).sigmoid() + layer.bias_E).gather(-1, chosen_TK)
         return 2.5 * weights_TK / weights_TK.sum(dim=-1, keepdim=True), chosen_TK
 

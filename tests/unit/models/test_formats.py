@@ -10,6 +10,7 @@ import transformers
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from titanlite.models.base import Model, ModelArgs, build_on_meta
+from titanlite.models.decoder import DecoderArgs
 from titanlite.models.formats import Entry, HuggingFace, Table
 from titanlite.models.llama3 import SCALING
 from titanlite.models.registry import MODELS
@@ -102,6 +103,7 @@ def test_other_models_are_refused_with_every_reason() -> None:
 def test_heads_of_another_size_are_refused_by_name(family: str) -> None:
     """Some models of Llama's architecture have them, such as pruned ones. Their tensors have other shapes."""
     _, args, hugging_face = small(family)
+    assert isinstance(args, DecoderArgs)
     config = hugging_face.to_config(args)
     size = args.dim // args.n_heads
     assert hugging_face.to_args({**config, "head_dim": size}) == hugging_face.to_args(config)

@@ -158,7 +158,7 @@ def test_each_layer_has_a_balance_loss_of_its_own() -> None:
     outs = [layer(x_TD[None]) for layer, x_TD in zip(layers, logits, strict=True)]
     tokens = torch.tensor(64)
     model.before_backward(1 / tokens, tokens, lambda _: None)
-    (0 * sum(out.sum() for out in outs)).backward()
+    (0 * torch.stack([out.sum() for out in outs]).sum()).backward()
     for found, wanted in zip(logits, gradients, strict=True):
         assert found.grad is not None
         assert found.grad[:, :8].double().allclose(wanted, rtol=1e-4, atol=1e-6 * float(wanted.abs().max()))

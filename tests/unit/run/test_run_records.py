@@ -377,7 +377,7 @@ def test_the_commands_of_the_last_lines_work(
     assert cli.run(["train", str(tiny.toml), "--training.steps=2", "--lr_scheduler.warmup_steps=1", *words]) == 0
     out = "".join(capfd.readouterr())
     done = []
-    for line in out.splitlines():
+    for line in out.partition("What next?")[2].splitlines():
         if (words := line.split())[:1] in (["sample"], ["continue"]):
             command = line.rpartition("titanlite ")[2]
             assert cli.run(shlex.split(command)) == 0, command

@@ -45,10 +45,7 @@ def report(runs: Sequence[Path], *, out: Path | None = None) -> None:
     names = [run.name for run in found]
     if twice := next((name for name in names if names.count(name) > 1), None):
         raise UserError(f"two runs are called {twice}: name each once, and rename one of two folders of the same name")
-    try:
-        write_atomically(place, text)
-    except OSError as error:
-        raise UserError(f"{error.filename or place}: {error.strerror}") from None
+    write_page(place, text)
     print(f"wrote {place}")
 
 
@@ -63,6 +60,18 @@ def check_page(place: Path) -> None:
         raise UserError(f"titanlite report: --out {place}: there is no folder {place.parent}")
     if find_spec("plotly") is None:
         raise UserError(f"plotly is not installed: {install_hint('report')}")
+
+
+def write_page(place: Path, content: str) -> None:
+    """Write a page.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        write_atomically(place, content)
+    except OSError as error:
+        raise UserError(f"{error.filename or place}: {error.strerror}") from None
 
 
 def page(runs: Sequence[RunRecords]) -> str:

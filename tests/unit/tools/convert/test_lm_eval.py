@@ -6,7 +6,7 @@ These run where its package lm_eval is installed. `test_tasks.py` compares with 
 import json
 import runpy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -146,7 +146,7 @@ def test_each_filter_of_a_task_has_a_metric(tiny: TinyRun, monkeypatch: pytest.M
             {"name": "flexible", "filter": [{"function": "regex", "regex_pattern": r"(\d)"}, last]},
         ],
     }  # fmt: skip
-    found = evaluate_tasks(adapter_of(tiny), [task])["two"]
+    found = evaluate_tasks(adapter_of(tiny), cast(Any, [task]))["two"]
     assert (found["exact_match,strict"], found["exact_match,flexible"]) == (1.0, 0.0)
 
 
