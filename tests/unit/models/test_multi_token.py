@@ -108,7 +108,8 @@ def test_recomputation_and_hooks_of_kept_tensors_change_no_gradient(family: str,
             parameter.data = parameter.data.to(dtype)
         set_kernels(model, CpuKernels(hardware_bfloat16=False))
         if mode in get_args(RecomputePolicy):
-            apply_activation_checkpoint(model, [cast(RecomputePolicy, mode)] * len(model.layers))
+            policies: list[RecomputePolicy] = [cast(RecomputePolicy, mode)] * len(model.layers)
+            apply_activation_checkpoint(model, policies)
         with saved_tensors_hooks(lambda kept: kept, lambda kept: kept) if mode == "hooks" else nullcontext():
             loss = measured(model, TOKENS[:, 1:]).total if family in FAMILIES else model(TOKENS).float().square().sum()
         loss.backward()
