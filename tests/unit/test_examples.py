@@ -13,13 +13,25 @@ import torch
 from torch import nn
 
 import titanlite
-from tests.support.helpers import TinyRun
+from tests.support.helpers import TinyRun, train_on_this_rank
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.models.registry import resolve_model
 from titanlite.runtime.user_code import find_object
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("single_process_group")
+def test_the_model_of_the_readme_trains(tiny: TinyRun) -> None:
+    readme = (EXAMPLES.parent / "README.md").read_text()
+    file = tiny.folder / "windowed.py"
+    file.write_text(readme.partition("```python\n")[2].partition("```")[0])
+    options = f"--model.file={file}", "--model.name=Windowed", "--training.steps=1", "--checkpoint.enable=false"
+    run = train_on_this_rank(tiny.config(*options), 0, 1)
+    assert [run.model.args.attention_of(layer).window for layer in range(4)] == [None, 64, None, 64]
+    assert tiny.losses() == [pytest.approx(5.6, abs=0.5)]
 
 
 @pytest.mark.long
