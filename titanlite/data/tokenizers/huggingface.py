@@ -85,11 +85,6 @@ class HuggingFaceTokenizer:
         key = f"{self.bos_id} {self.eos_id}{json.dumps(rebuilt) if rebuilt else ''}"
         self.fingerprint = f"huggingface-{CUT_RULE}-{hashlib.sha256(content + key.encode()).hexdigest()[:16]}"
 
-    _first: Any
-    """Tokenizer of the beginning of a text."""
-    _later: Any
-    """Tokenizer of what follows, which gets no prefix."""
-
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Take over the attributes. Copies of the package's tokenizers, as by pickle, forget how they encode names."""
         self.__dict__.update(state)
