@@ -79,16 +79,20 @@ class HuggingFaceTokenizer:
         for tokenizer in (first, later):
             tokenizer.no_truncation()
             tokenizer.no_padding()
-        self.__setstate__({"_first": first, "_later": later})
+        self._first, self._later = first, later
+        self._encode_names_as_text()
         self.vocab_size = max(vocab.values()) + 1
         self._token_bytes = _token_bytes(spec, vocab, prefixes=later is not first)
         key = f"{self.bos_id} {self.eos_id}{json.dumps(rebuilt) if rebuilt else ''}"
         self.fingerprint = f"huggingface-{CUT_RULE}-{hashlib.sha256(content + key.encode()).hexdigest()[:16]}"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Take over the attributes. Copies of the package's tokenizers, as by pickle, forget how they encode names."""
         self.__dict__.update(state)
-        self._first.encode_special_tokens = self._later.encode_special_tokens = True  # names of special tokens are text
+        self._encode_names_as_text()  # pickle keeps the files of the two tokenizers only
+
+    def _encode_names_as_text(self) -> None:
+        """Make the names of special tokens in a text plain text."""
+        self._first.encode_special_tokens = self._later.encode_special_tokens = True
 
     def encode(self, text: str, *, begins: bool = True) -> np.ndarray:
         ids: list[np.ndarray] = []
