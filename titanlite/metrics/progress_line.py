@@ -1,7 +1,8 @@
 """The line that a terminal shows below the others while a run trains: its step, its loss so far, and the time left."""
 
 import time
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Collection
 from shutil import get_terminal_size
 
 from titanlite.metrics.clock import format_seconds
@@ -9,7 +10,7 @@ from titanlite.runtime.console import terminal
 
 BARS = "▁▂▃▄▅▆▇█"
 WIDTH = 24
-"""Most characters of the curve."""
+"""Records in the curve, the newest ones: a long run neither keeps more nor draws them again."""
 REDRAW_SECONDS = 0.2
 
 
@@ -27,7 +28,7 @@ class ProgressLine:
         self._terminal = terminal()
         self._first, self._steps = step, steps
         self._began = self._drawn = time.monotonic()
-        self._losses: list[float] = []
+        self._losses: deque[float] = deque(maxlen=WIDTH)
 
     def record(self, loss: float) -> None:
         """Add a point of the curve."""
@@ -48,20 +49,15 @@ class ProgressLine:
             self._terminal.redraw("")
 
 
-def progress_text(step: int, steps: int, losses: Sequence[float], *, seconds_left: float) -> str:
-    """Return the line."""
-    loss = f"  {sparkline(losses)}  loss {losses[-1]:.4f}" if losses else ""
+def progress_text(step: int, steps: int, losses: Collection[float], *, seconds_left: float) -> str:
+    """Return the line, with the losses of the newest records, the last one last."""
+    loss = f"  {sparkline(losses)}  loss {[*losses][-1]:.4f}" if losses else ""
     return f"step {step:,} of {steps:,}{loss}  {format_seconds(seconds_left)} left"
 
 
-def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
-    """Return a curve of values in one line, each character the mean of equally many of them. NaN and inf are blank."""
-    count = min(width, len(values))
-    means = []
-    for place in range(count):
-        part = values[place * len(values) // count : (place + 1) * len(values) // count]
-        means.append(sum(part) / len(part))
-    finite = [mean for mean in means if abs(mean) < float("inf")]
+def sparkline(values: Collection[float]) -> str:
+    """Return a curve with a character for each value. NaN and inf are blank."""
+    finite = [value for value in values if abs(value) < float("inf")]
     low, high = min(finite, default=0.0), max(finite, default=0.0)
     scale = (len(BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(BARS[round((mean - low) * scale)] if abs(mean) < float("inf") else " " for mean in means)
+    return "".join(BARS[round((value - low) * scale)] if abs(value) < float("inf") else " " for value in values)
