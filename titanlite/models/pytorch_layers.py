@@ -38,11 +38,14 @@ def use_kernels(model: nn.Module, kernels: Kernels, device: torch.device) -> Non
 
     A subclass of torch.nn's gets the new class between the two, so that its own forward is called first.
     """
+    classes = dict(REPLACEMENTS)  # one for each class: blocks that are alike stay so for the compiler
     for module in () if kernels.is_gpu(device) else model.modules():
         new = next((new for old, new in REPLACEMENTS.items() if isinstance(module, old)), None)
         if new is not None and not hasattr(module, "kernels") and not _is_special(module):
             cls = type(module)
-            module.__class__ = new if cls in REPLACEMENTS else type(cls.__name__, (cls, new), {})
+            if cls not in classes:
+                classes[cls] = type(cls.__name__, (cls, new), {})
+            module.__class__ = classes[cls]
     set_kernels(model, kernels)
 
 

@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.operators import OperatorNames, Operators, kept_tensors
 from titanlite.models.layers import FeedForward, Linear, RMSNorm, Rope, linear_of_each, rope_cos_sin
+from titanlite.models.pytorch_layers import use_kernels
 from titanlite.ops.attention import attend
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.functions import linears, rotate, swiglu
@@ -261,3 +262,18 @@ def test_replaced_and_hooked_layers_are_called(kernels: Kernels) -> None:
     outs = linear_of_each(x, first, second)
     assert outs[1] is seen[0]
     assert all(map(torch.equal, outs, plain))
+
+
+def test_layers_of_one_class_get_one_class() -> None:
+    """A compiler would compile each block again whose layers are of another class."""
+
+    class Own(torch.nn.Linear):
+        pass
+
+    model = torch.nn.ModuleList([Own(2, 2), Own(2, 2), torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    use_kernels(model, CpuKernels(), torch.device("cpu"))
+    first, second, plain, other = map(type, model)
+    assert first is second
+    assert plain is other
+    assert issubclass(first, Own)
+    assert first not in (Own, plain)
