@@ -31,15 +31,18 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse
 
 from titanlite.checkpoint.history import RunHistory
+from titanlite.checkpoint.local import build_copies
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress
+from titanlite.checkpoint.resume import RunSettings
+from titanlite.checkpoint.save import build_saver
 from titanlite.checkpoint.save_overhead import SaveClock, between
-from titanlite.checkpoint.state import flat, state_of
 from titanlite.checks.preflight import preflight
 from titanlite.config.load import load
 from titanlite.runtime.allocator import cores
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import pick_device, process_group, read_ranks
+from titanlite.state import flat, state_of
 from titanlite.storage.storage import open_storage
 from titanlite.tools.ingest.prepare import prepare_text
 from titanlite.train import Run, build
@@ -119,12 +122,13 @@ class Contest:
     def manager(self, name: str, mode: str) -> CheckpointManager:
         changes = {"async_mode": mode, "keep_latest_k": 1, "local_interval": LOCAL_INTERVAL * (name == "local")}
         section = self.run.config.checkpoint.model_copy(update=changes)
-        return CheckpointManager(
-            section, history=RunHistory(open_storage(str(self.folder / name), owner=name), [], None, False),
-            model=self.run.model,
-            optimizer=self.run.optimizer, mesh=self.run.checkpoints.mesh, device=torch.device("cpu"),
-            settings=lambda samples: {}, whole_config="",
-        )  # fmt: skip
+        storage, state = open_storage(str(self.folder / name), owner=name), self.run.state
+        saver = build_saver(section, storage, torch.device("cpu"), whole_config="")
+        history, settings = RunHistory(storage, [], None, False), RunSettings(lambda samples: {}, [])
+        copies = None
+        if name == "local":
+            copies = build_copies(state, shared=saver, history=history, settings=settings, timeout_seconds=600)
+        return CheckpointManager(section, state, saver=saver, history=history, settings=settings, copies=copies)
 
     def hold(self, saves: int) -> None:
         managers = {"sync": self.manager("sync", "disabled"), "async": self.manager("async", "async")}

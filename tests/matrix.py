@@ -35,13 +35,13 @@ from tests.support import own_models
 from tests.support.faults import FAULTS
 from tests.support.helpers import TinyRun, built, run_in_turn
 from tests.support.layouts import trace_blocks, whole
-from titanlite.checkpoint.state import flat
 from titanlite.checks.preflight import preflight
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
+from titanlite.state import flat
 from titanlite.train import finish, train
 
 PAGE = Path(__file__).parents[1] / "docs" / "combinations.md"
@@ -623,7 +623,7 @@ def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, co
             finish(run, train(run))
     assert run is not None
     found = Found({}, {}, {*frozen})
-    for name, tensor in flat(run.checkpoints.state()).items():
+    for name, tensor in flat(run.checkpoints.state.tensors()).items():
         place = tensor.device_mesh.get_coordinate() if isinstance(tensor, DTensor) else None
         found.parts[name, *((axis, place and place[axis]) for axis in sharded_axes(tensor))] = checksum(tensor)
         found.values[name] = whole(tensor).float().numpy()

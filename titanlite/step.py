@@ -26,9 +26,9 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import local_tensor, scale_in_place
 from titanlite.runtime.ranks import reduce_over_ranks
 from titanlite.schema import Config
+from titanlite.state import Updates
 
 if TYPE_CHECKING:
-    from titanlite.techniques.offload.updates import HostUpdates
     from titanlite.techniques.technique import Parts
 
 
@@ -87,7 +87,7 @@ class Step:
     """Its part of the checkpoint that the run resumes from; see `checkpoint_state`."""
     should_skip: Callable[[Tensor], Tensor] = is_not_finite
     """Decides before backward whether to update at all, where updates are made in backward: `StepGuard.should_skip`."""
-    updates: "HostUpdates | None" = None
+    updates: Updates | None = None
     """Thread that updates parameters which are in host memory."""
 
     def __post_init__(self, state: Mapping[str, Any]) -> None:
@@ -304,7 +304,7 @@ def build_step(
     targets: Targets | None = None,
     state: Mapping[str, Any] = MappingProxyType({}),
     should_skip: Callable[[Tensor], Tensor] = is_not_finite,
-    updates: "HostUpdates | None" = None,
+    updates: Updates | None = None,
 ) -> Step:
     """Return the optimizer step of a config, with the parts of its techniques.
 

@@ -17,8 +17,8 @@ from titanlite.checkpoint.history import RunHistory, claim
 from titanlite.checkpoint.initial import OpenWeights
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress
-from titanlite.checkpoint.resume import newest_saved, resume_settings
-from titanlite.checkpoint.state import AVERAGE, OUTER, flat
+from titanlite.checkpoint.resume import RunSettings, newest_saved, resume_settings
+from titanlite.checkpoint.save import build_saver
 from titanlite.data.loader import MicroBatches, build_loader
 from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
@@ -47,6 +47,7 @@ from titanlite.runtime.ranks import AgreedStop, check_same_everywhere, on_rank_0
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
 from titanlite.schema import Config, Training, dump
+from titanlite.state import TrainingState, flat, model_state
 from titanlite.step import Step, StepResult, build_step
 from titanlite.storage.storage import open_storage
 from titanlite.techniques import choose_trained, parts_of, places
@@ -56,9 +57,6 @@ from titanlite.validation import Validator
 if TYPE_CHECKING:
     from titanlite.checks.preflight import RunInputs
     from titanlite.models.frozen import FrozenModel
-    from titanlite.techniques.average.weights import WeightAverage
-    from titanlite.techniques.offload.updates import HostUpdates
-    from titanlite.techniques.outer.optimizer import OuterOptimizer
 
 logger = logging.getLogger(__name__)
 
@@ -80,22 +78,6 @@ class Setup:
     phase: CurrentPhase
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """The model that is trained, its optimizer, and what follows its weights."""
-
-    model: Model
-    """Parallelized, with memory and initial values."""
-    all_stages: Model
-    """The same object; with a pipeline, the model with the stages of all ranks, on the meta device."""
-    optimizer: torch.optim.Optimizer
-    updates: "HostUpdates | None"
-    outer: "OuterOptimizer | None"
-    average: "WeightAverage | None"
-    after_update: Callable[[], None]
-    """Is called at the start, and whenever weights have changed."""
-
-
 @dataclass(kw_only=True)
 class Run:
     """Everything that the training loop works with. A rollback replaces what depends on the progress."""
@@ -104,7 +86,9 @@ class Run:
     config: Config
     ranks: Ranks
     folder: RunFolder
-    trained: Trained
+    state: TrainingState
+    all_stages: Model
+    """The model; with a pipeline, one with the stages of all ranks, on the meta device."""
     train_step: Step
     guard: StepGuard
     samples: Samples
@@ -123,11 +107,11 @@ class Run:
 
     @property
     def model(self) -> Model:
-        return self.trained.model
+        return self.train_step.model
 
     @property
     def optimizer(self) -> torch.optim.Optimizer:
-        return self.trained.optimizer
+        return self.state.optimizer
 
     @property
     def mesh(self) -> DeviceMesh:
@@ -136,8 +120,7 @@ class Run:
     @property
     def reads_weights(self) -> bool:
         """Whether something reads the weights after each step, and not through FSDP."""
-        trained = self.trained
-        is_followed = trained.average is not None or trained.after_update is not nothing
+        is_followed = self.state.average is not None or self.state.weights_changed is not nothing
         return is_followed or any(observer.reads_weights for observer in self.observers)
 
     def samples_at(self, step: int) -> int:
@@ -188,9 +171,10 @@ def build(
     phase.phase(Phase.DATA_PREPARATION)
     samples, validation_sources = build_data(setup, prepare_text)
     phase.phase(Phase.MODEL)
-    trained = build_trained(setup)
+    model, all_stages = build_model(setup)
+    state = build_state(setup, model)
     phase.phase(Phase.CHECKPOINT_LOAD)
-    checkpoints = build_checkpoints(setup, trained, samples, open_weights)
+    checkpoints = build_checkpoints(setup, state, samples, open_weights)
     progress = checkpoints.load()
     if progress.step:
         progress = replace(progress, samples_seen=samples.convert(progress.samples_seen, progress.data))
@@ -209,16 +193,17 @@ def build(
         state=progress.guard,
         can_go_back=lambda: checkpoints.can_go_back,
     )
-    train_step = build_train_step(setup, trained, guard, progress)
+    train_step = build_train_step(setup, model, state, guard, progress)
     micro_batches, batches = build_batches(setup, samples, validation_sources, progress)
     steps = steps_of(config.training, samples, progress)
-    metrics = build_metrics(setup, trained, progress, steps=steps)
+    metrics = build_metrics(setup, all_stages, progress, steps=steps)
     return Run(
         setup=setup,
         config=config,
         ranks=ranks,
         folder=setup.folder,
-        trained=trained,
+        state=state,
+        all_stages=all_stages,
         train_step=train_step,
         guard=guard,
         samples=samples,
@@ -276,42 +261,61 @@ def build_data(setup: Setup, prepare_text: PrepareText | None) -> tuple[Samples,
     return samples, validation_sources
 
 
-def build_trained(setup: Setup) -> Trained:
-    """Build the model on the meta device, parallelize it, give it memory and values, and build its optimizer."""
-    config, memory, on_host = setup.config, setup.techniques.memory, "parameters" in places(setup.config)
-    model = setup.inputs.model.build()
+def build_model(setup: Setup) -> tuple[Model, Model]:
+    """Build the model on the meta device, parallelize it, and give it memory and values.
+
+    Returns:
+        the model, and the same one; with a pipeline, one with the stages of all ranks, on the meta device.
+    """
+    config, model = setup.config, setup.inputs.model.build()
     setup.phase.phase(Phase.SHARDING)
     parallelize(model, config, mesh=setup.mesh, kernels=setup.kernels)
     all_stages = model
     if model.stages:
         all_stages = setup.inputs.model.build()
         choose_trained(all_stages, config)
-    dtype, seed = DTYPES[config.training.dtype], config.debug.seed
-    materialize(model, device=setup.device, dtype=dtype, seed=seed, on_host=on_host, memory=memory)
-    setup.phase.phase(Phase.OPTIMIZER)
-    reproducible = config.debug.reproducible_layouts
-    fused = (setup.device.type == "cuda" and not on_host) or not reproducible
-    optimizer = build_optimizer(
-        model, config.optimizer, seed=seed, memory=memory, fused=fused, reproducible=reproducible, kernels=setup.kernels
+    materialize(
+        model,
+        device=setup.device,
+        dtype=DTYPES[config.training.dtype],
+        seed=config.debug.seed,
+        on_host="parameters" in places(config),
+        memory=setup.techniques.memory,
     )
-    after_update, average = setup.techniques.after_update(model), setup.techniques.average
-    return Trained(
+    return model, all_stages
+
+
+def build_state(setup: Setup, model: Model) -> TrainingState:
+    """Build the optimizer, and what follows the weights."""
+    config, techniques, memory = setup.config, setup.techniques, setup.techniques.memory
+    setup.phase.phase(Phase.OPTIMIZER)
+    reproducible, on_host = config.debug.reproducible_layouts, "parameters" in places(config)
+    optimizer = build_optimizer(
+        model,
+        config.optimizer,
+        seed=config.debug.seed,
+        memory=memory,
+        fused=(setup.device.type == "cuda" and not on_host) or not reproducible,
+        reproducible=reproducible,
+        kernels=setup.kernels,
+    )
+    weights_changed = techniques.after_update(model)
+    return TrainingState(
         model=model,
-        all_stages=all_stages,
         optimizer=optimizer,
-        updates=setup.techniques.updates(model, optimizer, setup.device),
-        outer=setup.techniques.outer(model) if setup.techniques.outer else None,
-        average=average(model, memory, after_update) if average else None,
-        after_update=after_update,
+        outer=techniques.outer(model) if techniques.outer else None,
+        average=techniques.average(model, memory, weights_changed) if techniques.average else None,
+        updates=techniques.updates(model, optimizer, setup.device),
+        weights_changed=weights_changed,
+        flush=memory.flush if memory else None,
     )
 
 
 def build_checkpoints(
-    setup: Setup, trained: Trained, samples: Samples, open_weights: OpenWeights | None
+    setup: Setup, state: TrainingState, samples: Samples, open_weights: OpenWeights | None
 ) -> CheckpointManager:
-    config, inputs, folder, memory = setup.config, setup.inputs, setup.folder, setup.techniques.memory
+    config, inputs, folder = setup.config, setup.inputs, setup.folder
     spec, allow_changes = inputs.model, config.checkpoint.allow_changes
-    further = {OUTER: trained.outer, AVERAGE: trained.average}
 
     def settings(samples_seen: int) -> dict[str, Any]:
         of_targets = inputs.targets.settings.items() if inputs.targets else ()
@@ -319,26 +323,35 @@ def build_checkpoints(
         return resume_settings(config, model_args=spec.args, inputs=of_inputs)
 
     storage = open_storage(config.checkpoint.folder or str(folder.checkpoints), owner=folder.run_id)
+    history = RunHistory(storage, folder.earlier, config.checkpoint.load_step, folder.has_saved)
+    of_run = RunSettings(
+        settings,
+        may_change=[*allow_changes, *(["data.*"] if config.data.on_change != "error" else [])],
+        model=model_state(state.model),
+        is_cut=state.is_cut,
+        layout=dict(zip(setup.mesh.mesh_dim_names or (), setup.mesh.shape, strict=True)),
+    )
+    seconds = config.comm.save_timeout_seconds
+    saver = build_saver(
+        config.checkpoint, storage, setup.device, flush=state.flush, whole_config=setup.written, timeout_seconds=seconds
+    )
+    copies = None
+    if config.checkpoint.local_interval:
+        from titanlite.checkpoint.local import build_copies  # few runs make copies
+
+        copies = build_copies(state, shared=saver, history=history, settings=of_run, timeout_seconds=seconds)
     return CheckpointManager(
         config.checkpoint,
-        history=RunHistory(storage, folder.earlier, config.checkpoint.load_step, folder.has_saved),
-        model=trained.model,
-        optimizer=trained.optimizer,
-        before_read=trained.updates.finish if trained.updates else nothing,
-        further={part: kept.tensors for part, kept in further.items() if kept},
-        worker=trained.outer.worker if trained.outer else None,
-        mesh=setup.mesh,
-        device=setup.device,
-        settings=settings,
-        may_change=["data.*"] if config.data.on_change != "error" else [],
-        whole_config=setup.written,
-        timeout_seconds=config.comm.save_timeout_seconds,
-        flush=memory.flush if memory else None,
+        state,
+        saver=saver,
+        history=history,
+        settings=of_run,
+        copies=copies,
         open_weights=(lambda path: open_weights(path, spec, allow_changes)) if open_weights else None,
     )
 
 
-def build_train_step(setup: Setup, trained: Trained, guard: StepGuard, progress: Progress) -> Step:
+def build_train_step(setup: Setup, model: Model, state: TrainingState, guard: StepGuard, progress: Progress) -> Step:
     """Build the step, and the model of its targets."""
     config, targets = setup.config, setup.inputs.targets
     if targets:
@@ -348,15 +361,15 @@ def build_train_step(setup: Setup, trained: Trained, guard: StepGuard, progress:
         targets.use(frozen)
     return build_step(
         config,
-        trained.model,
-        trained.optimizer,
+        model,
+        state.optimizer,
         mesh=setup.mesh,
         kernels=setup.kernels,
         parts=setup.techniques,
         targets=targets,
         state=progress.guard,
         should_skip=guard.should_skip,
-        updates=trained.updates,
+        updates=state.updates,
     )
 
 
@@ -411,9 +424,9 @@ def build_validator(setup: Setup, sources: list[Source]) -> Validator:
     )
 
 
-def build_metrics(setup: Setup, trained: Trained, progress: Progress, *, steps: int) -> MetricsRecorder:
+def build_metrics(setup: Setup, all_stages: Model, progress: Progress, *, steps: int) -> MetricsRecorder:
     training, targets = setup.config.training, setup.inputs.targets
-    models = [trained.all_stages, targets.frozen] if targets else [trained.all_stages]
+    models = [all_stages, targets.frozen] if targets else [all_stages]
     return MetricsRecorder(
         setup.config.metrics,
         folder=setup.folder,
@@ -448,7 +461,7 @@ def build_observers(
         steps=steps,
         open_records=lambda name: RecordFile(folder / name, progress.step) if ranks.rank == 0 else None,
         paused=metrics.paused,
-        state=lambda: flat(checkpoints.state()),
+        state=lambda: flat(checkpoints.state.tensors()),
     )
     return [*setup.techniques.observers(observed)]
 
@@ -477,7 +490,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     report_start(
         run.config,
         model=run.model,
-        whole=run.trained.all_stages,
+        whole=run.all_stages,
         optimizer=run.optimizer,
         mesh=run.mesh,
         samples=run.samples,
@@ -488,7 +501,7 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     )
     try:
         with ExitStack() as end:
-            end.callback(run.train_step.finish_updates)
+            end.callback(run.state.finish)
             run.metrics.clock.follow(run.model)
             while spike := _loop_until_spike(run, stop_requests or StopRequests()):
                 go_back(run, spike)
@@ -524,9 +537,7 @@ def _loop_until_spike(run: Run, stop_requests: StopRequests) -> SpikeFound | Non
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
     config, metrics = run.config, run.metrics
-    if outer := run.trained.outer:
-        outer.begin()
-    run.trained.after_update()
+    run.state.begin()
     observer, leaves_updates = Observers(*run.observers, run.phase), not run.reads_weights
     stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     if run.checkpoints.owes_save:  # of the copy's own step, as every copy and checkpoint is of a due step
@@ -546,12 +557,8 @@ def _loop(run: Run, stop_requests: StopRequests) -> None:
             on_phase=observer.phase,
             leaves_updates=leaves_updates,
         )
-        if outer:
-            outer.update(step, result.skip_reason, run.train_step.finish_updates)
-        if average := run.trained.average:
-            average.update(step, result.skip_reason)
+        run.state.end_step(step, result.skip_reason)
         observer.phase(Phase.METRICS)
-        run.trained.after_update()
         if step == run.progress.step + 1:
             freeze_garbage_collector()
         _after_step(run, step, result, lr=lr, stop=stop, stop_requests=stop_requests, observer=observer)
@@ -595,7 +602,7 @@ def _after_step(
 
             if record := measure():
                 checkpoints.wait_until_staged()  # the average takes the place of the weights
-                average = run.trained.average
+                average = run.state.average
                 record |= average.measured(measure) if average else {}
                 metrics.record_validation(step, record)
     if saves:

@@ -16,12 +16,12 @@ from tests.support.distillation import KINDS, Given, plain
 from tests.support.helpers import TinyRun, one_process, run_in_turn, run_ranks, train_on_this_rank
 from tests.support.layouts import built, degrees, one_step, trained, whole
 from titanlite.batch import IGNORE
-from titanlite.checkpoint.state import model_state, state_of
 from titanlite.metrics.recorder import step_line
 from titanlite.models.base import unique_parameters
 from titanlite.ops.attention import document_arguments
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
+from titanlite.state import model_state, state_of
 from titanlite.step import count_valid_tokens, no_observer
 from titanlite.techniques.distill.source import fingerprint
 from titanlite.tools import cli

@@ -10,12 +10,12 @@ import torch.distributed.checkpoint as dcp
 from tests.support.foreign import assert_same, expected_tensors, options_of, oracle_of, save_torchtitan, spec_of
 from tests.support.helpers import TinyRun, mentions, run_in_turn
 from tests.support.layouts import built, degrees, whole
-from titanlite.checkpoint.state import model_state
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.schema import Config
+from titanlite.state import model_state
 from titanlite.tools.convert.source import load_model, open_source
 from titanlite.tools.convert.weights import open_weights
 

@@ -31,7 +31,6 @@ from tests.support.layouts import degrees, whole
 from tests.support.whole_runs import assert_equal
 from titanlite.checkpoint.local import LocalCopies
 from titanlite.checkpoint.manifest import Manifest, folder_name
-from titanlite.checkpoint.state import flat
 from titanlite.checks.memory import check_model_memory, copies_in_memory
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.models.base import build_on_meta
@@ -40,6 +39,7 @@ from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.files import Room
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Config
+from titanlite.state import flat
 from titanlite.storage.storage import LocalStorage
 from titanlite.train import Run
 
@@ -127,7 +127,7 @@ def fail_and_resume(
 
 def state_of(run: Run) -> dict[str, torch.Tensor]:
     """Return the weights, buffers, moments and averages at the end."""
-    return {name: whole(tensor) for name, tensor in flat(run.checkpoints.state()).items()}
+    return {name: whole(tensor) for name, tensor in flat(run.checkpoints.state.tensors()).items()}
 
 
 def undisturbed(rank: int, world_size: int, config: Config) -> dict[str, torch.Tensor]:

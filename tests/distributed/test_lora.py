@@ -6,9 +6,9 @@ import torch
 
 from tests.support.helpers import TinyRun, run_in_turn, train_on_this_rank
 from tests.support.layouts import trained, whole
-from titanlite.checkpoint.state import state_of
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config
+from titanlite.state import state_of
 from titanlite.tools import cli
 from titanlite.tools.convert.reader import read_whole
 from titanlite.tools.convert.source import load_model, open_source

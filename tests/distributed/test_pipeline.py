@@ -13,9 +13,9 @@ from tests.support.layouts import degrees, whole
 from tests.support.models import SMALL
 from tests.support.models import built as built_model
 from tests.unit.techniques.test_average import checkpoint, stored
-from titanlite.checkpoint.state import flat
 from titanlite.runtime.errors import UserError
 from titanlite.schema import Config, Parallelism
+from titanlite.state import flat
 from titanlite.techniques.pipeline.stages import blocks_of_stages, check_stages
 from titanlite.tools.report.compare import TOKENS, Dump, compare_dumps, read_dump, record
 from titanlite.train import finish, train
@@ -102,7 +102,7 @@ def test_names_of_modules_that_are_not_there_are_refused() -> None:
 def values_of(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     """Return the values that a run begins with, and train."""
     run = built(rank, world_size, config)
-    found = {name: whole(tensor) for name, tensor in flat(run.checkpoints.state()).items()}
+    found = {name: whole(tensor) for name, tensor in flat(run.checkpoints.state.tensors()).items()}
     finish(run, train(run))
     return found
 

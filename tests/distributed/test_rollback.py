@@ -14,10 +14,10 @@ from tests.support.helpers import TinyRun, built, mentions, run_in_turn
 from tests.support.layouts import degrees, on_one, whole, with_loss
 from tests.support.whole_runs import assert_equal
 from titanlite.checkpoint.manifest import Manifest, folder_name
-from titanlite.checkpoint.state import flat
 from titanlite.guard import REASONS, SkipReason
 from titanlite.loss import TokenLoss
 from titanlite.schema import Config
+from titanlite.state import flat
 from titanlite.storage.storage import LocalStorage
 from titanlite.tools import cli
 from titanlite.train import finish, train
@@ -72,7 +72,7 @@ def spiking(rank: int, world_size: int, config: Config, kill: tuple[str, int] = 
     if run.folder.lock is not None:
         run.folder.lock.close()
     ending = stopped and (stopped.exit_code, str(stopped))
-    return ending, {name: whole(tensor) for name, tensor in flat(run.checkpoints.state()).items()}
+    return ending, {name: whole(tensor) for name, tensor in flat(run.checkpoints.state.tensors()).items()}
 
 
 def killed_and_resumed(rank: int, world_size: int, given: tuple[Config, tuple[str, int]]) -> Result:

@@ -11,7 +11,6 @@ from torch import Tensor
 from tests.support.helpers import TinyRun, built, one_process, run_in_turn
 from tests.support.layouts import degrees, whole, with_loss
 from tests.support.whole_runs import assert_equal
-from titanlite.checkpoint.state import flat
 from titanlite.loss import TokenLoss
 from titanlite.optim import set_learning_rate
 from titanlite.runtime.dtensor import own_part
@@ -19,6 +18,7 @@ from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.process_groups import count_collectives
 from titanlite.schedule import learning_rate
 from titanlite.schema import Config
+from titanlite.state import flat
 from titanlite.train import Run, finish, train
 
 WORKERS, STEPS, EVERY = 2, 6, 3
@@ -36,7 +36,7 @@ class Killed(Exception):
 
 def state_of(run: Run) -> State:
     """Return the tensors of a checkpoint that this rank has a part of, whole."""
-    return {name: whole(tensor) for name, tensor in flat(run.checkpoints.state()).items()}
+    return {name: whole(tensor) for name, tensor in flat(run.checkpoints.state.tensors()).items()}
 
 
 def trained(rank: int, world_size: int, given: tuple[Config, int]) -> tuple[State, int]:

@@ -134,7 +134,7 @@ def own_norm(right: Any) -> Any:
 def new_buffers(right: Any) -> Any:
     def load(self: Any) -> Any:
         progress = right(self)
-        self.model.init_buffers()
+        self.state.model.init_buffers()
         return progress
 
     return load
@@ -336,7 +336,7 @@ FAULTS = {
         lambda right: Step.update,
     ),
     "a resume gives all workers the moments of one": Fault(
-        ("rounds of two workers, stopped and resumed", "r2"), "titanlite.checkpoint.manager.CheckpointManager._named",
+        ("rounds of two workers, stopped and resumed", "r2"), "titanlite.state.TrainingState.as_saved",
         lambda right: lambda self, state: state,
     ),
     "a process reads the sequences before a spike again": Fault(

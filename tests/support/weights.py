@@ -12,13 +12,15 @@ from tests.support.helpers import one_process
 from titanlite.checkpoint.history import RunHistory
 from titanlite.checkpoint.manager import CheckpointManager
 from titanlite.checkpoint.manifest import Progress, folder_name
-from titanlite.checkpoint.resume import resume_settings
+from titanlite.checkpoint.resume import RunSettings, resume_settings
+from titanlite.checkpoint.save import build_saver
 from titanlite.config.load import load
 from titanlite.models.base import Model, added_parameters
 from titanlite.models.registry import resolve_model
-from titanlite.parallelize import DTYPES, build_mesh
+from titanlite.parallelize import DTYPES
 from titanlite.parallelize.materialize import materialize, set_dtype
 from titanlite.schema import dump
+from titanlite.state import TrainingState
 from titanlite.storage.storage import open_storage
 from titanlite.techniques import choose_trained
 
@@ -94,15 +96,13 @@ def save_model(folder: Path, model: Model, config_file: Path, *, step: int = 10)
     Needs a process group.
     """
     config = load(config_file)
+    storage, device = open_storage(str(folder / "checkpoints"), owner="me"), torch.device("cpu")
     manager = CheckpointManager(
         config.checkpoint,
-        history=RunHistory(open_storage(str(folder / "checkpoints"), owner="me"), [], load_step=None, has_saved=False),
-        model=model,
-        optimizer=torch.optim.SGD(model.parameters(), lr=0.1),
-        mesh=build_mesh(config.parallelism, world_size=torch.distributed.get_world_size(), device_type="cpu"),
-        device=torch.device("cpu"),
-        settings=lambda samples: resume_settings(config, model_args=model.args, inputs={}),
-        whole_config=dump(config),
+        TrainingState(model=model, optimizer=torch.optim.SGD(model.parameters(), lr=0.1)),
+        saver=build_saver(config.checkpoint, storage, device, whole_config=dump(config)),
+        history=RunHistory(storage, [], load_step=None, has_saved=False),
+        settings=RunSettings(lambda samples: resume_settings(config, model_args=model.args, inputs={}), []),
     )
     manager.save(Progress(step, 8 * step), last=True)
     manager.finish()

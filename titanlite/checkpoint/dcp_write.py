@@ -28,7 +28,6 @@ from torch.utils.serialization import config as serialization
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.manifest import FileRecord, Manifest
-from titanlite.checkpoint.state import State, flat
 from titanlite.runtime.errors import DamagedCheckpoint, RunError
 from titanlite.runtime.files import write_all
 from titanlite.runtime.private_torch.checkpoint import (
@@ -39,6 +38,7 @@ from titanlite.runtime.private_torch.checkpoint import (
     set_plan_cache_key,
 )
 from titanlite.runtime.ranks import calling_dcp
+from titanlite.state import State, flat
 from titanlite.storage.storage import Storage
 from titanlite.version import __version__
 

@@ -37,9 +37,9 @@ class History:
     """Number of starts of the run before the one that made the copy."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunHistory:
-    """What this run went through."""
+    """What this run went through. A rollback changes it."""
 
     storage: Storage
     """Of its shared checkpoints, with the id of the run."""
@@ -49,6 +49,14 @@ class RunHistory:
     """checkpoint.load_step: the branch that this start continues."""
     has_saved: bool
     """The run has saved checkpoints before."""
+
+    def __post_init__(self) -> None:
+        self.start = len(self.starts)
+        """Number of this start."""
+
+    def go_back(self, *, has_saved: bool) -> None:
+        """Let the local copies of this start count, as those of starts that are over do."""
+        self.starts, self.has_saved = [*self.starts[: self.start], None], has_saved
 
     def continues(self, copy: Manifest, history: History) -> bool:
         """Return whether a local copy continues this run: its branch, and what it went through. Settings aside."""

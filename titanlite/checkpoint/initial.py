@@ -7,20 +7,23 @@ such as a teacher, is read whole.
 import logging
 import os
 from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader, read_tensors
-from titanlite.checkpoint.manifest import Manifest, folder_name
-from titanlite.checkpoint.resume import LORA_ALPHA, RunSettings
-from titanlite.checkpoint.state import Difference, State, difference, flat, model_state, names_of_ranks, selected
+from titanlite.checkpoint.difference import Difference, difference, names_of_ranks, selected
+from titanlite.checkpoint.manifest import Manifest, Progress, folder_name
+from titanlite.checkpoint.resume import LORA_ALPHA, Candidate, RunSettings
 from titanlite.checkpoint.vocabulary import VOCABULARY, ResizedReader, resized
+from titanlite.models.base import added_parameters
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import on_each, on_rank_0
 from titanlite.schema import Checkpoint
+from titanlite.state import State, TrainingState, flat, model_state
 from titanlite.storage.storage import open_storage
 
 logger = logging.getLogger(__name__)
@@ -35,6 +38,55 @@ OpenWeights = Callable[[str, ModelSpec, list[str]], RankReader | None]
 raises UserError if the weights are of another model."""
 Opener = Callable[[str], RankReader | None]
 """`OpenWeights` for the model of this run."""
+
+
+@dataclass(frozen=True)
+class InitialWeights:
+    """The initial weights of a run, as the last source of a state.
+
+    Args:
+        open_weights: opens weights of another program; returns None for a checkpoint of titanlite's.
+        check_beginning: raises UserError if the run may not begin anew.
+    """
+
+    config: Checkpoint
+    state: TrainingState
+    settings: RunSettings
+    group: dist.ProcessGroup
+    open_weights: Opener | None = None
+    check_beginning: Callable[[], None] = lambda: None
+
+    def newest(self, after: int) -> Candidate | None:
+        if after:
+            return None
+        self.check_beginning()
+        return Candidate(0, self._load)
+
+    def _load(self) -> Progress:
+        """Load the tensors that `initial_load` selects from `initial_load_path` in place, if it is set, on every rank.
+
+        Returns:
+            the progress there if `initial_load` has it.
+
+        Raises:
+            UserError: there is no complete checkpoint, names differ without being allowed to, or settings do where the
+                run goes on there.
+        """
+        if self.config.initial_load_path is None:
+            return Progress()
+        has_moments = any(name.startswith("optimizer") for name in self.config.initial_load)
+        state = self.state.to_load(moments=has_moments)
+        manifest, loaded = load_initial(
+            self.config,
+            state,
+            settings=self.settings,
+            added=added_parameters(self.state.model),
+            open_weights=self.open_weights,
+            group=self.group,
+            is_cut=self.state.is_cut,
+        )
+        self.state.end_load(state, loaded)
+        return manifest.progress if manifest else Progress()
 
 
 def load_initial(

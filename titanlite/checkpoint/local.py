@@ -33,23 +33,24 @@ from torch.distributed.checkpoint.storage import WriteResult
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader
 from titanlite.checkpoint.dcp_write import ShardWriter
-from titanlite.checkpoint.history import History
+from titanlite.checkpoint.history import History, RunHistory
 from titanlite.checkpoint.manifest import (
     DAMAGED,
     KEPT_COPIES,
     Manifest,
+    Progress,
     absolute,
     committed_steps,
     copies_name,
     folder_name,
 )
+from titanlite.checkpoint.resume import Candidate, RunSettings, load_checkpoint
 from titanlite.checkpoint.save import Part, Saved, Saver, saved_of
-from titanlite.checkpoint.state import State
 from titanlite.run.timeouts import COPY_GROUP
 from titanlite.runtime.errors import DamagedCheckpoint, RunError, UserError, printable
 from titanlite.runtime.files import Room, memory_folder, read_small, room_in
 from titanlite.runtime.ranks import gather, on_all, on_each, on_rank_0
-from titanlite.schema import Checkpoint
+from titanlite.state import State, TrainingState
 from titanlite.storage.storage import LocalStorage
 
 logger = logging.getLogger(__name__)
@@ -135,11 +136,10 @@ class Transfer:
 class LocalCopies:
     """The local copies of a run. All ranks call each method together, but `wait_until_staged`.
 
+    Copies of other runs are in other folders: `copies_name`.
+
     Args:
-        url: of the run's checkpoints.
-        run_id: its id. Copies of other runs are in other folders: `copies_name`.
-        pin: stage to pinned memory.
-        whole_config: see `Saver`.
+        shared: saver of the run's checkpoints.
 
     Raises (from the constructor):
         RunError, UserError: on every rank, if a folder cannot be made.
@@ -147,21 +147,22 @@ class LocalCopies:
 
     def __init__(
         self,
-        config: Checkpoint,
+        state: TrainingState,
         *,
-        url: str,
-        run_id: str,
-        device: torch.device,
-        pin: bool,
-        whole_config: str,
+        shared: Saver,
+        history: RunHistory,
+        settings: RunSettings,
         timeout_seconds: float,
     ) -> None:
+        config = shared.config
+        self._state, self._shared, self._history, self._settings = state, shared, history, settings
+        self._rejected: list[Manifest] = []
         # Copies are made beside shared saves: their collectives must not mix.
         timeout = timedelta(seconds=min(timeout_seconds, COPY_SECONDS))
         group = dist.new_group(backend="gloo", timeout=timeout, group_desc=COPY_GROUP)
         assert isinstance(group, dist.ProcessGroup)
         self.group = group
-        place = on_rank_0(group, lambda: absolute(url))
+        place, run_id = on_rank_0(group, lambda: absolute(shared.storage.url)), shared.storage.owner
         folder = memory_folder(config.local_folder) / copies_name(run_id, place)
         self.storage = LocalStorage(str(folder), run_id)
         self._is_default = config.local_folder is None
@@ -170,8 +171,9 @@ class LocalCopies:
         self._place = place
         on_each(group, lambda: self._begin() if self.machines.leads else None)
         self._saver = _LocalSaver(
-            config, self.storage, group, device, pin=pin, flush=None, whole_config=whole_config, copies=self
-        )
+            config, self.storage, group, shared.device, pin=shared.pin, flush=None, whole_config=shared.whole_config,
+            copies=self,
+        )  # fmt: skip
         self.is_doubled = config.local_copies > 1 and self.machines.count > 1
         self._in_flight: Future[Saved] | None = None
         self._has_warned = self._has_stopped = False
@@ -260,6 +262,47 @@ class LocalCopies:
 
     # At a start.
 
+    def newest(self, after: int) -> Candidate | None:
+        """Return the newest copy that continues this run, as a source."""
+        for copy in self.search(after):
+            if copy.manifest in self._rejected:
+                continue
+            try:
+                continues = on_rank_0(self.group, partial(self._continues, copy, self.history(copy)))
+            except (DamagedCheckpoint, RunError) as damage:
+                self._reject(copy.manifest, damage)
+                continue
+            if continues:
+                load, reject = partial(self._load, copy, after), partial(self._reject, copy.manifest)
+                return Candidate(copy.manifest.step, load, reject)
+        return None
+
+    def _continues(self, copy: Copy, history: History) -> bool:
+        """Return whether a copy continues this run. Settings that changed are an error then."""
+        step = copy.manifest.step
+        if not self._history.continues(copy.manifest, history):
+            logger.info(f"the local copy of step {step} does not continue this run, and does not count")
+            return False
+        self._settings.check(copy.manifest, self.storage.url_of(copy.folder))
+        return True
+
+    def _load(self, copy: Copy, saved: int) -> Progress:
+        try:
+            reader = partial(_CopyReader, self, copy)  # it gets files from other machines when it reads
+            load_checkpoint(self._state, copy.manifest, reader, settings=self._settings, group=self._shared.group)
+        except RunError as error:
+            raise DamagedCheckpoint(str(error)) from error
+        logger.info(
+            f"local    copies of step {copy.manifest.step} in {self.storage.root} are taken"
+            + (f" ({self.fetched} files from other machines)" if self.fetched else "")
+            + f": they save {copy.manifest.step - saved} steps"
+        )
+        return copy.manifest.progress
+
+    def _reject(self, manifest: Manifest, error: Exception) -> None:
+        self._rejected.append(manifest)
+        logger.warning(f"the local copy of step {manifest.step} cannot be read: {error}")
+
     def search(self, after: int) -> Iterator[Copy]:
         """Yield the copies of steps after `after`, the newest first. Each of their files is whole on some machine.
 
@@ -284,10 +327,6 @@ class LocalCopies:
         self.fetch(copy, SMALL)
         read = partial(manifests.read_checked, self.storage, copy.folder, HISTORY, copy.manifest)
         return History(**json.loads(on_each(self.group, read)))
-
-    def open(self, copy: Copy) -> ShardReader:
-        """Return a reader of a copy, which gets files from other machines when it reads."""
-        return _CopyReader(self, copy)
 
     def fetch(self, copy: Copy, needed: Iterable[str]) -> None:
         """Get the files that this rank needs and its machine lacks from other machines.
@@ -412,6 +451,17 @@ class LocalCopies:
                 with suppress(OSError):
                     self.storage.rename(folder, name, f"{name}.{DAMAGED}")
         return whole
+
+
+def build_copies(
+    state: TrainingState, *, shared: Saver, history: RunHistory, settings: RunSettings, timeout_seconds: float
+) -> LocalCopies | None:
+    """Return the local copies of a run; None, with a warning, if there can be none. Args: as of `LocalCopies`."""
+    try:
+        return LocalCopies(state, shared=shared, history=history, settings=settings, timeout_seconds=timeout_seconds)
+    except (RunError, UserError) as error:
+        logger.warning(f"checkpoint.local_interval: no local copies are made: {error}")
+        return None
 
 
 class _CopyReader(ShardReader):

@@ -1,4 +1,4 @@
-"""Resumption of a run: which of its checkpoints is taken, what must match, and loading in place."""
+"""Resumption of a run: which states it may begin with, what must match, and loading in place."""
 
 import json
 import logging
@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import tomli
 import torch.distributed as dist
@@ -14,24 +15,16 @@ from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import ShardReader, read_tensors
-from titanlite.checkpoint.history import History, RunHistory
-from titanlite.checkpoint.manifest import CONFIG, DAMAGED, SUPERSEDED, Manifest, Settings, folder_name
-from titanlite.checkpoint.state import (
-    FURTHER,
-    Difference,
-    State,
-    difference,
-    flat,
-    names_of_ranks,
-    parameter_of,
-    selected,
-    to_globs,
-)
+from titanlite.checkpoint.difference import Difference, difference, names_of_ranks, selected, to_globs
+from titanlite.checkpoint.history import RunHistory
+from titanlite.checkpoint.manifest import CONFIG, DAMAGED, SUPERSEDED, Manifest, Progress, Settings, folder_name
+from titanlite.checkpoint.save import Saver
 from titanlite.models.base import ModelArgs
 from titanlite.optim.quantized import MIN_ELEMENTS
 from titanlite.runtime.errors import DamagedCheckpoint, UserError
 from titanlite.runtime.ranks import on_each, on_rank_0
 from titanlite.schema import Checkpoint, Config, Job
+from titanlite.state import FURTHER, TrainingState, flat, parameter_of
 from titanlite.storage.storage import MANIFEST, Listing, Storage, open_storage
 from titanlite.techniques import used
 
@@ -90,6 +83,8 @@ class RunSettings:
     """Tensors of the model by name, of this rank."""
     is_cut: bool = False
     """Other ranks have other tensors."""
+    layout: Mapping[str, int] = field(default_factory=dict[str, int])
+    """Degrees of the mesh, by axis. They need not match."""
 
     def at(self, samples: int) -> Settings:
         """Return the settings as a manifest that was read has them: tuples are lists."""
@@ -190,26 +185,68 @@ def _change(key: str, then: object, now: object) -> str:
 # Choice of the checkpoint, and loading.
 
 
-@dataclass(frozen=True)
-class Resumption:
-    """Search for the checkpoint at which a run resumes, the newest first.
+def _raise(damage: DamagedCheckpoint) -> None:
+    raise damage
 
-    `choose` and `quarantine` are called on rank 0 alone: a network file system may show other ranks an older list, and
-    checks on every rank would flood it.
+
+@dataclass(frozen=True)
+class Candidate:
+    """A state that a run may begin with."""
+
+    step: int
+    """0: the run begins anew."""
+    load: Callable[[], Progress]
+    """Loads it in place, on every rank. It raises DamagedCheckpoint if it cannot be read. The state is undefined then.
+    """
+    reject: Callable[[DamagedCheckpoint], None] = _raise
+    """Is called after that, so that the source does not offer it again."""
+
+
+class Source(Protocol):
+    """Where a run may begin."""
+
+    def newest(self, after: int) -> Candidate | None:
+        """Return the newest state of a step after `after`, the same one on all ranks; None if there is none.
+
+        Raises:
+            UserError: there is one, and the run may not continue with it.
+        """
+
+
+@dataclass
+class SharedCheckpoints:
+    """The checkpoints of a run, as a source.
+
+    Rank 0 alone chooses: a network file system may show other ranks an older list, and checks on every rank would flood
+    it.
     """
 
-    config: Checkpoint
+    state: TrainingState
+    saver: Saver
     history: RunHistory
     settings: RunSettings
-    group: dist.ProcessGroup
-    is_cut: bool
-    """Ranks have tensors of different names."""
 
-    @property
-    def storage(self) -> Storage:
-        return self.history.storage
+    def __post_init__(self) -> None:
+        self.config, self.storage, self.group = self.saver.config, self.saver.storage, self.saver.group
 
-    def choose(self) -> Manifest | None:
+    def newest(self, after: int) -> Candidate | None:
+        manifest = on_rank_0(self.group, self._choose)
+        if manifest is None or manifest.step <= after:
+            return None
+        self.saver.newest = manifest.step, manifest.saved_at
+        return Candidate(manifest.step, partial(self._load, manifest), partial(self._reject, manifest.step))
+
+    def _load(self, manifest: Manifest) -> Progress:
+        open_reader = partial(ShardReader, self.storage, folder_name(manifest.step), manifest)
+        load_checkpoint(self.state, manifest, open_reader, settings=self.settings, group=self.group)
+        if self.config.load_step is not None:
+            on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
+        return manifest.progress
+
+    def _reject(self, step: int, damage: DamagedCheckpoint) -> None:
+        on_rank_0(self.group, partial(self._quarantine, step, damage))
+
+    def _choose(self) -> Manifest | None:
         """Return the newest complete checkpoint of this run; None if there is none. Quarantine damaged ones, with a
         warning.
 
@@ -229,7 +266,7 @@ class Resumption:
                     continue
                 manifests.check_sizes(self.storage, folder, manifest, listing[folder])
             except DamagedCheckpoint as damage:
-                self.quarantine(step, damage)
+                self._quarantine(step, damage)
                 continue
             where = self.storage.url_of(folder)
             for lost in sorted(manifests.without_manifest(listing, since=step)):
@@ -238,11 +275,11 @@ class Resumption:
             return manifest
         return None
 
-    def refuse_damaged(self) -> None:
-        """Refuse to begin anew where there were checkpoints.
+    def check_beginning(self) -> None:
+        """Refuse to begin anew where there were checkpoints, on rank 0.
 
         Raises:
-            UserError: all are damaged.
+            UserError: all are damaged, or they have disappeared.
         """
         listing = self.storage.list()
         damaged = sorted(folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names)
@@ -251,60 +288,14 @@ class Resumption:
                 f"no good checkpoint is left in {self.storage.url} (damaged: {', '.join(damaged)}). Restore one, or "
                 "begin anew under another job.name"
             )
+        if self.history.has_saved:
+            raise UserError(
+                f"this run has saved checkpoints, and none is in {self.storage.url}. Is that the right place, and "
+                "is it mounted? To begin anew, give another job.name, or delete the run's folder"
+            )
 
-    def allows(self, copy: Manifest, history: History, where: str) -> bool:
-        """Return whether a local copy continues this run.
-
-        Args:
-            where: the copy, for errors.
-
-        Raises:
-            UserError: it does, but for settings that changed.
-        """
-        if not self.history.continues(copy, history):
-            logger.info(f"the local copy of step {copy.step} does not continue this run, and does not count")
-            return False
-        self.settings.check(copy, where)
-        return True
-
-    def load(self, manifest: Manifest, state: State, open_reader: Callable[[], ShardReader] | None = None) -> set[str]:
-        """Load a checkpoint into all tensors of a state, on every rank.
-
-        Args:
-            open_reader: opens a local copy. Default: a reader of the shared checkpoint.
-
-        Returns:
-            the names of the tensors that were loaded: all but those that are new by an accepted change of settings.
-
-        Raises:
-            DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
-            UserError: the checkpoint belongs to another model, or is not safe to load.
-        """
-        default = partial(ShardReader, self.storage, folder_name(manifest.step), manifest)
-        reader = on_each(self.group, open_reader or default)
-        where = reader.where
-        everywhere = names_of_ranks(state, self.group if self.is_cut else None)
-        found = difference(flat(state), reader.metadata, ["*"], everywhere=everywhere)
-        wrong = found.without(missing=FURTHER, unexpected=FURTHER)
-        for part in FURTHER:
-            if part in state and found != found.without(missing=[part], unexpected=[part]):
-                for tensor in state[part].values():
-                    tensor.zero_()  # a damaged checkpoint may have been read into it
-                state = {name: tensors for name, tensors in state.items() if name != part}
-                logger.info(f"{where} has no such part of the state, {part}: it begins anew at step {manifest.step}")
-        stored = reader.metadata.state_dict_metadata
-        accepted = explained(wrong, self.settings.changed(manifest), own=everywhere, stored=stored)
-        on_each(self.group, lambda: _check_same(wrong.less(accepted), manifest, where))
-        for line in _lines(accepted):
-            logger.info(f"{where} {line}")
-        tensors = {name: tensor for name, tensor in flat(state).items() if name not in accepted.missing}
-        read_tensors(reader, tensors, self.group)
-        if self.config.load_step is not None and open_reader is None:
-            on_rank_0(self.group, lambda: self._quarantine_newer(manifest.step))
-        return {*tensors}
-
-    def quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
-        """Make a damaged checkpoint no longer count, so that `choose` returns the one before.
+    def _quarantine(self, step: int, damage: DamagedCheckpoint) -> None:
+        """Make a damaged checkpoint no longer count, so that `newest` returns the one before.
 
         Raises:
             UserError: it is the one that load_step names.
@@ -339,6 +330,42 @@ class Resumption:
             if newer > step:
                 self.storage.quarantine(folder_name(newer), SUPERSEDED)
                 logger.warning(f"resuming from step {step}: {self.storage.url_of(folder_name(newer))} no longer counts")
+
+
+def load_checkpoint(
+    state: TrainingState,
+    manifest: Manifest,
+    open_reader: Callable[[], ShardReader],
+    *,
+    settings: RunSettings,
+    group: dist.ProcessGroup,
+) -> None:
+    """Load a checkpoint into all tensors of a state, on every rank.
+
+    Raises:
+        DamagedCheckpoint: a file has changed since it was written. The state is undefined then.
+        UserError: the checkpoint belongs to another model, or is not safe to load.
+    """
+    to_load = state.to_load()
+    tensors = state.as_saved(to_load)
+    reader = on_each(group, open_reader)
+    where = reader.where
+    everywhere = names_of_ranks(tensors, group if state.is_cut else None)
+    found = difference(flat(tensors), reader.metadata, ["*"], everywhere=everywhere)
+    wrong = found.without(missing=FURTHER, unexpected=FURTHER)
+    for part in FURTHER:
+        if part in tensors and found != found.without(missing=[part], unexpected=[part]):
+            for tensor in tensors.pop(part).values():
+                tensor.zero_()  # a damaged checkpoint may have been read into it
+            logger.info(f"{where} has no such part of the state, {part}: it begins anew at step {manifest.step}")
+    stored = reader.metadata.state_dict_metadata
+    accepted = explained(wrong, settings.changed(manifest), own=everywhere, stored=stored)
+    on_each(group, lambda: _check_same(wrong.less(accepted), manifest, where))
+    for line in _lines(accepted):
+        logger.info(f"{where} {line}")
+    chosen = {name: tensor for name, tensor in flat(tensors).items() if name not in accepted.missing}
+    read_tensors(reader, chosen, group)
+    state.end_load(to_load, {*chosen})
 
 
 def _lines(accepted: Difference) -> Iterator[str]:

@@ -1,3 +1,4 @@
+# pyright: reportUnknownMemberType=false
 """The protocol of a save: stage, write, commit, retain. `Saver.save` shows it from the first step to the last.
 
 Parameters and moments change only when the optimizer makes a step. So a thread copies them to host memory during the
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import TypeVar
 
 import torch
@@ -25,10 +27,11 @@ from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import CachingPlanner, ShardWriter, WrittenFiles, write_state
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.staging import Staging
-from titanlite.checkpoint.state import State, flat
+from titanlite.run.timeouts import CHECKPOINT_GROUP
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.ranks import on_all, on_each, on_rank_0
 from titanlite.schema import Checkpoint
+from titanlite.state import State, flat
 from titanlite.storage.storage import Storage
 
 logger = logging.getLogger(__name__)
@@ -75,7 +78,8 @@ class Saver:
     pin: bool
     """Stage to pinned memory."""
     flush: Callable[[], None] | None
-    """Called before a save where the state is on disk."""
+    """Called before a save where the state is on disk, and too large for a copy. The state itself is saved then, and
+    training waits."""
     whole_config: str
     """Resolved config of the run as TOML, of which each checkpoint keeps a copy."""
 
@@ -87,6 +91,11 @@ class Saver:
         self._runs: dict[int, str | None] = {}
         """Run that has saved each checkpoint, on rank 0: each manifest is read once."""
         self._thread = ThreadPoolExecutor(1, "checkpoint", initializer=self._start_thread)
+
+    @property
+    def is_background(self) -> bool:
+        """Whether training goes on while a save is written."""
+        return self.config.async_mode != "disabled" and self.flush is None
 
     def start(self, state: State, draft: Manifest, *, background: bool) -> Future[Saved]:
         """Begin to save a state.
@@ -201,6 +210,33 @@ class Saver:
                 self.storage.delete(folder_name(unwanted))
         except Exception as error:
             logger.warning(f"old checkpoints could not be deleted: {error}")
+
+
+def build_saver(
+    config: Checkpoint,
+    storage: Storage,
+    device: torch.device,
+    *,
+    flush: Callable[[], None] | None = None,
+    whole_config: str,
+    timeout_seconds: float = 1800,
+) -> Saver:
+    """Return the saver of a run's checkpoints.
+
+    Args: as of `Saver`.
+        timeout_seconds: longest wait of a rank for another one that writes or reads a checkpoint.
+    """
+    # A save runs in a thread: its collectives must not mix with training's.
+    timeout = timedelta(seconds=timeout_seconds)
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=CHECKPOINT_GROUP)
+    assert isinstance(group, dist.ProcessGroup)
+    pin = config.async_mode == "async_with_pinned_mem" and flush is None
+    if config.enable and config.async_mode != "disabled" and flush is not None:
+        logger.info("checkpoint.async_mode: states on disk are saved as they are, and training waits for that")
+    if pin and device.type == "cpu":
+        logger.info("checkpoint.async_mode: without a GPU there is nothing to pin memory for; async is used")
+        pin = False
+    return Saver(config, storage, group, device, pin=pin, flush=flush, whole_config=whole_config)
 
 
 def saved_of(manifest: Manifest, parts: list[Part], started: float) -> Saved:

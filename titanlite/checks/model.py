@@ -4,7 +4,7 @@ import json
 
 import torch
 
-from titanlite.checkpoint.state import model_state, selected, to_globs
+from titanlite.checkpoint.difference import selected, to_globs
 from titanlite.models.base import Model, added_parameters, initial_values, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.registry import ModelSpec
@@ -16,6 +16,7 @@ from titanlite.optim.quantized import block_size_of, is_quantized_size
 from titanlite.optim.registry import constructor_options, find_optimizer_cls
 from titanlite.runtime.errors import ConfigError, Problem, UserError
 from titanlite.schema import Checkpoint, Config
+from titanlite.state import model_state
 from titanlite.techniques import used
 
 

@@ -16,13 +16,13 @@ from tests.support.foreign import assert_same
 from tests.support.helpers import TinyRun, mentions
 from tests.support.quantized import of_float8, quantize_folder, to_float8
 from tests.support.whole_runs import trained
-from titanlite.checkpoint.state import model_state
 from titanlite.loss import token_loss
 from titanlite.models.decoder import Decoder
 from titanlite.models.multi_token import look_ahead
 from titanlite.ops.cpu import CpuKernels
 from titanlite.ops.kernels import set_kernels
 from titanlite.parallelize.materialize import allocate
+from titanlite.state import model_state
 from titanlite.step import model_arguments
 from titanlite.tools import cli
 from titanlite.tools.convert.reader import load_tensors

@@ -8,7 +8,7 @@ from tests.matrix import EVEN, FLOAT8, GATHERED
 from tests.support.helpers import TinyRun, one_process, train_on_this_rank
 from tests.support.layouts import whole
 from tests.support.whole_runs import assert_equal
-from titanlite.checkpoint.state import flat
+from titanlite.state import flat
 
 SAVES = "--checkpoint.interval=3"
 CASES = {
@@ -30,7 +30,9 @@ def trained(tiny: TinyRun, name: str, words: list[str], steps: int = 6) -> tuple
     config = tiny.config(*words, SAVES, f"--job.name={name}", f"--training.steps={steps}")
     with one_process():
         run = train_on_this_rank(config, 0, 1)
-        return isinstance(run.model, FSDPModule), {key: whole(x) for key, x in flat(run.checkpoints.state()).items()}
+        return isinstance(run.model, FSDPModule), {
+            key: whole(x) for key, x in flat(run.checkpoints.state.tensors()).items()
+        }
 
 
 @pytest.mark.long

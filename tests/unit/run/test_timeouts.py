@@ -78,7 +78,7 @@ def test_a_whole_start_reports_its_phases_and_sets_all_timeouts_but_that_of_chec
     steps = [f"step 1, {name}" for name in ("data", "forward", "backward", "update", "metrics")]
     ends = [f"step 1, {name}" for name in ("validation", "checkpoint", "end")]
     assert phases.heard == ["data preparation", "model", "sharding", "optimizer", "checkpoint load", *steps, *ends]
-    checkpoints = run.checkpoints._group
+    checkpoints = run.checkpoints._saver.group
     assert checkpoints.group_desc == CHECKPOINT_GROUP
     assert timeout_of(run.train_step.world) == timeout_of(checkpoints) == timedelta(seconds=1000)  # at the end
     phases.phase(Phase.MODEL)

@@ -120,8 +120,8 @@ def test_an_average_that_resumes_on_disk_has_the_bits_of_one_in_memory(kind: str
     options, name = [*VALIDATED, *KINDS[kind]], f"{kind}-parts"
     trained(tiny, name, *options, "--training.steps=3")
     run = trained(tiny, name, *options, "--offload.average=disk")
-    assert run.trained.average
-    assert {tensor.device.type for tensor in run.trained.average.tensors.values()} == {"cpu"}
+    assert run.state.average
+    assert {tensor.device.type for tensor in run.state.average.tensors.values()} == {"cpu"}
     assert (tiny.folder / "outputs" / name / "offload").is_dir()
     assert validations(tiny, name) == validations(tiny, kind)
     for whole, parts in zip(*(stored(checkpoint(tiny, run, 6)) for run in (kind, name)), strict=True):
@@ -163,8 +163,8 @@ def test_averages_of_adapters_are_merged_and_exported(tiny: TinyRun, capfd: pyte
     """Only what is trained has an average. Commands take it with --average."""
     with one_process():
         run = trained(tiny, "lora", "--lora.rank=2", *VALIDATED, *KINDS["ema"])
-    assert run.trained.average
-    names = [name for name in run.trained.average.tensors if name != "updates"]
+    assert run.state.average
+    names = [name for name in run.state.average.tensors if name != "updates"]
     assert len(names) == 14
     assert all(".lora_" in name for name in names)
     folder, merged = str(tiny.folder / "outputs" / "lora"), str(tiny.folder / "hf")

@@ -14,13 +14,11 @@ from tests.support.helpers import THREE_BLOCKS, TinyRun, built, train_on_this_ra
 from tests.support.models import plain_step
 from tests.support.slow_updates import SlowUpdates
 from tests.support.whole_runs import assert_equal, values_of
-from titanlite.checkpoint.manager import CheckpointManager
-from titanlite.checkpoint.state import state_of
 from titanlite.optim import build_optimizer
 from titanlite.runtime.private_torch.tensors import local_tensor
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
 from titanlite.schema import Optimizer
-from titanlite.step import Step
+from titanlite.state import TrainingState, state_of
 from titanlite.techniques.offload import updates
 from titanlite.train import Run, train
 
@@ -234,13 +232,13 @@ def options_change(monkeypatch: pytest.MonkeyPatch) -> None:
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "FSDP does not wait": lambda patch: patch.setattr(updates, "before_gathering", lambda module, call: None),
-    "the end of the run does not wait": lambda patch: patch.setattr(Step, "finish_updates", lambda self: None),
-    "a checkpoint does not wait": lambda patch: patch.setattr(CheckpointManager, "state", state_at_once),
+    "the end of the run does not wait": lambda patch: patch.setattr(TrainingState, "finish", lambda self: None),
+    "a checkpoint does not wait": lambda patch: patch.setattr(TrainingState, "tensors", state_at_once),
     "learning rates are not those of the step": options_change,
 }
 
 
-def state_at_once(self: CheckpointManager) -> Any:
+def state_at_once(self: TrainingState) -> Any:
     return state_of(self.model, self.optimizer)
 
 
@@ -275,8 +273,8 @@ def test_an_error_of_the_thread_ends_the_run(
     slow()
     right, calls = updates.update, [0]
     run = built(0, 1, tiny.config("--job.name=beside", *OFFLOAD, *options, "--checkpoint.interval=2"))
-    assert run.trained.updates is not None
-    units = len(run.trained.updates._units)
+    assert run.state.updates is not None
+    units = len(run.state.updates._units)
 
     def fail(optimizer: torch.optim.Optimizer, **options: Any) -> None:
         calls[0] += 1
@@ -295,12 +293,12 @@ def test_hooks_of_the_step_are_called_before_anything_changes(tiny: TinyRun, slo
     slow()
     for options in ((), IN_BACKWARD):
         run = built(0, 1, tiny.config(f"--job.name=run-{len(options)}", *OFFLOAD, *options))
-        assert run.trained.updates is not None
+        assert run.state.updates is not None
         called: list[tuple[int, str, bool]] = []
 
         def remember(*_: Any, run: Run = run, called: Any = called) -> None:
-            assert run.trained.updates is not None
-            is_idle = all(future.done() for future in run.trained.updates._updates.values())
+            assert run.state.updates is not None
+            is_idle = all(future.done() for future in run.state.updates._updates.values())
             called.append((run.phase.position.step, threading.current_thread().name, is_idle))
 
         run.optimizer.register_step_pre_hook(remember)
@@ -336,7 +334,7 @@ def test_who_updates(tiny: TinyRun, slow: Callable[[], SlowUpdates]) -> None:
 
     def has_thread(*options: str) -> bool:
         run = built(0, 1, tiny.config("--checkpoint.enable=false", *OFFLOAD, *options))
-        return run.trained.updates is not None
+        return run.state.updates is not None
 
     assert not has_thread()
     slow()

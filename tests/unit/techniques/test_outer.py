@@ -90,10 +90,10 @@ def test_a_run_is_a_plain_loop_around_its_steps(tiny: TinyRun) -> None:
     inner.batches.close()
     assert tiny.losses("outer") == pytest.approx(losses, rel=1e-6)
     expected = values_of(inner)
-    assert run.trained.average
+    assert run.state.average
     for name, weight in run.model.named_parameters():
         torch.testing.assert_close(own_part(weight), expected[name], rtol=1e-5, atol=1e-6)
-        assert torch.equal(run.trained.average.value(name), own_part(weight))
+        assert torch.equal(run.state.average.value(name), own_part(weight))
 
 
 @pytest.mark.long

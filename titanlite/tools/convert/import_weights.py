@@ -17,15 +17,16 @@ from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_write import ShardWriter, write_state
+from titanlite.checkpoint.difference import Difference, difference, to_globs
 from titanlite.checkpoint.initial import of_further_token
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.resume import model_settings
-from titanlite.checkpoint.state import Difference, difference, model_state, to_globs
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
 from titanlite.models.base import Model
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
 from titanlite.schema import dump
+from titanlite.state import model_state
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.techniques import multi_token
 from titanlite.tools.checkpoints.command import explaining_damage

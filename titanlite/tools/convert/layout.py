@@ -6,10 +6,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from titanlite.checkpoint.difference import selected, to_globs
 from titanlite.checkpoint.initial import stored_tensors
-from titanlite.checkpoint.state import model_state, selected, to_globs
 from titanlite.models.formats import Entry, Made, Renaming, Table
 from titanlite.runtime.errors import UserError
+from titanlite.state import model_state
 from titanlite.tools.convert.source import OpenedWeights, read_tensor
 from titanlite.tools.convert.weights import with_further
 

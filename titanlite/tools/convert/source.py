@@ -16,9 +16,9 @@ from torch.distributed.checkpoint.planner import ReadItem
 
 from titanlite.checkpoint import manifest as manifests
 from titanlite.checkpoint.dcp_read import RankReader, ShardReader, UnsafeCheckpoint
+from titanlite.checkpoint.difference import difference
 from titanlite.checkpoint.initial import find_checkpoint, stored_tensors
 from titanlite.checkpoint.manifest import Manifest
-from titanlite.checkpoint.state import AVERAGE, difference, model_state
 from titanlite.checks.preflight import check_decoder, select_model
 from titanlite.config.foreign import read_foreign
 from titanlite.config.load import load
@@ -33,6 +33,7 @@ from titanlite.parallelize.materialize import allocate, set_dtype
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.files import file_inside, read_small
 from titanlite.schema import Config, Data, ModelSelection
+from titanlite.state import AVERAGE, model_state
 from titanlite.storage.storage import Storage, open_storage
 from titanlite.tools.convert.adapters import Adapters, MergedReader, find_adapters
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder

@@ -5,12 +5,13 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from titanlite.checkpoint.state import model_state, selected
+from titanlite.checkpoint.difference import selected
 from titanlite.models.base import Model, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.formats import Table
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import UserError
+from titanlite.state import model_state
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.reader import ForeignReader, ForeignSource
 from titanlite.tools.convert.torchtitan import TorchtitanFolder

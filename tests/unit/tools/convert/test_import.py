@@ -26,13 +26,13 @@ from tests.support.foreign import (
 )
 from tests.support.helpers import TinyRun, mentions
 from tests.support.whole_runs import trained
-from titanlite.checkpoint.state import model_state
 from titanlite.config.load import load
 from titanlite.models.base import Model
 from titanlite.models.llama3 import Llama3
 from titanlite.models.registry import ModelSpec, resolve_model
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import file_inside
+from titanlite.state import model_state
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder
 from titanlite.tools.convert.reader import ForeignReader
 from titanlite.tools.convert.source import load_model, open_source

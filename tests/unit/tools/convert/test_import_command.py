@@ -22,8 +22,8 @@ from tests.support.foreign import (
 )
 from tests.support.helpers import TinyRun, mentions
 from tests.support.whole_runs import trained
-from titanlite.checkpoint.state import model_state
 from titanlite.runtime.errors import UserError
+from titanlite.state import model_state
 from titanlite.tools import cli
 from titanlite.tools.convert.prompts import prompt_encoder, stop_ids
 from titanlite.tools.convert.source import load_model, open_source, tokenizer_of

@@ -21,11 +21,11 @@ from tests.support.families import built, oracle, renamed
 from tests.support.foreign import assert_same
 from tests.support.helpers import TinyRun, mentions
 from tests.support.whole_runs import trained
-from titanlite.checkpoint.state import model_state
 from titanlite.models.decoder import Decoder
 from titanlite.models.deepseek_v3 import DeepseekV3
 from titanlite.models.formats import Entry, Table
 from titanlite.models.gpt_oss import GptOss
+from titanlite.state import model_state
 from titanlite.tools import cli
 from titanlite.tools.convert import quantized
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder

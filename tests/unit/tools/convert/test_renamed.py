@@ -13,9 +13,10 @@ from torch import Tensor, nn
 
 from tests.support import families, foreign
 from tests.support.foreign import assert_same, logits
+from titanlite.checkpoint.difference import Difference
 from titanlite.checkpoint.initial import stored_tensors
-from titanlite.checkpoint.state import Difference, model_state
 from titanlite.models.registry import resolve_model
+from titanlite.state import model_state
 from titanlite.tools import cli
 from titanlite.tools.convert.export import OutputFolder, export_folder
 from titanlite.tools.convert.hugging_face import HuggingFaceFolder

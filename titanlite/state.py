@@ -1,28 +1,148 @@
-"""State of a model and its optimizer, by name, and its comparison with a checkpoint."""
+"""What training changes, and a checkpoint keeps: the model, its optimizer, and what follows its weights, by name."""
 
-import json
-import re
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
 from titanlite.runtime.dtensor import unwrapped
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.private_torch.tensors import non_persistent_buffers
-from titanlite.runtime.ranks import gather
 
-STACK = re.compile(r" \[\d+, (?!1,)\d+, \d+\]")
-"""Shape of a stack of matrices, in a line of a `Difference`. Kernels of convolutions have a dim of 1 in the middle."""
 State = dict[str, dict[str, Tensor]]
+"""Tensors in use, by the part of the state and their name in it."""
 AVERAGE, OUTER = FURTHER = "average", "outer"
 """Parts of a state that a checkpoint and a run need not have: the average of the weights, and the outer optimizer."""
+
+
+class Outer(Protocol):
+    """An optimizer of the weights at the ends of rounds: `techniques.outer.optimizer.OuterOptimizer`."""
+
+    tensors: dict[str, Tensor]
+    worker: int | None
+
+    def begin(self) -> None: ...
+    def update(self, step: int, skip_reason: Tensor, finish_updates: Callable[[], None]) -> None: ...
+
+
+class Average(Protocol):
+    """An average of the weights: `techniques.average.weights.WeightAverage`."""
+
+    tensors: Mapping[str, Tensor]
+
+    def update(self, step: int, skip_reason: Tensor) -> None: ...
+    def value(self, name: str) -> Tensor: ...
+    def measured(self, measure: Callable[[], dict[str, Any] | None]) -> dict[str, Any]: ...
+
+
+class Updates(Protocol):
+    """A thread that updates parameters in host memory: `techniques.offload.updates.HostUpdates`."""
+
+    def start(self, change: Callable[[Sequence[Tensor]], None] | None, *, skip: Tensor) -> None: ...
+    def finish(self) -> None: ...
+
+
+@dataclass(kw_only=True, eq=False)
+class TrainingState:
+    """What a step changes. A load writes into its tensors, which are those in use and no copies."""
+
+    model: nn.Module
+    """Parallelized, with memory."""
+    optimizer: torch.optim.Optimizer
+    outer: Outer | None = None
+    average: Average | None = None
+    updates: Updates | None = None
+    """Its updates may still run after the step."""
+    weights_changed: Callable[[], None] = lambda: None
+    """Is called at the start, and whenever weights have changed."""
+    flush: Callable[[], None] | None = None
+    """Writes what is kept on a disk. Such a state is too large for a copy in memory: it is saved while training waits.
+    """
+
+    def __post_init__(self) -> None:
+        self._has_state_from_start = {*self.optimizer.state}
+        self._initial: dict[str, Tensor] = {}
+        """Values of parameters that no checkpoint has yet, since a changed setting has added them."""
+
+    @property
+    def is_cut(self) -> bool:
+        """Whether ranks have tensors of different names: stages of a pipeline, or workers with weights of their own."""
+        return bool(getattr(self.model, "stages", ())) or self._prefix is not None
+
+    @property
+    def _prefix(self) -> str | None:
+        """Prefix of the names of this replica's own parts, where replicas have states of their own; "" for the first,
+        whose names are the usual ones. The parts `FURTHER` are the same everywhere."""
+        worker = self.outer.worker if self.outer else None
+        return None if worker is None else f"worker{worker}." if worker else ""
+
+    # In a step
+
+    def begin(self) -> None:
+        """Begin with the present weights."""
+        if self.outer:
+            self.outer.begin()
+        self.weights_changed()
+
+    def end_step(self, step: int, skip_reason: Tensor) -> None:
+        """Let everything follow the weights at the end of a step.
+
+        Args:
+            skip_reason: 0 if the optimizer made its step; see `StepResult`.
+        """
+        if self.outer:
+            self.outer.update(step, skip_reason, self.finish)
+        if self.average:
+            self.average.update(step, skip_reason)
+        self.weights_changed()
+
+    def finish(self) -> None:
+        """Return when parameters and states of the optimizer are those after the last step."""
+        if self.updates:
+            self.updates.finish()
+
+    # For a checkpoint
+
+    def tensors(self) -> State:
+        """Return the tensors of a checkpoint, which nothing changes before the next step."""
+        return self.as_saved(self._tensors())
+
+    def as_saved(self, state: State) -> State:
+        """Return a state with the names of a checkpoint."""
+        return {part if part in FURTHER else f"{self._prefix or ''}{part}": state[part] for part in state}
+
+    def to_load(self, *, moments: bool = True) -> State:
+        """Return the tensors for a load to write into, for which `end_load` is called afterwards.
+
+        Args:
+            moments: with all states of the optimizer, also where it has not made a step.
+        """
+        if moments:
+            complete_optimizer_state(self.model, self.optimizer)
+        return self._tensors()
+
+    def end_load(self, state: State, loaded: Collection[str]) -> None:
+        """Take over what a load has written into `to_load`. What it left out begins anew.
+
+        Args:
+            loaded: names of the tensors that it has written, as in a checkpoint.
+        """
+        names = {name.removeprefix(self._prefix or "") for name in loaded}
+        put_back_numbers(self.model, self.optimizer, state)
+        begin_anew(self.model, self.optimizer, names, has_from_start=self._has_state_from_start)
+        for name, tensor in state["model"].items():
+            if f"model.{name}" not in names:  # a rollback finds trained values
+                tensor.copy_(self._initial.setdefault(name, tensor.detach().clone()))
+
+    def _tensors(self) -> State:
+        self.finish()
+        followers = {OUTER: self.outer, AVERAGE: self.average}
+        further = {part: {**follower.tensors} for part, follower in followers.items() if follower}
+        return state_of(self.model, self.optimizer) | further
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
@@ -127,100 +247,6 @@ def complete_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer)
 def flat(state: State) -> dict[str, Tensor]:
     """Return the tensors of a state by their names in a checkpoint: <part>.<name>."""
     return {f"{part}.{name}": tensor for part, tensors in state.items() for name, tensor in tensors.items()}
-
-
-def names_of_ranks(state: State, group: dist.ProcessGroup | None) -> set[str]:
-    """Return the names of the tensors of a state: of this rank, and of the ranks of a group that hold others."""
-    names = {*flat(state)}
-    return names if group is None else names.union(*gather(names, group))
-
-
-def selected(name: str, patterns: Iterable[str]) -> bool:
-    """Return whether a glob matches a name or a part before a dot: `model` selects model.head.weight."""
-    return any(fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*") for pattern in patterns)
-
-
-def to_globs(names: Iterable[str]) -> list[str]:
-    """Return globs for names, with numbers of layers and experts as wildcards."""
-    return [*dict.fromkeys(re.sub(r"(?<=\.)\d+(?=\.)", "*", name) for name in names)]
-
-
-@dataclass(frozen=True)
-class Difference:
-    """Names that differ between this model and a checkpoint."""
-
-    missing: dict[str, str]
-    """Names of this model that the checkpoint lacks in this shape."""
-    unexpected: dict[str, str]
-    """Names of the checkpoint that this model lacks."""
-
-    def without(self, *, missing: Iterable[str] = (), unexpected: Iterable[str] = ()) -> "Difference":
-        return Difference(
-            {name: text for name, text in self.missing.items() if not selected(name, missing)},
-            {name: text for name, text in self.unexpected.items() if not selected(name, unexpected)},
-        )
-
-    def less(self, other: "Difference") -> "Difference":
-        """Return the names of this difference that another one has not."""
-        return Difference(
-            {name: text for name, text in self.missing.items() if name not in other.missing},
-            {name: text for name, text in self.unexpected.items() if name not in other.unexpected},
-        )
-
-    def offer(self) -> str:
-        """Return the options that accept the difference, where something of use is left."""
-        experts = (name for name, text in (self.missing | self.unexpected).items() if _is_expert(name, text))
-        if self.missing and any(experts):
-            return "Its experts are not those of this model, and the rest is of no use without them"
-        globs = {"allow_missing": to_globs(self.missing), "allow_unexpected": to_globs(self.unexpected)}
-        options = [f"  checkpoint.{option} = {json.dumps(of)}" for option, of in globs.items() if of]
-        return "\n".join(["To load the rest all the same:", *options])
-
-    def is_of_quantization(self) -> bool:
-        """Return whether the only difference is that one side quantizes a moment and the other does not."""
-        names = self.missing | self.unexpected
-        quantized = {name.rpartition(".")[0] for name in names if name.endswith((".codes", ".scale"))}
-        plain = {name for name in names if not name.endswith((".codes", ".scale"))}
-        return bool(quantized) and quantized == plain
-
-    def __str__(self) -> str:
-        lines = [f"  missing     {text}" for text in self.missing.values()]
-        lines += [f"  unexpected  {text}" for text in self.unexpected.values()]
-        shown = lines[:20] + ([f"  and {len(lines) - 20} more"] if len(lines) > 20 else [])
-        return "\n".join(shown)
-
-    def __bool__(self) -> bool:
-        return bool(self.missing or self.unexpected)
-
-
-def difference(
-    wanted: dict[str, Tensor], there: Metadata, patterns: Iterable[str], *, everywhere: Collection[str] = ()
-) -> Difference:
-    """Compare names and shapes.
-
-    Args:
-        patterns: globs of the names in the checkpoint to compare.
-        everywhere: names of other ranks, which are not unexpected.
-    """
-    stored = {
-        name: tuple(entry.size)
-        for name, entry in there.state_dict_metadata.items()
-        if isinstance(entry, TensorStorageMetadata) and selected(name, patterns)
-    }
-    missing = {
-        name: f"{name} {[*tensor.shape]}" + (f", stored as {[*stored[name]]}" if name in stored else "")
-        for name, tensor in wanted.items()
-        if stored.get(name) != tuple(tensor.shape)
-    }
-    unexpected = {
-        name: f"{name} {[*shape]}" for name, shape in stored.items() if name not in wanted and name not in everywhere
-    }
-    return Difference(missing, unexpected)
-
-
-def _is_expert(name: str, text: str) -> bool:
-    """Return whether a line of a `Difference` is of an expert, or of a stack of them."""
-    return ".experts." in name or STACK.search(text) is not None
 
 
 def _as_tensor(value: Tensor | int | float) -> Tensor:
