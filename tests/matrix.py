@@ -613,7 +613,7 @@ def trained(rank: int, world_size: int, job: tuple[Sequence[Config], str], *, co
             if job[1]:
                 stack.enter_context(FAULTS[job[1]].planted())
             run = built(rank, world_size, config)
-            if not run.progress.step:
+            if not run.position.progress.step:
                 raise_sensitivity(run.model)
             frozen = {
                 name: checksum(parameter)

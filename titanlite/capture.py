@@ -93,16 +93,16 @@ class StepCapture(StepObserver):
             self.see(kind, name, source, value)
 
     @torch.no_grad()
-    def phase(self, name: Phase) -> None:
+    def on_phase(self, phase: Phase) -> None:
         if not self._step:
             return
-        self._is_forward = name is Phase.FORWARD
-        if name is Phase.UPDATE:
+        self._is_forward = phase is Phase.FORWARD
+        if phase is Phase.UPDATE:
             self._hooks.close()
             for of, parameter in self._parameters:
                 if parameter.grad is not None:
                     self.see("gradient parameter", of, parameter, self._read(parameter.grad))
-        elif name is Phase.METRICS:
+        elif phase is Phase.METRICS:
             for of, parameter in self._parameters:
                 value, before = self._read(parameter), self._before.get(parameter)
                 self.see("after parameter", of, parameter, value)

@@ -62,7 +62,7 @@ class StepObserver:
     def begin_step(self, step: int) -> None:
         """An optimizer step begins, with the wait for its data."""
 
-    def phase(self, name: Phase) -> None:
+    def on_phase(self, phase: Phase) -> None:
         """A phase begins."""
 
     def close(self) -> None:
@@ -79,9 +79,9 @@ class Observers(StepObserver):
         for observer in self._observers:
             observer.begin_step(step)
 
-    def phase(self, name: Phase) -> None:
+    def on_phase(self, phase: Phase) -> None:
         for observer in self._observers:
-            observer.phase(name)
+            observer.on_phase(phase)
 
     def close(self) -> None:
         for observer in self._observers:
@@ -123,8 +123,12 @@ class CurrentPhase(StepObserver):
     def begin_step(self, step: int) -> None:
         self._move(step, Phase.DATA)
 
-    def phase(self, name: Phase) -> None:
-        self._move(self.position.step, Phase(name))
+    def on_phase(self, phase: Phase) -> None:
+        self._move(self.position.step, Phase(phase))
+
+    def enter(self, phase: Phase) -> None:
+        """Begin a phase."""
+        self.on_phase(phase)
 
     def _move(self, step: int, name: Phase) -> None:
         now, before = self._clock(), self.position

@@ -2,16 +2,16 @@
 
 import gc
 import logging
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import cache, cached_property, partial
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from titanlite.after_step import AfterStep, CopyLocally, EndedStep, Save, Validate
 from titanlite.batch import Batch
 from titanlite.checkpoint.history import RunHistory, claim
 from titanlite.checkpoint.initial import OpenWeights
@@ -24,18 +24,19 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import PrepareText, open_data
 from titanlite.data.tokenizer import byte_sizes
 from titanlite.data.verify import while_checking
-from titanlite.guard import SpikeFound, StepGuard, StoppedByGuard, rollbacks_of
+from titanlite.guard import Rollback, SkippedStep, SpikeFound, StepGuard, StoppedByGuard, rollbacks_of
 from titanlite.mesh import build_mesh, data_parallel_rank, loss_group, world_group
 from titanlite.metrics.clock import phase_seconds
 from titanlite.metrics.recorder import MetricsRecorder
 from titanlite.metrics.run_summary import report_end, report_start
 from titanlite.models.base import Model
-from titanlite.observer import CurrentPhase, Observers, Phase, StepObserver
+from titanlite.observer import CurrentPhase, Observers, Phase
 from titanlite.ops import pick_kernels
 from titanlite.ops.kernels import Kernels
 from titanlite.optim import build_optimizer, set_learning_rate
 from titanlite.parallelize import DTYPES, materialize, parallelize
-from titanlite.rollback import after_rollbacks, go_back
+from titanlite.position import Position
+from titanlite.rollback import after_rollbacks
 from titanlite.run.endings import FAILED
 from titanlite.run.records import RecordFile, read_records
 from titanlite.run.run_folder import RunFolder, open_run_folder, record_start
@@ -45,10 +46,10 @@ from titanlite.runtime.errors import RunStopped
 from titanlite.runtime.process_group import Ranks, freeze_garbage_collector, seed_step
 from titanlite.runtime.ranks import AgreedStop, check_same_everywhere, on_rank_0
 from titanlite.runtime.signals import StoppedBySignal, StopRequests
-from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, is_due, learning_rate
+from titanlite.schedule import BatchSizes, SequenceLengths, count_steps, learning_rate
 from titanlite.schema import Config, Training, dump
 from titanlite.state import TrainingState, flat, model_state
-from titanlite.step import Step, StepResult, build_step
+from titanlite.step import Step, build_step
 from titanlite.storage.storage import open_storage
 from titanlite.techniques import choose_trained, parts_of, places
 from titanlite.techniques.technique import Observed, Parts, nothing
@@ -80,30 +81,29 @@ class Setup:
 
 @dataclass(kw_only=True)
 class Run:
-    """Everything that the training loop works with. A rollback replaces what depends on the progress."""
+    """Everything that the training loop works with."""
 
     setup: Setup
-    config: Config
-    ranks: Ranks
-    folder: RunFolder
     state: TrainingState
     all_stages: Model
     """The model; with a pipeline, one with the stages of all ranks, on the meta device."""
     train_step: Step
     guard: StepGuard
-    samples: Samples
-    micro_batches: MicroBatches
-    batches: Generator[Batch, None, None]
     validator: Validator
     checkpoints: CheckpointManager
-    progress: Progress
-    """Progress at the start, or after the last rollback: of the checkpoint that the run resumes from."""
-    steps: int
-    """Steps of the whole run."""
     metrics: MetricsRecorder
-    phase: CurrentPhase
-    observers: list[StepObserver]
-    """Observers of training that the config asks for."""
+    after_step: list[AfterStep]
+    """What happens after a step where it is due, in this order."""
+    position: Position
+    """A rollback replaces it, and nothing else."""
+
+    @property
+    def config(self) -> Config:
+        return self.setup.config
+
+    @property
+    def folder(self) -> RunFolder:
+        return self.setup.folder
 
     @property
     def model(self) -> Model:
@@ -114,36 +114,14 @@ class Run:
         return self.state.optimizer
 
     @property
-    def mesh(self) -> DeviceMesh:
-        return self.train_step.mesh
-
-    @property
-    def reads_weights(self) -> bool:
-        """Whether something reads the weights after each step, and not through FSDP."""
-        is_followed = self.state.average is not None or self.state.weights_changed is not nothing
-        return is_followed or any(observer.reads_weights for observer in self.observers)
-
-    def samples_at(self, step: int) -> int:
-        """Return the samples that the run has seen by the end of a step."""
-        return self.micro_batches.first_of(step + 1)
-
-    def continue_at(self, progress: Progress) -> None:
-        """Replace what depends on the progress."""
-        setup = self.setup
-        self.progress = progress
-        self.guard.resume(progress.step, progress.guard)
-        self.train_step.resume(progress.guard)
-        self.micro_batches, self.batches = build_batches(setup, self.samples, self.validator.sources, progress)
-        self.steps = steps_of(self.config.training, self.samples, progress)
-        self.metrics.go_back(progress.step, steps=self.steps, samples=progress.samples_seen)
-        self.observers = build_observers(
-            setup, self.train_step, self.checkpoints, self.metrics, progress, steps=self.steps
-        )
+    def batches(self) -> Generator[Batch, None, None]:
+        """This rank's micro-batches, on its device."""
+        return self.position.batches
 
     @cached_property
     def accumulation(self) -> int:
         """Micro-batches in a step after training.batch_ramp."""
-        return self.config.training.batch_split(data_parallel_rank(self.mesh)[1])[1]
+        return self.config.training.batch_split(data_parallel_rank(self.setup.mesh)[1])[1]
 
 
 def build(
@@ -168,12 +146,12 @@ def build(
     """
     phase = phase or PhaseTimeouts(config.comm)
     setup = set_up(config, inputs, ranks=ranks, device=device, phase=phase)
-    phase.phase(Phase.DATA_PREPARATION)
+    phase.enter(Phase.DATA_PREPARATION)
     samples, validation_sources = build_data(setup, prepare_text)
-    phase.phase(Phase.MODEL)
+    phase.enter(Phase.MODEL)
     model, all_stages = build_model(setup)
     state = build_state(setup, model)
-    phase.phase(Phase.CHECKPOINT_LOAD)
+    phase.enter(Phase.CHECKPOINT_LOAD)
     checkpoints = build_checkpoints(setup, state, samples, open_weights)
     progress = checkpoints.load()
     if progress.step:
@@ -194,28 +172,23 @@ def build(
         can_go_back=lambda: checkpoints.can_go_back,
     )
     train_step = build_train_step(setup, model, state, guard, progress)
-    micro_batches, batches = build_batches(setup, samples, validation_sources, progress)
-    steps = steps_of(config.training, samples, progress)
-    metrics = build_metrics(setup, all_stages, progress, steps=steps)
+    validator = build_validator(setup, validation_sources)
+    metrics = build_metrics(setup, all_stages, progress, steps=steps_of(config.training, samples, progress))
     return Run(
         setup=setup,
-        config=config,
-        ranks=ranks,
-        folder=setup.folder,
         state=state,
         all_stages=all_stages,
         train_step=train_step,
         guard=guard,
-        samples=samples,
-        micro_batches=micro_batches,
-        batches=batches,
-        validator=build_validator(setup, validation_sources),
+        validator=validator,
         checkpoints=checkpoints,
-        progress=progress,
-        steps=steps,
         metrics=metrics,
-        phase=phase,
-        observers=build_observers(setup, train_step, checkpoints, metrics, progress, steps=steps),
+        after_step=[
+            Validate(config.validation, validator, state, checkpoints, metrics),
+            Save(config.checkpoint, checkpoints, metrics),
+            CopyLocally(config.checkpoint, checkpoints, is_target=config.guard.on_spike == "rollback"),
+        ],
+        position=build_position(setup, samples, validation_sources, progress, train_step, state, metrics),
     )
 
 
@@ -268,7 +241,7 @@ def build_model(setup: Setup) -> tuple[Model, Model]:
         the model, and the same one; with a pipeline, one with the stages of all ranks, on the meta device.
     """
     config, model = setup.config, setup.inputs.model.build()
-    setup.phase.phase(Phase.SHARDING)
+    setup.phase.enter(Phase.SHARDING)
     parallelize(model, config, mesh=setup.mesh, kernels=setup.kernels)
     all_stages = model
     if model.stages:
@@ -288,7 +261,7 @@ def build_model(setup: Setup) -> tuple[Model, Model]:
 def build_state(setup: Setup, model: Model) -> TrainingState:
     """Build the optimizer, and what follows the weights."""
     config, techniques, memory = setup.config, setup.techniques, setup.techniques.memory
-    setup.phase.phase(Phase.OPTIMIZER)
+    setup.phase.enter(Phase.OPTIMIZER)
     reproducible, on_host = config.debug.reproducible_layouts, "parameters" in places(config)
     optimizer = build_optimizer(
         model,
@@ -373,10 +346,17 @@ def build_train_step(setup: Setup, model: Model, state: TrainingState, guard: St
     )
 
 
-def build_batches(
-    setup: Setup, samples: Samples, validation_sources: Sequence[Source], progress: Progress
-) -> tuple[MicroBatches, Generator[Batch, None, None]]:
-    """Return which samples each step of this rank takes, and the loader of their batches, which checks all sources."""
+def build_position(
+    setup: Setup,
+    samples: Samples,
+    validation_sources: Sequence[Source],
+    progress: Progress,
+    train_step: Step,
+    state: TrainingState,
+    metrics: MetricsRecorder,
+) -> Position:
+    """Build what follows from the progress: which samples come, from a loader that checks all sources, and observers of
+    the steps from there on."""
     config, training, (rank, ranks) = setup.config, setup.config.training, data_parallel_rank(setup.mesh)
     micro_batches = MicroBatches(
         progress.samples_seen,
@@ -394,8 +374,26 @@ def build_batches(
         dataset = ShorterSequences(samples, SequenceLengths.of(training, samples=progress.samples_seen))
     workers, split = config.data.num_workers, setup.techniques.batch
     batches = build_loader(dataset, micro_batches, num_workers=workers, device=setup.device, split=split)
-    sources = [*samples.sources, *validation_sources]
-    return micro_batches, while_checking(batches, sources, setup.folder.data_cache, setup.ranks)
+    steps, folder, is_first = steps_of(training, samples, progress), setup.folder.path, setup.ranks.rank == 0
+    observed = Observed(
+        model=train_step.model,
+        replicas=train_step.replicas,
+        mesh=setup.mesh,
+        ranks=setup.ranks,
+        device=setup.device,
+        steps=steps,
+        open_records=lambda name: RecordFile(folder / name, progress.step) if is_first else None,
+        paused=metrics.paused,
+        state=lambda: flat(state.tensors()),
+    )
+    return Position(
+        progress=progress,
+        steps=steps,
+        samples=samples,
+        micro_batches=micro_batches,
+        batches=while_checking(batches, [*samples.sources, *validation_sources], setup.folder.data_cache, setup.ranks),
+        observers=[*setup.techniques.observers(observed)],
+    )
 
 
 def steps_of(training: Training, samples: Samples, progress: Progress) -> int:
@@ -442,30 +440,6 @@ def build_metrics(setup: Setup, all_stages: Model, progress: Progress, *, steps:
     )
 
 
-def build_observers(
-    setup: Setup,
-    train_step: Step,
-    checkpoints: CheckpointManager,
-    metrics: MetricsRecorder,
-    progress: Progress,
-    *,
-    steps: int,
-) -> list[StepObserver]:
-    folder, ranks = setup.folder.path, setup.ranks
-    observed = Observed(
-        model=train_step.model,
-        replicas=train_step.replicas,
-        mesh=setup.mesh,
-        ranks=ranks,
-        device=setup.device,
-        steps=steps,
-        open_records=lambda name: RecordFile(folder / name, progress.step) if ranks.rank == 0 else None,
-        paused=metrics.paused,
-        state=lambda: flat(checkpoints.state.tensors()),
-    )
-    return [*setup.techniques.observers(observed)]
-
-
 def flops_counter(
     models: "Sequence[Model | FrozenModel]", lengths: SequenceLengths
 ) -> Callable[[int, int, bool], float]:
@@ -487,16 +461,17 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
     Returns:
         why the run stopped before its last step; None if it did not.
     """
+    config, position = run.config, run.position
     report_start(
-        run.config,
+        config,
         model=run.model,
         whole=run.all_stages,
         optimizer=run.optimizer,
-        mesh=run.mesh,
-        samples=run.samples,
-        progress=run.progress,
+        mesh=run.setup.mesh,
+        samples=position.samples,
+        progress=position.progress,
         accumulation=run.accumulation,
-        steps=run.steps,
+        steps=position.steps,
         listens=stop_requests is not None,
     )
     try:
@@ -506,21 +481,21 @@ def train(run: Run, stop_requests: StopRequests | None = None) -> RunStopped | N
             while spike := _loop_until_spike(run, stop_requests or StopRequests()):
                 go_back(run, spike)
     except StoppedBySignal as stopped:
-        run.phase.phase(Phase.CHECKPOINT)
+        run.setup.phase.enter(Phase.CHECKPOINT)
         run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     except StoppedByGuard as stopped:
-        run.phase.phase(Phase.CHECKPOINT)
-        run.metrics.record_skipped(stopped.skipped, run.micro_batches, run.samples)
+        run.setup.phase.enter(Phase.CHECKPOINT)
+        _record_skipped(run, stopped.skipped)
         # Not a state in which some parameters alone are of a later step, not one from before this start, and not one
         # before a spike, which an empty window would let pass.
-        if not (stopped.in_part or isinstance(stopped, SpikeFound)) and stopped.taken >= run.progress.step:
+        if not (stopped.in_part or isinstance(stopped, SpikeFound)) and stopped.taken >= run.position.progress.step:
             run.checkpoints.save_if_newer(_progress(run, stopped.taken))
         return stopped
     except Exception:
         run.metrics.close(FAILED)
         raise
-    run.phase.phase(Phase.END)
+    run.setup.phase.enter(Phase.END)
     return None
 
 
@@ -536,112 +511,121 @@ def _loop_until_spike(run: Run, stop_requests: StopRequests) -> SpikeFound | Non
 
 
 def _loop(run: Run, stop_requests: StopRequests) -> None:
-    config, metrics = run.config, run.metrics
+    config, position, metrics = run.config, run.position, run.metrics
+    observer, leaves_updates = Observers(*position.observers, run.setup.phase), not _reads_weights(run)
+    stop, first = AgreedStop(stop_requests, torch.device(run.setup.mesh.device_type)), position.progress.step + 1
     run.state.begin()
-    observer, leaves_updates = Observers(*run.observers, run.phase), not run.reads_weights
-    stop = AgreedStop(stop_requests, torch.device(run.mesh.device_type))
     if run.checkpoints.owes_save:  # of the copy's own step, as every copy and checkpoint is of a due step
-        run.phase.phase(Phase.CHECKPOINT)
-        run.checkpoints.save(_progress(run, run.progress.step), last=False)
-    for step in range(run.progress.step + 1, run.steps + 1):
+        observer.on_phase(Phase.CHECKPOINT)
+        run.checkpoints.save(_progress(run, position.progress.step), last=False)
+    for step in range(first, position.steps + 1):
         observer.begin_step(step)
-        batches = list(islice(run.batches, run.micro_batches.count(step)))
-        metrics.begin_step(step, last=step == run.steps)
-        seed_step(config.debug.seed, step, run.ranks.rank)
-        lr = _learning_rate(run, step)
+        batches = position.next_batches(step)
+        last = step == position.steps
+        metrics.begin_step(step, last=last)
+        seed_step(config.debug.seed, step, run.setup.ranks.rank)
+        lr = _learning_rate(config, position, step)
         set_learning_rate(run.optimizer, lr)
         result = run.train_step(
             batches,
             decide=run.guard.decide,
             stop_flag=stop.flag(),
-            on_phase=observer.phase,
+            on_phase=observer.on_phase,
             leaves_updates=leaves_updates,
         )
         run.state.end_step(step, result.skip_reason)
-        observer.phase(Phase.METRICS)
-        if step == run.progress.step + 1:
+        observer.on_phase(Phase.METRICS)
+        if step == first:
             freeze_garbage_collector()
-        _after_step(run, step, result, lr=lr, stop=stop, stop_requests=stop_requests, observer=observer)
+        samples = position.samples_at(step)
+        shares = partial(position.samples.shares, samples)
+        metrics.end_step(step, result, lr=lr, samples=samples, shares=shares, last=last)
+        metrics.record_saves(run.checkpoints.watch())
+        run.guard.remember(step, result)
+        is_agreed = stop.is_agreed(result.stop_flags)  # collective; on a GPU, of the step before
+        stops, due = is_agreed and not last, [task for task in run.after_step if task.is_due(step, last=last)]
+        if due or stops or metrics.records(step, last=last):
+            _record_skipped(run, run.guard.check(run.train_step.world))  # waits for the device; raises StoppedByGuard
+        if stops:
+            raise stop_requests.stopped(step)
+        ended = EndedStep(
+            number=step,
+            is_last=last,
+            progress=partial(_progress, run, step),
+            on_phase=observer.on_phase,
+            is_stop_asked=stop.is_asked,
+        )
+        for task in due:
+            task.run(ended)
 
 
-def _after_step(
-    run: Run,
-    step: int,
-    result: StepResult,
-    *,
-    lr: float,
-    stop: AgreedStop,
-    stop_requests: StopRequests,
-    observer: StepObserver,
-) -> None:
-    """Record the step, then validate and save where that is due.
-
-    Raises:
-        StoppedBySignal, StoppedByGuard: the run stops after this step, or goes back.
-    """
-    metrics, checkpoints, validator, last = run.metrics, run.checkpoints, run.validator, step == run.steps
-    samples = run.samples_at(step)
-    metrics.end_step(step, result, lr=lr, samples=samples, shares=partial(run.samples.shares, samples), last=last)
-    metrics.record_saves(checkpoints.watch())
-    run.guard.remember(step, result)
-    is_agreed = stop.is_agreed(result.stop_flags)  # collective; on a GPU, of the step before
-    config, stops = run.config, is_agreed and not last
-    saves = config.checkpoint.enable and is_due(step, config.checkpoint.interval, last=last)
-    copies = config.checkpoint.local_interval and not last and step % config.checkpoint.local_interval == 0
-    if saves or copies or stops or metrics.records(step, last=last):
-        skipped = run.guard.check(run.train_step.world)  # waits for the device, and raises StoppedByGuard
-        metrics.record_skipped(skipped, run.micro_batches, run.samples)
-    if stops:
-        raise stop_requests.stopped(step)
-    if config.validation.enable and is_due(step, config.validation.freq, last=last):
-        with metrics.not_training(waits_for_device=True), checkpoints.not_training():
-
-            def measure() -> dict[str, Any] | None:
-                observer.phase(Phase.VALIDATION)  # each has its whole timeout
-                return validator.run(run.model, stops=stop.is_asked if not last else None)
-
-            if record := measure():
-                checkpoints.wait_until_staged()  # the average takes the place of the weights
-                average = run.state.average
-                record |= average.measured(measure) if average else {}
-                metrics.record_validation(step, record)
-    if saves:
-        with metrics.not_training(waits_for_device=not checkpoints.is_background):
-            observer.phase(Phase.CHECKPOINT)
-            checkpoints.save(_progress(run, step), last=last)
-    if copies:
-        checkpoints.copy(_progress(run, step), is_target=config.guard.on_spike == "rollback")
+def _reads_weights(run: Run) -> bool:
+    """Return whether something reads the weights after each step, and not through FSDP."""
+    is_followed = run.state.average is not None or run.state.weights_changed is not nothing
+    return is_followed or any(observer.reads_weights for observer in run.position.observers)
 
 
-def _learning_rate(run: Run, step: int) -> float:
-    scheduler, peak = run.config.lr_scheduler, run.config.optimizer.lr
+def _learning_rate(config: Config, position: Position, step: int) -> float:
+    scheduler, peak = config.lr_scheduler, config.optimizer.lr
     if not scheduler.counts_tokens:
-        return learning_rate(step, peak=peak, end=run.steps, config=scheduler)
-    before, position, end = (
-        run.samples_at(number) * run.config.training.seq_len for number in (step - 1, step, run.steps)
+        return learning_rate(step, peak=peak, end=position.steps, config=scheduler)
+    before, now, end = (
+        position.samples_at(number) * config.training.seq_len for number in (step - 1, step, position.steps)
     )
-    return learning_rate(position, peak=peak, end=end, size=position - before, config=scheduler)
+    return learning_rate(now, peak=peak, end=end, size=now - before, config=scheduler)
 
 
 def _progress(run: Run, step: int) -> Progress:
     """Return the progress at the end of a step."""
-    samples = run.samples_at(step)
-    return Progress(step, samples, run.samples.state(samples), run.guard.state() | run.train_step.checkpoint_state())
+    return run.position.progress_at(step, run.guard.state() | run.train_step.checkpoint_state())
+
+
+def _record_skipped(run: Run, skipped: Iterable[SkippedStep]) -> None:
+    run.metrics.record_skipped(skipped, run.position.micro_batches, run.position.samples)
+
+
+def go_back(run: Run, spike: SpikeFound) -> None:
+    """Return to the newest checkpoint, which is from before the spike, and continue with the samples after its step.
+
+    All is as in a start that resumes there, with the window and the counts of the checkpoint. The decision is among the
+    records of skipped steps, where each start finds it. One that is lost is made again, because training comes to the
+    same spike.
+    """
+    config, position, last = run.config, run.position, spike.skipped[-1]
+    gc.unfreeze()
+    position.close()
+    run.setup.phase.enter(Phase.CHECKPOINT_LOAD)
+    loaded = run.checkpoints.go_back()
+    loaded = replace(loaded, samples_seen=position.samples.convert(loaded.samples_seen, loaded.data))
+    seen = position.samples_at(last.step)
+    decision = Rollback(loaded.step, loaded.saved_at, seen, run.guard.rollbacks + 1, config.training.seq_len)
+    _record_skipped(run, [*spike.skipped[:-1], replace(last, rollback=decision)])
+    logger.warning(
+        f"back to step {loaded.step}, over the spike of step {last.step}: the sequences {loaded.samples_seen:,} to "
+        f"{decision.samples - 1:,} are left out (rollback {decision.rollbacks} of {config.guard.max_rollbacks})"
+    )
+    samples = position.samples.resume(loaded.data, loaded.samples_seen, config.data.on_change)
+    progress = after_rollbacks(loaded, [decision], samples)
+    run.guard.resume(progress.step, progress.guard)
+    run.train_step.resume(progress.guard)
+    run.position = build_position(
+        run.setup, samples, run.validator.sources, progress, run.train_step, run.state, run.metrics
+    )
+    run.metrics.go_back(progress.step, steps=run.position.steps, samples=progress.samples_seen)
 
 
 def finish(run: Run, stopped: RunStopped | None = None) -> None:
     """Close all files and workers, and report where everything is."""
     gc.unfreeze()
-    run.batches.close()
-    Observers(*run.observers).close()
+    run.position.close()
     run.metrics.record_saves(run.checkpoints.finish())
     run.metrics.close(stopped.exit_code if stopped else 0)
     report_end(
         run.config,
-        steps=run.steps,
+        steps=run.position.steps,
         folder=run.folder,
         checkpoints=run.checkpoints.storage,
-        resumed_at=run.progress.step,
+        resumed_at=run.position.progress.step,
         stopped=stopped,
-        seconds=phase_seconds(run.phase),
+        seconds=phase_seconds(run.setup.phase),
     )

@@ -169,7 +169,7 @@ def test_a_run_begins_with_the_first_tokens_and_trains_as_with_all(tiny: TinyRun
     background = [*options, "--data.prepare=background", f"--data.cache_folder={tiny.folder / 'other'}"]
     run = train_on_this_rank(tiny.config(*background), 0, 1)
     assert tiny.losses() == tiny.losses("before")
-    store = store_of(run.samples.sources[0])
+    store = store_of(run.position.samples.sources[0])
     assert isinstance(store, GrowingStore)
     store.wait_for(1 << 40)
     del run

@@ -209,7 +209,8 @@ def consume(rank: int, world_size: int, config: Config, port: int, log: Path) ->
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     run = built(rank, world_size, config)
     with open(log, "a") as file:
-        run = replace(run, batches=_recorded(run.batches, run.progress.step, run.accumulation, file))
+        batches = _recorded(run.batches, run.position.progress.step, run.accumulation, file)
+        run.position = replace(run.position, batches=batches)
         train(run)
         finish(run)
 

@@ -25,7 +25,7 @@ APART = "--quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp=false
 def scale_reductions(rank: int, world_size: int, config: Config) -> int:
     """Train; the loss of step 3 is NaN. Returns the all-reduces of scales, the only functional ones."""
     run = built(rank, world_size, config)
-    calls, right = [run.progress.step], run.train_step.loss_function
+    calls, right = [run.position.progress.step], run.train_step.loss_function
 
     def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
         found = right(*args, **kwargs)

@@ -48,7 +48,7 @@ def poisoned(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     def loss_of(*args: Any, **kwargs: Any) -> TokenLoss:
         found = right(*args, **kwargs)
         number, calls[0] = calls[0], calls[0] + 1
-        step = run.progress.step + number // micro_batches + 1
+        step = run.position.progress.step + number // micro_batches + 1
         bad = step == BAD_STEP or (step > BAD_STEP and "forever" in str(config.job.name))
         if bad and rank == min(2, world_size - 1) and number % micro_batches == micro_batches - 1:
             return TokenLoss(found.total * math.nan, found.cross_entropy * math.nan)

@@ -13,7 +13,7 @@ from titanlite.tools.report.parameters import Row, inspect_ranks, rows_of
 
 def layouts_in_training(rank: int, world_size: int, config: Config) -> list[Row]:
     run = train_on_this_rank(config, rank, world_size)
-    return rows_of(run.model, run.optimizer, config, run.mesh)
+    return rows_of(run.model, run.optimizer, config, run.setup.mesh)
 
 
 @pytest.mark.slow

@@ -122,7 +122,7 @@ def fail_and_resume(
     except UserError:
         return REFUSED, {}, [any(home.glob("copies/*/step-*")) for home in homes]
     torch.distributed.barrier()  # the copies are deleted
-    return run.progress.step, state_of(run), [any((home / "copies").iterdir()) for home in homes]
+    return run.position.progress.step, state_of(run), [any((home / "copies").iterdir()) for home in homes]
 
 
 def state_of(run: Run) -> dict[str, torch.Tensor]:
@@ -337,7 +337,7 @@ def resume(rank: int, world_size: int, given: tuple[Config, list[Path], Config])
         run = train_on_this_rank(other, rank, world_size)
     except UserError as error:
         return str(error)
-    return run.progress.step
+    return run.position.progress.step
 
 
 def test_another_layout_loads_and_other_settings_do_not(tiny: TinyRun) -> None:

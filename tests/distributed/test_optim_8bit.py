@@ -39,7 +39,7 @@ def restored(rank: int, world_size: int, config: Config) -> dict[str, np.ndarray
     """Return the moments that a start loads from a checkpoint."""
     torch.compiler.set_stance("force_eager")
     run = built(rank, world_size, config)
-    assert run.progress.step == 6
+    assert run.position.progress.step == 6
     return moments(run.model, run.optimizer)
 
 

@@ -44,7 +44,7 @@ def spiking(rank: int, world_size: int, config: Config, kill: tuple[str, int] = 
     with patch("titanlite.guard.SPIKE_WINDOW", 2 * SAVED):
         run = built(rank, world_size, config)
     samples = range(BAD_SAMPLE, 160 if "many" in str(config.job.name) else BAD_SAMPLE + 1)
-    bad, right, calls = run.samples.__getitems__([*samples])["labels"], run.train_step.loss_function, [0]
+    bad, right, calls = run.position.samples.__getitems__([*samples])["labels"], run.train_step.loss_function, [0]
 
     def loss_of(*args: Any, labels_BL: torch.Tensor, **options: Any) -> TokenLoss:
         found = right(*args, labels_BL=labels_BL, **options)

@@ -31,7 +31,7 @@ def _steps(rank: int, world_size: int) -> list[str | float]:
             ends += [str(error), time.monotonic() - started]
         else:
             ends.append(float(value))
-    phase.phase(Phase.END)
+    phase.enter(Phase.END)
     return ends
 
 

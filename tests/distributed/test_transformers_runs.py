@@ -45,7 +45,7 @@ def plain_losses(config: Config) -> list[float]:
     )
     losses = []
     for step in range(1, STEPS + 1):
-        batch = run.samples.__getitems__([*range(4 * (step - 1), 4 * step)])
+        batch = run.position.samples.__getitems__([*range(4 * (step - 1), 4 * step)])
         for group in optimizer.param_groups:
             group["lr"] = learning_rate(step, peak=config.optimizer.lr, end=STEPS, config=config.lr_scheduler)
         logits = model(batch["tokens"], use_cache=False).logits

@@ -89,7 +89,7 @@ def plain_loop(rank: int, world_size: int, configs: Sequence[Config]) -> tuple[l
                 run.optimizer,
                 learning_rate(step, peak=config.optimizer.lr, end=STEPS, config=config.lr_scheduler),
             )
-            batches = list(islice(run.batches, run.micro_batches.count(step)))
+            batches = list(islice(run.batches, run.position.micro_batches.count(step)))
             assert len(batches) == WORKERS
             each.append(float(run.train_step(batches[worker : worker + 1]).loss))
         losses.append(sum(each) / WORKERS)

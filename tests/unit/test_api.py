@@ -63,7 +63,7 @@ def test_parts_of_a_run_are_there_for_a_loop_of_ones_own(tiny: TinyRun) -> None:
     with pytest.raises(ZeroDivisionError), titanlite.build_run(config):
         raise ZeroDivisionError
     with titanlite.build_run(config) as run:
-        assert run.progress.step == 0
+        assert run.position.progress.step == 0
     config = titanlite.load_config(tiny.toml, {"model.args.dim": 25})
     with pytest.raises(titanlite.ConfigError, match=r"model\.args: .*\b25\b"):
         titanlite.run_training(config)

@@ -248,9 +248,9 @@ class MetricsRecorder:
         """Exclude a block within a step from its time: a trace is written."""
         with self.not_training(waits_for_device=True):
             before = self._phase.position.name
-            self._phase.phase(Phase.PROFILING)
+            self._phase.enter(Phase.PROFILING)
             yield
-            self._phase.phase(before)
+            self._phase.enter(before)
 
     def records(self, step: int, *, last: bool) -> bool:
         """Return whether to write a record: at log steps, the first and the last."""

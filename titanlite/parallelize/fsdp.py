@@ -19,52 +19,16 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import Shard
 
-from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of, sharding_mesh
+from titanlite.mesh import shard_degree_of, sharding_mesh
 from titanlite.models.base import Model, head_of
 from titanlite.ops.kernels import Kernels, in_every_pass
-from titanlite.parallelize.reductions import Reduce, set_reductions
+from titanlite.parallelize.reductions import Reduce, Reductions
 from titanlite.runtime.dtensor import sharded_axes
 from titanlite.runtime.dtypes import torch_dtype
 from titanlite.schema import Config, Parallelism, Training
-from titanlite.step import reduces_once
 
 if TYPE_CHECKING:
     from titanlite.techniques.expert.exchange import SeparateUnits
-
-GPUS_OF_A_NODE = 8
-"""Largest shard group that is taken to be connected by NVLink."""
-MANY_TOKENS = 2**14
-"""Tokens of a micro-batch from which on blocks need more memory in backward than the loss."""
-
-
-def waits_for_head(config: Config, mesh: DeviceMesh) -> bool:
-    """Return True if backward stops until the gradients of the head are reduced.
-
-    FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
-    8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
-    """
-    training = config.training
-    sequences = training.local_batch_size or training.global_batch_size // data_parallel_rank(mesh)[1]
-    tokens = sequences * training.seq_len // context_rank(mesh)[1]
-    return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
-
-
-def keeps_reduced_gradients(config: Config, mesh: DeviceMesh) -> bool:
-    """Return True if the output of each reduce-scatter becomes the gradients of a unit, and lasts until after backward.
-
-    Otherwise FSDP frees the output within backward: it converts it, copies it to the host, adds it to the gradients of
-    another micro-batch, or lets an optimizer use it.
-    """
-    training = config.training
-    at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
-    is_added = (
-        max(training.batch_sizes) > at_once
-        and not config.debug.reproducible_layouts  # the step adds them
-        and not reduces_once(config, mesh)
-    )
-    is_converted = training.dtype != training.mixed_precision_reduce
-    return not (config.optimizer.in_backward or is_added or is_converted or training.enable_cpu_offload)
-
 
 DTYPES = {name: torch_dtype(name) for name in ("bfloat16", "float16", "float32")}
 
@@ -131,23 +95,15 @@ def shard(
     if expert_units:
         others = expert_units.shard(not parallelism.keeps_gathered, precision=precision, offload=offload)
 
-    inner, outer = _sharded(unit[0] for unit in units), _sharded(roots)
-    axes = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree, parallelism.expert_parallel_degree
-    is_added = has_replicas(mesh) and not config.outer.over_replicas  # over replicas, after the reduce-scatter
-    set_reductions_of = partial(
-        set_reductions,
-        on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),
-        keeps_gradients=keeps_reduced_gradients(config, mesh),
-        reduces_in_backward=is_added or config.training.dtype != config.training.mixed_precision_reduce,
-        is_alone=max(axes) == 1,
-        awaited=head if [head] in units and waits_for_head(config, mesh) else None,
-        reduce=reduce_scatter,
+    inner, root = _sharded(unit[0] for unit in units), _sharded(roots)
+    reductions = Reductions.of(
+        config, mesh, kernels, head=head if [head] in units else None, reduce_scatter=reduce_scatter
     )
-    set_reductions_of(inner, shard_degree=shard_degree)
-    set_reductions_of(outer, shard_degree=shard_degree)  # the root: no unit prefetches it
+    reductions.apply(inner, shard_degree=shard_degree)
+    reductions.apply(root, shard_degree=shard_degree)  # no unit prefetches it
     if expert_units:
-        set_reductions_of(others, shard_degree=expert_units.mesh.size(-1))
-    _prefetch(inner, parallelism)  # over the depths that `set_reductions` sets
+        reductions.apply(others, shard_degree=expert_units.mesh.size(-1))
+    _prefetch(inner, parallelism)  # over the depths that `Reductions` sets
     for unit in inner:
         if isinstance(unit, nn.Embedding) and [unit] in units:
             unit.set_unshard_in_backward(False)  # the gradient of a lookup does not need the table

@@ -9,59 +9,125 @@ On CPUs, a reduce-scatter is an all-to-all, because gloo's own is an all-reduce,
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
-from titanlite.ops.kernels import in_every_pass
+from titanlite.mesh import context_rank, data_parallel_rank, has_replicas, shard_degree_of
+from titanlite.ops.kernels import Kernels, in_every_pass
 from titanlite.runtime.private_torch.fsdp import gather_asynchronously
 from titanlite.runtime.private_torch.tensors import call_after_backward, is_in_backward
+from titanlite.schema import Config
+from titanlite.step import reduces_once
 
+GPUS_OF_A_NODE = 8
+"""Largest shard group that is taken to be connected by NVLink."""
+MANY_TOKENS = 2**14
+"""Tokens of a micro-batch from which on blocks need more memory in backward than the loss."""
 Reduce = Callable[[Tensor, Tensor, dist.ProcessGroup, Any], None]
 """(output, parts of all ranks, each of the output's size; group, operation): reduces on the current stream."""
 
 
-def set_reductions(
-    units: Sequence[FSDPModule],
-    *,
-    on_gpu: bool,
-    shard_degree: int,
-    keeps_gradients: bool,
-    reduces_in_backward: bool,
-    is_alone: bool,
-    awaited: nn.Module | None,
-    reduce: Reduce | None = None,
-) -> None:
-    """Choose how each FSDP unit reduces its gradients, before prefetch depths are set.
+@dataclass(frozen=True, kw_only=True)
+class Reductions:
+    """How the FSDP units of a model reduce their gradients."""
 
-    Args:
-        units: FSDP units in the order of the forward pass.
-        keeps_gradients: see `keeps_reduced_gradients` of fsdp.py.
-        reduces_in_backward: FSDP reads the output of a reduce-scatter before backward ends, to all-reduce or to
-            convert it.
-        is_alone: blocks communicate nothing themselves.
-        awaited: unit whose reduce-scatter backward waits for, if any.
-        reduce: adds gradients over shards. Default: they are averaged.
+    on_gpu: bool
+    keeps_gradients: bool
+    """The output of a reduce-scatter becomes the gradients, and lasts until after backward."""
+    overlaps: bool
+    """On a CPU, a collective may run while another unit computes."""
+    awaited: nn.Module | None
+    """Unit whose reduce-scatter backward waits for, if any."""
+    reduce: Reduce | None
+    """Adds gradients over shards. Default: they are averaged."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        mesh: DeviceMesh,
+        kernels: Kernels,
+        *,
+        head: nn.Module | None,
+        reduce_scatter: Reduce | None,
+    ) -> "Reductions":
+        """Return those of a config.
+
+        Args:
+            head: the head, if it is a unit of its own.
+        """
+        training, parallelism = config.training, config.parallelism
+        axes = (
+            parallelism.context_parallel_degree,
+            parallelism.tensor_parallel_degree,
+            parallelism.expert_parallel_degree,
+        )
+        adds_over_replicas = has_replicas(mesh) and not config.outer.over_replicas  # after the reduce-scatter
+        reduces_in_backward = adds_over_replicas or training.dtype != training.mixed_precision_reduce
+        return cls(
+            on_gpu=kernels.is_gpu(torch.device(mesh.device_type)),
+            keeps_gradients=keeps_reduced_gradients(config, mesh),
+            # Two collectives of one process group at a time have made gloo hang, where blocks communicate themselves,
+            # or FSDP reads the output of a reduce-scatter before backward ends.
+            overlaps=max(degrees) == 1 and not reduces_in_backward,
+            awaited=head if waits_for_head(config, mesh) else None,
+            reduce=reduce_scatter,
+        )
+
+    def apply(self, units: Sequence[FSDPModule], *, shard_degree: int) -> None:
+        """Set them for FSDP units, in the order of the forward pass, before prefetch depths are set."""
+        in_flight = InFlight()
+        for index, unit in enumerate(units):
+            if self.on_gpu:
+                comm = ReduceScatter(
+                    ranks=shard_degree, shares=self.keeps_gradients, waits=unit is self.awaited, reduce=self.reduce
+                )
+            elif shard_degree == 1:  # without streams, the input can always be the output
+                comm = ReduceScatter(ranks=1, shares=True)
+            elif self.reduce:
+                comm = ReduceScatter(ranks=shard_degree, shares=False, reduce=self.reduce)
+            else:
+                comm = AllToAllReduceScatter(in_flight if self.keeps_gradients and self.overlaps else None)
+            unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
+            if self.overlaps and shard_degree > 1 and not self.on_gpu:  # with replicas, 3 % more memory than planned
+                gather_asynchronously(unit)
+                following = [unit for unit in units[index + 1 :] if in_every_pass(unit)]
+                unit.set_modules_to_forward_prefetch(following[:1])  # as FSDP does itself on a GPU
+
+
+def waits_for_head(config: Config, mesh: DeviceMesh) -> bool:
+    """Return True if backward stops until the gradients of the head are reduced.
+
+    FSDP would keep its input beside the backward pass of the last block, which is the peak of memory: 2 GiB of Llama 3
+    8B. It takes some 5 ms on the links within a node, which is little beside a step of many tokens.
     """
-    # Two collectives of one process group at a time have made gloo hang, where sequences were split.
-    overlaps, in_flight = is_alone and not reduces_in_backward, InFlight()
-    for index, unit in enumerate(units):
-        if on_gpu:
-            comm = ReduceScatter(ranks=shard_degree, shares=keeps_gradients, waits=unit is awaited, reduce=reduce)
-        elif shard_degree == 1:  # without streams, the input can always be the output
-            comm = ReduceScatter(ranks=1, shares=True)
-        elif reduce:
-            comm = ReduceScatter(ranks=shard_degree, shares=False, reduce=reduce)
-        else:
-            comm = AllToAllReduceScatter(in_flight if keeps_gradients and overlaps else None)
-        unit.set_custom_reduce_scatter(comm)  # pyright: ignore[reportArgumentType]
-        if overlaps and shard_degree > 1 and not on_gpu:  # with replicas, it takes 3 % more memory than planned
-            gather_asynchronously(unit)
-            following = [unit for unit in units[index + 1 :] if in_every_pass(unit)]
-            unit.set_modules_to_forward_prefetch(following[:1])  # as FSDP does itself on a GPU
+    training = config.training
+    sequences = training.local_batch_size or training.global_batch_size // data_parallel_rank(mesh)[1]
+    tokens = sequences * training.seq_len // context_rank(mesh)[1]
+    return shard_degree_of(mesh) <= GPUS_OF_A_NODE and tokens >= MANY_TOKENS
+
+
+def keeps_reduced_gradients(config: Config, mesh: DeviceMesh) -> bool:
+    """Return True if the output of each reduce-scatter becomes the gradients of a unit, and lasts until after backward.
+
+    Otherwise FSDP frees the output within backward: it converts it, copies it to the host, adds it to the gradients of
+    another micro-batch, or lets an optimizer use it.
+    """
+    training = config.training
+    at_once = data_parallel_rank(mesh)[1] * (training.local_batch_size or training.global_batch_size)
+    is_added = (
+        max(training.batch_sizes) > at_once
+        and not config.debug.reproducible_layouts  # the step adds them
+        and not reduces_once(config, mesh)
+    )
+    is_converted = training.dtype != training.mixed_precision_reduce
+    return not (config.optimizer.in_backward or is_added or is_converted or training.enable_cpu_offload)
 
 
 def reduce_scatter(output: Tensor, parts: Tensor, group: dist.ProcessGroup, op: Any) -> None:

@@ -75,8 +75,8 @@ class PhaseTimeouts(CurrentPhase):
             self._wait_for_all()
         self._use(self.position.name)
 
-    def phase(self, name: Phase) -> None:
-        super().phase(name)
+    def on_phase(self, phase: Phase) -> None:
+        super().on_phase(phase)
         self._use(self.position.name)
 
     def _use(self, phase: Phase) -> None:

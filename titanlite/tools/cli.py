@@ -219,7 +219,7 @@ def _run_training(
                 from titanlite.tools.results import show_results
 
                 show_results(run)
-        phase.phase(Phase.EXPORT)
+        phase.enter(Phase.EXPORT)
         if not stopped and not export_last(run, give_up=requests.requested):
             stopped = requests.stopped(run.steps)
     except torch.OutOfMemoryError as error:

@@ -35,7 +35,7 @@ def show_results(run: "Run") -> None:
             check_page(place)
             write_page(place, page([read_run(run.folder.path)]))
             logger.info(f"report   {place}")
-    steps = max(run.steps, run.progress.step)
+    steps = max(run.position.steps, run.position.progress.step)
     report_next(run.config, steps=steps, folder=run.folder, has_checkpoint=run.checkpoints.newest > 0)
 
 
@@ -43,7 +43,7 @@ def _is_small(run: "Run") -> bool:
     """Return True for a small model of titanlite's families in one process, not compiled."""
     parameters = sum(parameter.numel() for _, parameter in unique_parameters(run.model))
     has_cache = type(run.model) in MODELS.values() and not run.config.compile.enable
-    return run.ranks.world_size == 1 and parameters <= MOST_PARAMETERS and has_cache
+    return run.setup.ranks.world_size == 1 and parameters <= MOST_PARAMETERS and has_cache
 
 
 def _show_sample(run: "Run") -> None:
@@ -59,7 +59,7 @@ def _show_sample(run: "Run") -> None:
 def write_sample(run: "Run") -> tuple[str, str]:
     """Return the beginning of a document, of the validation data if there are some, and how the model continues it."""
     tokenizer = run.setup.inputs.tokenizer
-    source = (run.validator.sources or run.samples.sources)[0]
+    source = (run.validator.sources or run.position.samples.sources)[0]
     prompt = source.read(0).tokens[:GIVEN]
     max_seq_len = run.setup.inputs.model.args.max_seq_len
     generator = Generator(

@@ -36,7 +36,7 @@ def test_a_run_of_an_earlier_commit_resumes(config: Path, earlier: list[float]) 
     """From the config as its user wrote it, and as that commit resolved it. CPUs may round differently."""
     assert len(earlier) == 4
     run = train_on_this_rank(load(config, [], world_size=1), 0, 1)
-    assert run.progress.step == 2
+    assert run.position.progress.step == 2
     assert losses()[:2] == earlier[:2]
     assert losses()[2:] == pytest.approx(earlier[2:], rel=1e-5)
 

@@ -31,7 +31,7 @@ def test_each_phase_has_the_time_until_the_next_begins() -> None:
 
     def move(seconds: float, name: str, step: int | None = None) -> None:
         clock.now += seconds
-        phase.phase(Phase(name)) if step is None else phase.begin_step(step)
+        phase.enter(Phase(name)) if step is None else phase.begin_step(step)
 
     for name in ("model", "checkpoint load"):
         move(2, name)

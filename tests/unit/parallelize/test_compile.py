@@ -76,7 +76,7 @@ def test_compiling_is_no_step_time(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         takes(2.0, of_compiler)
         metrics.end_step(step, result_of(3.5, 0.25), lr=0.1, samples=8 * step, shares=dict, last=False)
         with metrics.not_training(waits_for_device=False):
-            phase.phase(Phase.VALIDATION)
+            phase.enter(Phase.VALIDATION)
             takes(10.0, 20.0)
     assert [record["step_seconds"] for record in records(tmp_path)] == pytest.approx([2.0, 2.0, 2.0])
     assert [record["tokens_per_second"] for record in records(tmp_path)] == pytest.approx([500, 500, 500])

@@ -23,9 +23,9 @@ from titanlite.metrics.recorder import Memory
 from titanlite.models.base import build_on_meta
 from titanlite.models.llama3 import Llama3
 from titanlite.ops.cpu import CpuKernels
-from titanlite.parallelize.fsdp import keeps_reduced_gradients, shard
+from titanlite.parallelize.fsdp import shard
 from titanlite.parallelize.materialize import materialize
-from titanlite.parallelize.reductions import AllToAllReduceScatter, ReduceScatter
+from titanlite.parallelize.reductions import AllToAllReduceScatter, ReduceScatter, keeps_reduced_gradients
 from titanlite.runtime.allocator import VARIABLES, allocator_settings, use_expandable_segments
 from titanlite.runtime.private_torch.fsdp import _param_group
 from titanlite.runtime.private_torch.tensors import local_tensor

@@ -29,17 +29,17 @@ def test_each_phase_has_its_timeout() -> None:
     assert calls == []  # there is no process group yet
     assert (str(phase), phase.timeout) == ("start", ("comm.init_timeout_seconds", 100))
     for name in (Phase.DATA_PREPARATION, Phase.MODEL, Phase.CHECKPOINT_LOAD):
-        phase.phase(name)
+        phase.enter(name)
     for step in range(6, 10):
         phase.begin_step(step)
         for name in (Phase.FORWARD, Phase.BACKWARD, Phase.UPDATE):
-            phase.phase(name)
+            phase.enter(name)
         if step in (6, 8):
-            phase.phase(Phase.VALIDATION)
+            phase.enter(Phase.VALIDATION)
         if step == 8:
-            phase.phase(Phase.CHECKPOINT)
+            phase.enter(Phase.CHECKPOINT)
     assert (str(phase), phase.timeout) == ("step 9, update", ("comm.train_timeout_seconds", 10))
-    phase.phase(Phase.END)
+    phase.enter(Phase.END)
     assert calls == [100, 300, 100, "all", 10, 300, 1000, 10, 1000]
     assert str(phase) == "step 9, end"
 
@@ -63,8 +63,8 @@ class Phases(PhaseTimeouts):
         super().begin_step(step)
         self.heard.append(str(self))
 
-    def phase(self, name: Phase) -> None:
-        super().phase(name)
+    def on_phase(self, phase: Phase) -> None:
+        super().on_phase(phase)
         self.heard.append(str(self))
 
 
@@ -81,6 +81,6 @@ def test_a_whole_start_reports_its_phases_and_sets_all_timeouts_but_that_of_chec
     checkpoints = run.checkpoints._saver.group
     assert checkpoints.group_desc == CHECKPOINT_GROUP
     assert timeout_of(run.train_step.world) == timeout_of(checkpoints) == timedelta(seconds=1000)  # at the end
-    phases.phase(Phase.MODEL)
+    phases.enter(Phase.MODEL)
     assert timeout_of(run.train_step.world) == timedelta(seconds=100)
     assert timeout_of(checkpoints) == timedelta(seconds=1000)

@@ -188,7 +188,7 @@ def hang(caplog: pytest.LogCaptureFixture, count: int) -> list[str]:
 
 @pytest.mark.long
 def test_one_rank_reports_once_and_also_the_end(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> None:
-    job.ranks[0].phase.phase(Phase.BACKWARD)
+    job.ranks[0].phase.enter(Phase.BACKWARD)
     job.ranks[0].collectives += 1
     job.ranks[1].waits = ASLEEP
     job.run(12)
@@ -240,11 +240,11 @@ def test_a_hang_in_the_first_steps_is_named_within_30_seconds(
     """Though they have `comm.init_timeout_seconds`, and a rank that compiles is left alone, also if another waits."""
     job = TwoRanks(tmp_path, steps)
     for rank in job.ranks:
-        rank.phase.phase(Phase.FORWARD if steps else Phase.MODEL)
+        rank.phase.enter(Phase.FORWARD if steps else Phase.MODEL)
         rank.collectives += 1
         rank.waits, rank.busy = ASLEEP, True
     job.run(100)
-    job.ranks[0].phase.phase(Phase.BACKWARD)
+    job.ranks[0].phase.enter(Phase.BACKWARD)
     job.ranks[0].waits, job.ranks[0].collectives = IN_COLLECTIVE, job.ranks[0].collectives + 1
     job.run(100)
     assert caplog.messages == []
@@ -276,11 +276,11 @@ def test_training_is_quiet(job: TwoRanks, caplog: pytest.LogCaptureFixture) -> N
         job.run(10)
     for phase in (Phase.VALIDATION, Phase.CHECKPOINT):  # long and busy
         for rank in job.ranks:
-            rank.phase.phase(phase)
+            rank.phase.enter(phase)
             rank.busy = True
         job.run(100)
     for rank in job.ranks:
-        rank.phase.phase(Phase.DATA_PREPARATION)
+        rank.phase.enter(Phase.DATA_PREPARATION)
     job.run(1000)  # longer than half of the timeout
     assert caplog.messages == []
 

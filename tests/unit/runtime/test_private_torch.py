@@ -37,7 +37,7 @@ from tests.support import packed_kernel
 from tests.support.helpers import world
 from tests.support.operators import Operators
 from titanlite.checkpoint.dcp_read import unpickle_metadata
-from titanlite.parallelize.reductions import set_reductions
+from titanlite.parallelize.reductions import Reductions
 from titanlite.runtime.private_torch.attention import (
     cpu_attention,
     cpu_attention_backward,
@@ -557,15 +557,8 @@ def small_model() -> nn.Module:
 @pytest.mark.parametrize("is_alone", [True, False])
 def test_cpus_gather_ahead_unless_blocks_communicate(is_alone: bool) -> None:
     model: Any = small_model()
-    set_reductions(
-        [*model],
-        on_gpu=False,
-        shard_degree=2,
-        keeps_gradients=True,
-        reduces_in_backward=False,
-        is_alone=is_alone,
-        awaited=None,
-    )
+    reductions = Reductions(on_gpu=False, keeps_gradients=True, overlaps=is_alone, awaited=None, reduce=None)
+    reductions.apply([*model], shard_degree=2)
     group: Any = _param_group(model[0])
     assert group.unshard_async_op == is_alone
 

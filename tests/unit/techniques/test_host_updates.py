@@ -170,7 +170,7 @@ def test_gradients_that_are_not_finite(
         run = built(0, 1, tiny.config(f"--job.name={name}", *OFFLOAD, *options))
 
         def poison(gradient: Tensor) -> Tensor:
-            return gradient * math.nan if run.phase.position.step == 2 else gradient
+            return gradient * math.nan if run.setup.phase.position.step == 2 else gradient
 
         run.model.layers[1].register_forward_hook(lambda module, args, output: output.register_hook(poison) and None)
         ended = train(run)
@@ -193,7 +193,7 @@ class AsksToStop(StopRequests):
         self.run, self.step = run, step
 
     def requested(self) -> bool:
-        return self.run.phase.position.step >= self.step
+        return self.run.setup.phase.position.step >= self.step
 
 
 @pytest.mark.long
@@ -299,7 +299,7 @@ def test_hooks_of_the_step_are_called_before_anything_changes(tiny: TinyRun, slo
         def remember(*_: Any, run: Run = run, called: Any = called) -> None:
             assert run.state.updates is not None
             is_idle = all(future.done() for future in run.state.updates._updates.values())
-            called.append((run.phase.position.step, threading.current_thread().name, is_idle))
+            called.append((run.setup.phase.position.step, threading.current_thread().name, is_idle))
 
         run.optimizer.register_step_pre_hook(remember)
         train(run)

@@ -56,7 +56,7 @@ def test_values_are_those_of_the_whole_tensors(tiny: TinyRun) -> None:
 @pytest.mark.usefixtures("single_process_group")
 def test_other_steps_have_no_hooks_and_a_value_that_is_not_finite_is_counted(tiny: TinyRun) -> None:
     run = train_on_this_rank(tiny.config(*OPTIONS, "--training.steps=3", "--metrics.layers.freq=2"), 0, 1)
-    [health] = run.observers
+    [health] = run.position.observers
     hooks = [len(layer._forward_hooks) for layer in run.model.layers]
     health.begin_step(3)
     assert [len(layer._forward_hooks) for layer in run.model.layers] == hooks
@@ -67,7 +67,7 @@ def test_other_steps_have_no_hooks_and_a_value_that_is_not_finite_is_counted(tin
     with torch.no_grad():
         local_tensor(weight).flatten()[:3] = torch.tensor([math.nan, math.inf, 0.0])
     for name in ("forward", "backward", "update", "metrics"):
-        health.phase(Phase(name))
+        health.on_phase(Phase(name))
     assert [len(layer._forward_hooks) for layer in run.model.layers] == hooks
     parameters = tiny.records(file="layers.jsonl")[-1]["layers"]["layers.0"]["parameters"]
     assert (parameters["nonfinite"], parameters["zeros"]) == (pytest.approx(2 / size), pytest.approx(1 / size))

@@ -49,11 +49,11 @@ def windows(config: Profiling, folder: Path, *, steps: int, first: int = 1) -> d
     for step in range(first, steps + 1):
         profiler.begin_step(step)
         for phase in (Phase.FORWARD, Phase.UPDATE, Phase.METRICS):
-            profiler.phase(phase)
+            profiler.on_phase(phase)
             with record_function(f"work {step}"):
                 torch.ones(2).add_(1)
         if step % 2 == 0:
-            profiler.phase(Phase.VALIDATION)
+            profiler.on_phase(Phase.VALIDATION)
     profiler.close()
     found = {path.parent.name: ranges(read(path)) for path in sorted(folder.rglob("rank-0.json.gz"))}
     assert (len(waits) > 0) == bool(found)
@@ -91,7 +91,7 @@ def test_a_run_that_stops_within_a_window_leaves_no_part_of_it(
     with caplog.at_level(logging.INFO, "titanlite"):
         for step in (2, 3):
             profiler.begin_step(step)
-            profiler.phase(Phase.METRICS)
+            profiler.on_phase(Phase.METRICS)
         profiler.close()
     assert mentions(caplog.text, "step 3")
     assert not list(tmp_path.rglob("*.gz"))
@@ -106,7 +106,7 @@ def test_a_full_disk_is_reported_and_training_continues(tmp_path: Path, caplog: 
     (tmp_path / "profile").write_text("a file where the folder should be")
     profiler = build(Profiling(enable_profiling=True, profile_freq=1, profiler_warmup=0), tmp_path)
     profiler.begin_step(1)
-    profiler.phase(Phase.METRICS)
+    profiler.on_phase(Phase.METRICS)
     profiler.begin_step(2)
     assert mentions(caplog.text, tmp_path / "profile")
     profiler.close()

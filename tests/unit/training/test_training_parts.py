@@ -166,13 +166,13 @@ def test_times_measure_what_their_names_promise(tmp_path: Path) -> None:
         phase.begin_step(step)
         now[0] += 0.5
         metrics.begin_step(step, last=False)
-        phase.phase(Phase.FORWARD)
+        phase.enter(Phase.FORWARD)
         with metrics.paused():
             now[0] += 7
         now[0] += 1.5
         metrics.end_step(step, result, lr=0.1, samples=8 * step, shares=dict, last=False)
         with metrics.not_training(waits_for_device=True):
-            phase.phase(Phase.CHECKPOINT)
+            phase.enter(Phase.CHECKPOINT)
             now[0] += 60
     first, second, third = records(tmp_path)
     assert [record["step"] for record in (first, second, third)] == [1, 2, 4]

@@ -91,11 +91,11 @@ class Profiler(StepObserver):
         self._move(step)
         self._enter("data")
 
-    def phase(self, name: Phase) -> None:
+    def on_phase(self, phase: Phase) -> None:
         """Begin a range for the phase. The phase after a window's last step closes the window."""
         self._end_step()
-        self._enter(name)
-        self._is_at_end = name is Phase.METRICS
+        self._enter(phase)
+        self._is_at_end = phase is Phase.METRICS
 
     def close(self) -> None:
         """End with the run: write the window that is complete, and drop one that is not."""

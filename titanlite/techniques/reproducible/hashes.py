@@ -21,9 +21,9 @@ class StateHashes(StepObserver):
         self._step = step
 
     @torch.no_grad()
-    def phase(self, name: Phase) -> None:
+    def on_phase(self, phase: Phase) -> None:
         """Write the hash once the optimizer has made its step."""
-        if name is Phase.METRICS and is_due(self._step, self._freq, last=self._step == self._run.steps):
+        if phase is Phase.METRICS and is_due(self._step, self._freq, last=self._step == self._run.steps):
             with self._run.paused():
                 hashes = hash_tensors(self._run.state())
                 if stages := pipeline_mesh(self._run.mesh):

@@ -39,7 +39,7 @@ def export_last(run: "Run", *, give_up: Callable[[], bool] = lambda: False) -> b
         False if it was given up.
     """
     config, step = run.config.checkpoint, run.checkpoints.newest
-    if not config.last_save_in_hf or not step or run.ranks.rank:
+    if not config.last_save_in_hf or not step or run.setup.ranks.rank:
         return True
     name = folder_name(step)
     checkpoints = config.folder or str(run.folder.checkpoints)

@@ -164,9 +164,9 @@ class Recorder(TorchDispatchMode):
         """
         self._groups[inside, group.group_name] = axis, tuple(dist.get_process_group_ranks(group))
 
-    def phase(self, name: Phase) -> None:
-        if name is Phase.UPDATE:  # forward and backward are divided by FSDP unit
-            self.unit(name)
+    def on_phase(self, phase: Phase) -> None:
+        if phase is Phase.UPDATE:  # forward and backward are divided by FSDP unit
+            self.unit(phase)
 
     def unit(self, name: str) -> None:
         self.time += 1

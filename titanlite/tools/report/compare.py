@@ -214,7 +214,7 @@ def _path(folder: Path, number: int) -> Path:
 def record(run: Run, *, folder: Path, step: int) -> None:
     """Train until a step, write its values, and close the run."""
     dtype = run.config.training.mixed_precision_param
-    run.observers.append(ValueDump(run.model, run.mesh, folder=folder, step=step, dtype=dtype))
+    run.position.observers.append(ValueDump(run.model, run.setup.mesh, folder=folder, step=step, dtype=dtype))
     try:
         with suppress(StepDumped):
             train(run)

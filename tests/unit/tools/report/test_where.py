@@ -150,7 +150,7 @@ def test_too_many_values_are_refused(right: TinyRun) -> None:
     run = built(0, 1, right.config(*options(name="large")))
     arguments = {"folder": right.folder, "step": 1, "dtype": "float32"}
     with pytest.raises(UserError, match=r"\b102,400 B\b.*model\.args\.n_layers"):
-        ValueDump(run.model, run.mesh, **arguments, most_bytes=100 * 1024)
+        ValueDump(run.model, run.setup.mesh, **arguments, most_bytes=100 * 1024)
     run.batches.close()
     run.metrics.close()
 
