@@ -63,11 +63,7 @@ class Reductions:
             head: the head, if it is a unit of its own.
         """
         training, parallelism = config.training, config.parallelism
-        axes = (
-            parallelism.context_parallel_degree,
-            parallelism.tensor_parallel_degree,
-            parallelism.expert_parallel_degree,
-        )
+        degrees = parallelism.context_parallel_degree, parallelism.tensor_parallel_degree
         adds_over_replicas = has_replicas(mesh) and not config.outer.over_replicas  # after the reduce-scatter
         reduces_in_backward = adds_over_replicas or training.dtype != training.mixed_precision_reduce
         return cls(
@@ -75,7 +71,7 @@ class Reductions:
             keeps_gradients=keeps_reduced_gradients(config, mesh),
             # Two collectives of one process group at a time have made gloo hang, where blocks communicate themselves,
             # or FSDP reads the output of a reduce-scatter before backward ends.
-            overlaps=max(degrees) == 1 and not reduces_in_backward,
+            overlaps=max(*degrees, parallelism.expert_parallel_degree) == 1 and not reduces_in_backward,
             awaited=head if waits_for_head(config, mesh) else None,
             reduce=reduce_scatter,
         )
