@@ -16,13 +16,15 @@ import torch
 from torch import Tensor
 
 from titanlite.checkpoint import manifest as manifests
+from titanlite.checkpoint.dcp_read import RankReader
 from titanlite.checkpoint.dcp_write import ShardWriter, write_state
-from titanlite.checkpoint.difference import Difference, difference, to_globs
+from titanlite.checkpoint.difference import Difference, difference, selected, to_globs
 from titanlite.checkpoint.initial import of_further_token
 from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.resume import model_settings
+from titanlite.checkpoint.vocabulary import VOCABULARY, ResizedReader, resized
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
-from titanlite.models.base import Model
+from titanlite.models.base import Model, ModelArgs
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
 from titanlite.schema import dump
@@ -30,8 +32,8 @@ from titanlite.state import model_state
 from titanlite.storage.storage import MANIFEST, Storage, open_storage
 from titanlite.techniques import multi_token
 from titanlite.tools.checkpoints.command import explaining_damage
-from titanlite.tools.convert.reader import ForeignReader
-from titanlite.tools.convert.source import ORIGIN, open_foreign, read_tensor
+from titanlite.tools.convert.reader import ForeignReader, read_whole
+from titanlite.tools.convert.source import ORIGIN, open_foreign
 from titanlite.tools.convert.weights import find_source
 
 OWNER = "import"
@@ -86,8 +88,11 @@ def import_weights(
         multi_token.TECHNIQUE.choose_trained(built, loaded)
     kept = _initial_buffers(built, {name.removeprefix("model.") for name in reader.kept})
     tensors = {name: tensor for name, tensor in model_state(built).items() if name not in kept}
-    _check(tensors, reader, allow_unexpected)
-    entries: dict[str, Any] = reader.metadata.state_dict_metadata
+    rows = dict.fromkeys(_resized(tensors, reader, spec.args), spec.args.vocab_size)
+    may_differ = selected(VOCABULARY, loaded.checkpoint.allow_changes)
+    weights = ResizedReader(reader, rows) if may_differ else reader
+    _check(tensors, weights, allow_unexpected, rows if not may_differ else {})
+    entries: dict[str, Any] = weights.metadata.state_dict_metadata
 
     state = {  # each tensor is a view of one element, and the writer reads its values when it writes it
         name: torch.empty((), dtype=entries[f"model.{name}"].properties.dtype).expand(tensor.shape)
@@ -98,7 +103,7 @@ def import_weights(
         storage,
         folder,
         state,
-        read=lambda name: kept[name] if name in kept else read_tensor(source, name),
+        read=lambda name: kept[name] if name in kept else read_whole(weights, name),
         settings=model_settings(loaded.model.title, spec.args),
         config=dump(loaded),
         origin=source.origin,
@@ -107,8 +112,18 @@ def import_weights(
     print(f"wrote {storage.url_of(folder)}, the weights of {path}")
 
 
-def _check(tensors: Mapping[str, Tensor], reader: ForeignReader, allow_unexpected: Sequence[str]) -> None:
-    """Check that the source has these tensors and no others. A `FurtherToken` that is not among them is left out."""
+def _resized(tensors: Mapping[str, Tensor], reader: RankReader, args: ModelArgs) -> dict[str, int]:
+    return resized({f"model.{name}": tensor for name, tensor in tensors.items()}, reader.metadata, args.vocab_size)
+
+
+def _check(
+    tensors: Mapping[str, Tensor], reader: RankReader, allow_unexpected: Sequence[str], other_rows: Mapping[str, int]
+) -> None:
+    """Check that the source has these tensors and no others. A `FurtherToken` that is not among them is left out.
+
+    Args:
+        other_rows: tensors of which only the number of tokens differs.
+    """
     found = difference({f"model.{name}": tensor for name, tensor in tensors.items()}, reader.metadata, ["*"])
     further = of_further_token(found)
     found = found.without(unexpected=further)
@@ -118,6 +133,9 @@ def _check(tensors: Mapping[str, Tensor], reader: ForeignReader, allow_unexpecte
     if wrong:
         globs = " ".join(f"--allow-unexpected '{glob}'" for glob in to_globs(wrong.unexpected))
         advice = f"\nTo leave out what is unexpected: {globs}" if globs and not wrong.missing else ""
+        if other_rows and not wrong.missing.keys() - other_rows.keys():
+            accepted = f'checkpoint.allow_changes = ["{VOCABULARY}"]'
+            advice += f"\nTo keep the rows of the tokens that are there, set {accepted} in a --config"
         raise UserError(f"{reader.where} does not fit the model:\n{wrong}{advice}")
     if further:
         kept_by = "a --config with training.multi_token_weight above 0 keeps it"

@@ -154,6 +154,30 @@ def test_an_imported_checkpoint_is_like_any_other(tiny: TinyRun, capfd: pytest.C
         assert torch.equal(found[name], tensor), name
 
 
+@pytest.mark.parametrize("rows", [60, 75])
+def test_a_config_may_have_another_number_of_tokens(
+    rows: int, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    oracle, file = oracle_of("llama3", vocab_size=68), tmp_path / "mine.toml"
+    oracle.save_pretrained(tmp_path / "hf")
+    args = [line.partition("model.args.")[2] for line in options_of(spec_of("llama3", oracle)) if "model.args" in line]
+    args = [line if not line.startswith("vocab_size") else f"vocab_size={rows}" for line in args]
+    text = "\n".join(["[model]", 'name = "llama3"', "[model.args]", *(line.replace("=", " = ") for line in args)])
+    accepted = 'allow_changes = ["model.args.vocab_size"]'
+    words = tmp_path / "hf", "--config", file, "--out", tmp_path / "out"
+    file.write_text(text)
+    assert imported(*words) == 2
+    assert accepted in capfd.readouterr().err
+    file.write_text(f"{text}\n[checkpoint]\n{accepted}\n")
+    assert imported(*words) == 0
+    found = tensors_at(tmp_path / "out")
+    for name, expected in expected_tensors(oracle).items():
+        if len(found[name]) == rows:
+            mean = expected.double().mean(0).float().expand(max(rows - 68, 0), -1)
+            expected = torch.cat([expected[:rows], mean])
+        assert torch.equal(found[name], expected), name
+
+
 @pytest.mark.long
 def test_torchtitan_needs_a_model(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     oracle = oracle_of("llama3", vocab_size=68)
