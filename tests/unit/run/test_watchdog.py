@@ -23,6 +23,7 @@ from titanlite.run.timeouts import PhaseTimeouts
 from titanlite.run.watchdog import Beat, Watchdog, explain, find_culprits, may_report, suspicious_after
 from titanlite.runtime.process_group import Ranks
 from titanlite.schema import Comm
+from titanlite.storage.retry import retry
 
 IN_COLLECTIVE = Waiting("collective", "is in a collective")
 ASLEEP = Waiting("code", "is in its own code (mine.py:3, loss)")
@@ -428,6 +429,16 @@ def test_the_main_thread_is_in_its_own_code() -> None:
     waiting = main_thread_waits_for()
     assert waiting.kind == "code"
     assert "test_watchdog.py" in waiting.text or "proc.py" in waiting.text
+
+
+def test_a_call_to_an_object_store_is_a_wait_for_files() -> None:
+    ended, seen = threading.Lock(), list[Waiting]()
+    ended.acquire()
+    thread = threading.Timer(0.2, lambda: (seen.append(main_thread_waits_for()), ended.release()))
+    thread.start()
+    assert retry(ended.acquire, name="a file")  # C code that waits, as a socket
+    thread.join()
+    assert [waiting.kind for waiting in seen] == ["files"]
 
 
 def test_a_wait_for_a_reduce_scatter_of_cpus_is_a_collective(monkeypatch: pytest.MonkeyPatch) -> None:

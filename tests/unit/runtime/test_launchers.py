@@ -2,8 +2,10 @@
 
 import pytest
 
+from tests.support.helpers import mentions
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.launchers import first_host, use_ranks_of_launcher
+from titanlite.runtime.process_group import ranks_of_open_group
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SRUN = {
@@ -70,3 +72,11 @@ def test_ranks_of_torchrun_stay() -> None:
 )
 def test_the_first_host_of_a_list(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+@pytest.mark.usefixtures("single_process_group")
+def test_a_group_without_a_backend_for_the_devices_is_refused() -> None:
+    assert ranks_of_open_group("cpu").world_size == 1
+    with pytest.raises(UserError) as refusal:
+        ranks_of_open_group("cuda")
+    assert mentions(str(refusal.value), "cuda:nccl", '"cpu:gloo,cuda:nccl"')

@@ -65,14 +65,15 @@ def test_torchrun_ends_the_others_of_a_failed_process() -> None:
     assert ended == [("", 1)]
 
 
-def test_signals_of_this_process_arrive() -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2])
+def test_signals_of_this_process_arrive(number: signal.Signals) -> None:
     requests = StopRequests()
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     with requests.listening(Ended(), never):
         requests.begin_training()
-        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), number)
         wait_until(requests.requested)
-    assert requests.reason == "SIGUSR1"
+    assert requests.reason == number.name
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
