@@ -14,7 +14,9 @@ import torch.distributed as dist
 
 import titanlite
 from tests.support.helpers import TinyRun
+from titanlite.after_step import EndedStep
 from titanlite.tools import cli
+from titanlite.train import finish, train
 
 
 def test_each_public_name_is_there_with_its_types() -> None:
@@ -67,6 +69,24 @@ def test_parts_of_a_run_are_there_for_a_loop_of_ones_own(tiny: TinyRun) -> None:
     config = titanlite.load_config(tiny.toml, {"model.args.dim": 25})
     with pytest.raises(titanlite.ConfigError, match=r"model\.args: .*\b25\b"):
         titanlite.run_training(config)
+
+
+@pytest.mark.long
+def test_a_task_of_ones_own_runs_after_the_steps_at_which_it_is_due(tiny: TinyRun) -> None:
+    seen: list[tuple[int, bool, int]] = []
+
+    class Every2:
+        def is_due(self, step: int, *, last: bool) -> bool:
+            return step % 2 == 0 or last
+
+        def run(self, step: EndedStep) -> None:
+            seen.append((step.number, step.is_last, step.progress().samples_seen))
+
+    config = titanlite.load_config(tiny.toml, {"training.steps": 5, "training.global_batch_size": 4})
+    with titanlite.build_run(config) as run:
+        run.after_step.append(Every2())
+        finish(run, train(run))
+    assert seen == [(2, False, 8), (4, False, 16), (5, True, 20)]
 
 
 @pytest.mark.long
