@@ -73,7 +73,7 @@ def test_finite_data_ends_for_all_ranks_and_validates_the_whole_set(tiny: TinyRu
 
 
 def consumed(config: Config, samples: int) -> list[int]:
-    return train_on_this_rank(config, 0, 1).samples.consumed(samples)
+    return train_on_this_rank(config, 0, 1).position.samples.consumed(samples)
 
 
 def refusal(config: Config) -> str:
