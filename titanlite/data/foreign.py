@@ -10,6 +10,7 @@ import hashlib
 import logging
 import os
 import struct
+from bisect import bisect_left
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
@@ -196,11 +197,11 @@ def _find_marks(store: "ForeignTokens", tokenizer: Tokenizer, wanted: tuple[bool
     firsts, lasts, singles = [store.read_unchecked(0, 1)], [store.read_unchecked(len(store) - 1, 1)], 0
     for at in {*np.linspace(0, max(len(store) - BLOCK, 0), SAMPLED, dtype=np.int64).tolist()}:
         count = min(BLOCK, len(store) - at)
-        for shard, begin, end, _ in store.pieces(at, count):
-            tokens = store.open_file(shard, "tokens").read(begin, end)
-            if why := _why_wrong(tokens, tokenizer.vocab_size):
-                raise UserError(f"data.path: {store.layouts[shard].path} {why}, or data.tokenizer did not write it")
         tokens = store.read_unchecked(at, count)
+        for shard, begin, end, first in store.pieces(at, count):
+            layout = store.layouts[shard]
+            if why := _why_wrong(tokens[first : first + end - begin].astype(layout.dtype), tokenizer.vocab_size):
+                raise UserError(f"data.path: {layout.path} {why}, or data.tokenizer did not write it")
         singles += int((tokens == bos).sum())
         starts = store.document_starts(at, count) - at if has_starts else np.flatnonzero(tokens == eos) + 1
         firsts.append(tokens[starts[starts < count]])
@@ -370,6 +371,9 @@ def _olmo(path: Path, vocab_size: int, cache_folder: Path) -> Layout:
     ends = path.with_suffix(".csv.gz")
     if not ends.is_file():
         return layout
+    with gzip.open(ends) as rows:
+        if not rows.read(1):  # a writer without documents leaves its whole file of zeros (dolma 1.2.1)
+            raise ValueError(f"{ends.name} states no documents: leave both out")
     return layout._replace(starts=partial(_read_ends, ends, layout.tokens, cache_folder), beside=(ends,))
 
 
@@ -456,6 +460,12 @@ class _MegatronStarts(SortedRecords):
 
     def __len__(self) -> int:
         return len(self._firsts) - 1
+
+    def first_from(self, begin: int) -> int:
+        sequence = bisect_left(self._places, begin * self._size)
+        if sequence < len(self) and self._firsts[sequence] == sequence > self._firsts[max(sequence - 1, 0)]:
+            return sequence  # documents of one sequence each, as usual
+        return min(bisect_left(self._firsts, sequence), len(self))
 
     def read(self, begin: int, end: int) -> np.ndarray:
         firsts = self._firsts.read(begin, end)

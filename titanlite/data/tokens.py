@@ -41,12 +41,16 @@ class SortedRecords:
     def __getitem__(self, index: int) -> int:
         return int(self.read(index, index + 1)[0])
 
+    def first_from(self, begin: int) -> int:
+        """Return the index of the first record that is not below `begin`."""
+        return bisect_left(self, begin)
+
     def within(self, begin: int, end: int) -> np.ndarray:
         """Return the records with begin <= record < end, int64."""
         found = [np.empty(0, dtype=np.int64)]
-        first = bisect_left(self, begin) if begin else 0
+        first = self.first_from(begin) if begin else 0
         while first < len(self):
-            records = self.read(first, min(first + max(BLOCK, (end - begin) // BLOCK), len(self)))
+            records = self.read(first, min(first + max(BLOCK, (end - begin) // 1024), len(self)))
             last = int(np.searchsorted(records, np.array(end, dtype=records.dtype)))
             found.append(records[:last].astype(np.int64))
             first += len(records)
@@ -128,7 +132,7 @@ MOST_OPEN_FILES = 1024
 TOKEN_BYTES = {"<u2": 2, "<u4": 4}
 """Bytes of a token by the `dtype` of an index."""
 REMEDY = "Restore it, or delete the folder and prepare the text again"
-BLOCK = 1024
+BLOCK = 128
 """Starts of documents to read at once."""
 
 
