@@ -6,9 +6,9 @@ nanoGPT, modded-nanogpt and llm.c are no packages: their files are written as th
 """
 
 import sys
-from importlib.util import find_spec
+from importlib.machinery import ModuleSpec
+from importlib.util import module_from_spec
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
@@ -39,10 +39,13 @@ def datatrove(folder: Path) -> None:
 
 def olmo(folder: Path) -> None:
     """With dolma, of which only the writer is imported: the rest needs fasttext, nltk and others."""
-    root = Path(*find_spec("dolma").submodule_search_locations)  # pyright: ignore[reportOptionalMemberAccess]
     for name in ("dolma", "dolma.core", "dolma.tokenizer"):
-        sys.modules[name] = module = ModuleType(name)
-        module.__path__ = [str(root.parent.joinpath(*name.split(".")))]
+        if name not in sys.modules:
+            spec = ModuleSpec(name, None, is_package=True)
+            spec.submodule_search_locations = [
+                str(path) for place in sys.path if (path := Path(place, *name.split("."))).is_dir()
+            ]
+            sys.modules[name] = module_from_spec(spec)
     from dolma.tokenizer.data_types import TokenizerOutput
     from dolma.tokenizer.memmap_writer import MemmapWriter
 

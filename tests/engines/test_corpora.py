@@ -1,5 +1,6 @@
 """Tokens that the real programs write, and what their own readers make of them. README.md says how to install them."""
 
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 
@@ -17,6 +18,11 @@ from titanlite.tools import cli
 pytestmark = pytest.mark.engines
 
 
+def skip_without(package: str) -> None:
+    if find_spec(package) is None:  # an import would need all that the package depends on
+        pytest.skip(f"needs {package}")
+
+
 def opened(path: Path, **options: object) -> TokenStore:
     data = Data.model_validate({"add_bos": False, **options})
     return open_tokens(str(path), data=data, tokenizer=ByteTokenizer(), cache_folder=path / ".cache")
@@ -30,7 +36,7 @@ def documents_of(store: TokenStore) -> list[list[int]]:
 @pytest.mark.parametrize("name", [name for name in CORPORA if name not in ("nanogpt", "llm_c")])
 def test_recorded_files_are_those_that_the_program_writes(name: str, tmp_path: Path) -> None:
     recorded = Path(__file__).parents[1] / "data" / "tokens" / name
-    pytest.importorskip({"olmo": "dolma", "megatron": "megatron.core"}.get(name, name))
+    skip_without({"olmo": "dolma"}.get(name, name))
     CORPORA[name](tmp_path)
     written = {path.name: path.read_bytes() for path in tmp_path.iterdir() if not path.name.endswith(".gz")}
     assert written == {path.name: path.read_bytes() for path in recorded.iterdir() if not path.name.endswith(".gz")}
@@ -66,7 +72,7 @@ def test_datatrove_reads_the_same_sequences_and_positions(tmp_path: Path) -> Non
 
 
 def test_olmo_core_finds_the_same_documents(tmp_path: Path) -> None:
-    pytest.importorskip("dolma")
+    skip_without("dolma")
     module = pytest.importorskip("olmo_core.data.utils")
     CORPORA["olmo"](tmp_path)
     file = tmp_path / "part-0-00000.npy"
