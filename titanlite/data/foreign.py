@@ -98,22 +98,25 @@ def find_foreign(path: str, form: str | None) -> str | None:
 
 
 def find_all_foreign(folder: str, names: Sequence[str], form: str | None) -> list[str]:
-    """Return the files of tokens of some names; none if there are others too, and `form` is not set.
+    """Return the files of tokens of some names; none if there are others too.
 
     Raises:
-        UserError: all may be tokens, and nothing says of which format.
+        UserError: all may be tokens, and nothing says of which format; or `form` is set, and others are among them.
     """
     paths = [os.path.join(folder, name) for name in names if OLMO_MASK not in os.path.basename(name)]
-    places = dict.fromkeys(megatron_prefix(path) or path for path in paths)
-    found = [path for path in places if find_foreign(path, form)]
-    rest = [path for path in places if path not in found and not path.endswith(BESIDE)]
-    unknown = [path for path in rest if path.endswith(TOKEN_SUFFIXES) and os.path.isfile(path)]
-    if unknown and unknown == rest:
+    formats = {
+        place: find_foreign(place, form) for place in dict.fromkeys(megatron_prefix(path) or path for path in paths)
+    }
+    rest = [place for place, found in formats.items() if not found and not place.endswith(BESIDE)]
+    if rest and all(place.endswith(TOKEN_SUFFIXES) and os.path.isfile(place) for place in rest):
         raise UserError(
-            f"data.format: {unknown[0]} is no text, and does not say which program wrote its tokens: set nanogpt for "
-            ".bin or olmo for .npy of 2 or 4 bytes a token, datatrove for .ds. A .bin of Megatron-LM needs its .idx"
+            f"data.format: {rest[0]} is no text, and does not say which program wrote its tokens: set nanogpt for .bin "
+            "or olmo for .npy of 2 or 4 bytes a token, datatrove for .ds. A .bin of Megatron-LM needs its .idx"
         )
-    return found if form or not rest else []
+    found = [place for place, found in formats.items() if found]
+    if found and rest and form:
+        raise UserError(f"data.path: {rest[0]} is among tokens of {form}, and is none: name the tokens with a glob")
+    return [] if rest else found
 
 
 def megatron_prefix(path: str) -> str | None:

@@ -175,6 +175,11 @@ def test_documents_are_those_that_the_program_wrote(name: str, tmp_path: Path) -
     file = next(path for path in sorted((RECORDED / name).iterdir()) if path.suffix in (".bin", ".ds", ".npy"))
     assert opened(file, tmp_path, format=form).fingerprint == store.fingerprint
     if form:
+        shutil.copytree(RECORDED / name, tmp_path / "more")
+        (tmp_path / "more" / "README.md").write_text("words")
+        with pytest.raises(UserError, match=r"^data\.path: .*README\.md"):
+            opened(tmp_path / "more", tmp_path, format=form)
+        assert documents_of(opened(tmp_path / "more" / f"*{file.suffix}", tmp_path, format=form)) == TOKENS
         with pytest.raises(UserError, match=r"^data\.format: "):
             opened(file, tmp_path)
         with pytest.raises(UserError, match=r"^data\.format: "):
@@ -207,19 +212,20 @@ def test_documents_between_both_marks(tmp_path: Path) -> None:
 
 
 def test_boundaries_are_those_of_the_metadata_where_a_document_has_no_end(tmp_path: Path) -> None:
-    np.array([1, EOS, 2, 3, 4, EOS], "<u2").tofile(tmp_path / "token_ids_part_0.npy")
-    np.array([1, 1, 0, 1, 1, 1], "?").tofile(tmp_path / "labels_mask_part_0.npy")
-    metadata = tmp_path / "token_ids_part_0.csv.gz"
+    (folder := tmp_path / "in").mkdir()
+    np.array([1, EOS, 2, 3, 4, EOS], "<u2").tofile(folder / "token_ids_part_0.npy")
+    np.array([1, 1, 0, 1, 1, 1], "?").tofile(folder / "labels_mask_part_0.npy")
+    metadata = folder / "token_ids_part_0.csv.gz"
     metadata.write_bytes(gzip.compress(b'0,2,"a, b",x\n2,3\n3,6\n'))
-    store = opened(tmp_path, tmp_path / "cache", format="olmo")
+    store = opened(folder, tmp_path / "cache", format="olmo")
     assert store.document_starts(0, 6).tolist() == [0, 2, 3]
     assert store.read_mask(0, 6).tolist() == [True, True, False, True, True, True]
     metadata.write_bytes(gzip.compress(b"0,2\n2,3\n"))
     with pytest.raises(UserError, match=r"csv\.gz .*6 tokens"):
-        opened(tmp_path, tmp_path / "cache", format="olmo").document_starts(0, 6)
-    (tmp_path / "labels_mask_part_0.npy").write_bytes(b"1")
+        opened(folder, tmp_path / "cache", format="olmo").document_starts(0, 6)
+    (folder / "labels_mask_part_0.npy").write_bytes(b"1")
     with pytest.raises(UserError, match="labels_mask_part_0"):
-        opened(tmp_path, tmp_path / "cache", format="olmo")
+        opened(folder, tmp_path / "cache", format="olmo")
 
 
 @pytest.mark.parametrize(("suffix", "form"), [(".bin", "nanogpt"), (".npy", "olmo"), (".ds", "datatrove")])
