@@ -25,7 +25,7 @@ def skip_without(package: str) -> None:
 
 def opened(path: Path, **options: object) -> TokenStore:
     data = Data.model_validate({"add_bos": False, **options})
-    return open_tokens(str(path), data=data, tokenizer=ByteTokenizer(), cache_folder=path / ".cache")
+    return open_tokens(str(path), data=data, tokenizer=ByteTokenizer(), cache_folder=path.parent / ".cache")
 
 
 def documents_of(store: TokenStore) -> list[list[int]]:

@@ -248,7 +248,7 @@ class ForeignTokens(TokenStore):
     def __init__(self, layouts: Sequence[Layout], about: dict[str, Any], marks: Marks) -> None:
         self.layouts, self._about, self._marks = layouts, about, marks
         paths = [str(layout.path) for layout in layouts]
-        super().__init__(Path(paths[0] if len(paths) == 1 else os.path.commonpath(paths)))
+        super().__init__(Path(paths[0] if len(paths) == 1 else os.path.commonpath(map(os.path.abspath, paths))))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.layouts, self._about, self._marks)

@@ -327,3 +327,6 @@ def test_an_export_holds_the_same_documents(form: str, tmp_path: Path, capsys: p
     capsys.readouterr()
     assert cli.run(words) == 2
     assert "--out" in capsys.readouterr().err
+    words = ["data", "inspect", f"{tmp_path}/out", "--format", form, "--tokenizer", "bytes", "--sample", "9"]
+    assert cli.run(words) == 0
+    assert "| a second document<eos>" in capsys.readouterr().out

@@ -44,24 +44,25 @@ def export(
     Example:
         tokens/corpus --format megatron --out megatron/corpus_text_document
     """
-    store, place = open_named(folder, tokenizer, source_format), local_folder(out)
-    if store.has_mask:
-        raise UserError(f"{folder} has tokens that do not count in the loss, which files of {format} cannot state")
+    place = local_folder(out)
     paths = [place.with_name(f"{place.name}{suffix}") for suffix in SUFFIXES[format]]
     if there := [path for path in paths if path.exists()]:
         raise UserError(f"--out: {there[0]} is there already: name another")
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        for path, write in zip(paths, (_write_tokens, _write_index), strict=False):
-            staging = path.with_name(f".{path.name}.partial")
-            with open(staging, "wb") as file:
-                write(file, store, format)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(staging, path)
-    except OSError as error:
-        raise RunError(f"--out: {place} cannot be written: {error}") from error
-    print(f"{len(store):,} tokens of {_dtype(store, format).name} in {' and '.join(map(str, paths))}")
+    with open_named(folder, tokenizer, source_format) as store:
+        if store.has_mask:
+            raise UserError(f"{folder} has tokens that do not count in the loss, which files of {format} cannot state")
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            for path, write in zip(paths, (_write_tokens, _write_index), strict=False):
+                staging = path.with_name(f".{path.name}.partial")
+                with open(staging, "wb") as file:
+                    write(file, store, format)
+                    file.flush()
+                    os.fsync(file.fileno())
+                os.replace(staging, path)
+        except OSError as error:
+            raise RunError(f"--out: {place} cannot be written: {error}") from error
+        print(f"{len(store):,} tokens of {_dtype(store, format).name} in {' and '.join(map(str, paths))}")
 
 
 def _dtype(store: TokenStore, form: str) -> np.dtype[Any]:

@@ -3,6 +3,8 @@
 import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -51,22 +53,23 @@ def inspect(
     Example:
         tokens/corpus --sample 3
     """
-    store = open_named(folder, tokenizer, format)
-    wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
-    console = Console(width=wide, soft_wrap=True, markup=False, emoji=False, highlight=False)
-    starts = store.document_starts(0, len(store))
-    console.print(str(store.folder))
-    for name, value in _facts(store, starts).items():
-        console.print(f"  {name:<17} {value}")
-    for line in report_lines(store.index) if "inputs" in store.index else []:
-        console.print(f"  {line.translate(CONTROLS)}")
-    if sample > 0:
-        _print_samples(console, store, starts, sample, tokenizer)
-    if not quick and any(store.files()):
-        console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
+    with open_named(folder, tokenizer, format) as store:
+        wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
+        console = Console(width=wide, soft_wrap=True, markup=False, emoji=False, highlight=False)
+        starts = store.document_starts(0, len(store))
+        console.print(str(store.folder))
+        for name, value in _facts(store, starts).items():
+            console.print(f"  {name:<17} {value}")
+        for line in report_lines(store.index) if "inputs" in store.index else []:
+            console.print(f"  {line.translate(CONTROLS)}")
+        if sample > 0:
+            _print_samples(console, store, starts, sample, tokenizer)
+        if not quick and any(store.files()):
+            console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
 
 
-def open_named(path: Path, tokenizer: str | None, form: Any) -> TokenStore:
+@contextmanager
+def open_named(path: Path, tokenizer: str | None, form: Any) -> Iterator[TokenStore]:
     """Open prepared tokens of a local path.
 
     Args:
@@ -78,12 +81,13 @@ def open_named(path: Path, tokenizer: str | None, form: Any) -> TokenStore:
     """
     places = prepared_tokens([str(path)], form)
     if all(os.path.isdir(place) for place in places):
-        return TokenStore(path.expanduser())
+        yield TokenStore(path.expanduser())
+        return
     if tokenizer is None:
         raise UserError(f"{path} holds tokens of another program: name the tokenizer that wrote them with --tokenizer")
-    with TemporaryDirectory() as cache:  # what is read of it stays open
+    with TemporaryDirectory() as cache:
         options = {"data": Data(format=form), "tokenizer": load_tokenizer(tokenizer), "cache_folder": Path(cache)}
-        return open_stores(places, **options)
+        yield open_stores(places, **options)
 
 
 # Statistics
