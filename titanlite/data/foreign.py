@@ -464,11 +464,15 @@ class _MegatronStarts(SortedRecords):
     def __len__(self) -> int:
         return len(self._firsts) - 1
 
-    def first_from(self, begin: int) -> int:
-        sequence = bisect_left(self._places, begin * self._size)
-        if sequence < len(self) and self._firsts[sequence] == sequence > self._firsts[max(sequence - 1, 0)]:
-            return sequence  # documents of one sequence each, as usual
-        return min(bisect_left(self._firsts, sequence), len(self))
+    def within(self, begin: int, end: int) -> np.ndarray:
+        first = bisect_left(self._places, begin * self._size) if begin else 0
+        last = min(first + max(BLOCK // 32, (end - begin) // 1024), len(self), len(self._places))
+        low = max(first - 1, 0)
+        if low < last and np.array_equal(self._firsts.read(low, last), np.arange(low, last)):
+            starts = self._places.read(first, last) // self._size  # documents of one sequence each, as usual
+            if last == len(self) or starts[-1] >= end:
+                return starts[: np.searchsorted(starts, end)]
+        return super().within(begin, end)
 
     def read(self, begin: int, end: int) -> np.ndarray:
         firsts = self._firsts.read(begin, end)

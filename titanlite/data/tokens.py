@@ -41,14 +41,10 @@ class SortedRecords:
     def __getitem__(self, index: int) -> int:
         return int(self.read(index, index + 1)[0])
 
-    def first_from(self, begin: int) -> int:
-        """Return the index of the first record that is not below `begin`."""
-        return bisect_left(self, begin)
-
     def within(self, begin: int, end: int) -> np.ndarray:
         """Return the records with begin <= record < end, int64."""
         found = [np.empty(0, dtype=np.int64)]
-        first = self.first_from(begin) if begin else 0
+        first = bisect_left(self, begin) if begin else 0
         while first < len(self):
             records = self.read(first, min(first + max(BLOCK, (end - begin) // 1024), len(self)))
             last = int(np.searchsorted(records, np.array(end, dtype=records.dtype)))
