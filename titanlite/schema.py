@@ -235,6 +235,9 @@ class Data(Section):
     stages: list[DataStage] = []
     """Stages at the beginning of the run in which sources have other weights, in their order. After them, the weights
     of data.sources count. Stages that a run has not reached may be changed when it resumes."""
+    format: Literal["megatron", "nanogpt", "olmo", "datatrove"] | None = None
+    """Format of tokens that another program prepared, where its files do not say it: nanogpt of .bin and olmo of .npy
+    without a header, datatrove of .ds without an index. Text, and files that say it, are read as without it."""
     tokenizer: Name = "bytes"
     """Tokenizer: bytes (one token per byte), the name of a shipped tokenizer, or a path. The path is that of a tiktoken
     rank file (Llama 3's tokenizer.model), of Hugging Face's tokenizer.json, or of its folder."""

@@ -102,7 +102,7 @@ def examine(
     keys = ["model.name", "model.file", "model.flavor", "model.args"]
     spec = report.attempt("model", keys, lambda: select_model(config.model, tokenizer))
     for key, path in [*_paths(config.data, "data"), *_paths(config.validation, "validation")]:
-        report.attempt(key, [key], partial(check_path, path, find_text))
+        report.attempt(key, [key], partial(check_path, path, find_text, config.data.format))
     if config.compile.enable:
         report.attempt("compile.enable", ["compile"], lambda: check_compiler(device))
     report.ask(lambda technique: technique.check_machine, config, device)

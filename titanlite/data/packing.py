@@ -210,7 +210,7 @@ def _plan_once(store: TokenStore, seq_len: int, plan_folder: Path) -> PackingPla
                 aside = quarantine_path(folder)
                 folder.rename(aside)
                 logger.warning(f"{folder} is damaged ({error}): it is now {aside.name}, and the plan is made again")
-        logger.info(f"packing {store.index['documents']:,} documents of {store.folder} into sequences of {seq_len}")
+        logger.info(f"packing the documents of {store.folder} into sequences of {seq_len}")
         pieces, first_pieces, cut_documents = plan_best_fit(store, seq_len)
         staging = plan_folder / f".{folder.name}.partial-{platform.node()}"
         shutil.rmtree(staging, ignore_errors=True)

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from threading import Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
+from titanlite.data.foreign import BESIDE, OLMO_MASK, OLMO_TOKENS, TOKEN_SUFFIXES
 from titanlite.data.tokens import FORMAT, INDEX, ShardFile, stated_files
 from titanlite.runtime.console import install_hint, progress_bar
 from titanlite.runtime.errors import RunError, UserError
@@ -33,6 +34,8 @@ PATIENCE = 30.0
 """Seconds without anything new after which a file is given up."""
 BLOCK_BYTES = 2**24
 THREADS = 8
+VERSIONS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "Last-Modified", "created")
+"""What stores call the version of a file. The first one that is there counts."""
 EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gcs", "gcs": "gcs"}
 
 
@@ -49,8 +52,14 @@ def localize(url: str, cache_folder: Path) -> Path:
     place = open_place(url)
     if isinstance(place.fs, LocalFileSystem):
         return Path(place.root)
-    index = retrying(lambda: place.fs.cat_file(f"{place.root}/{INDEX}"), place.url_of(INDEX))
-    files = _stated_files(index, place.url_of(INDEX))
+    try:
+        index = retrying(partial(place.fs.cat_file, f"{place.root}/{INDEX}"), place.url_of(INDEX))
+        files = _stated_files(index, place.url_of(INDEX))
+    except UserError as error:
+        found = _foreign_files(place) if isinstance(error.__cause__, FileNotFoundError) else None
+        if not found:
+            raise
+        place, index, files = found
     name = re.sub(r"[^\w-]+", "_", place.root.rpartition("/")[2], flags=re.ASCII)
     folder = cache_folder / f"{name}-{hashlib.sha256(index).hexdigest()[:16]}"
     try:
@@ -64,6 +73,31 @@ def localize(url: str, cache_folder: Path) -> Path:
     except OSError as error:  # errors of reading are RunErrors by now, so this one is of writing
         raise RunError(f"{folder} cannot be written: {error}") from error
     return folder
+
+
+def _foreign_files(place: ObjectStorage) -> tuple[ObjectStorage, bytes, list[ShardFile]] | None:
+    """Return the folder, a list and the files of tokens of another program at a URL, if there are any.
+
+    They have no checksums. The list has their versions, so that other files become another copy.
+    """
+    place.fs.invalidate_cache()
+    stem = re.sub(f"({'|'.join(map(re.escape, TOKEN_SUFFIXES))})$", "", place.url)
+    for glob in (f"{place.url}/*", f"{stem}.*"):
+        where = open_place(glob.rpartition("/")[0])
+        names = {glob.rpartition("/")[2], glob.rpartition("/")[2].replace(OLMO_TOKENS, OLMO_MASK)}
+        found: dict[str, list[Any]] = {}
+        for name in names:
+            states = retrying(partial(where.fs.glob, f"{where.root}/{name}", detail=True), glob)
+            found |= {path.rpartition("/")[2]: [at["size"], version_of(at)] for path, at in states.items()}
+        files = [ShardFile(name, at[0], "") for name, at in found.items() if name.endswith((*TOKEN_SUFFIXES, *BESIDE))]
+        if files:
+            return where, json.dumps(found, sort_keys=True).encode(), files
+    return None
+
+
+def version_of(state: dict[str, Any]) -> str:
+    """Return the version of a file, of what its store says of it; "" if it says none."""
+    return next((str(state[key]) for key in VERSIONS if state.get(key)), "")
 
 
 # Reading
@@ -171,7 +205,7 @@ class _Copy:
                     break
             out.flush()
             os.fsync(out.fileno())
-        if right := digest.hexdigest() == file.sha256:
+        if right := done == file.size and file.sha256 in ("", digest.hexdigest()):  # those of others have no checksum
             os.rename(part, path)
         elif not self.stop.is_set():
             logger.warning(f"{where} arrived damaged")

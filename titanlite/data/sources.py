@@ -11,7 +11,7 @@ from titanlite.data.packing import BestFit, Stream
 from titanlite.data.prepared import open_prepared, prepared_tokens
 from titanlite.data.samples import Samples, Source, Stage
 from titanlite.data.tokenizer import Tokenizer, byte_sizes
-from titanlite.data.tokens import JoinedTokens, TokenStore
+from titanlite.data.tokens import TokenStore
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.ranks import on_all
 from titanlite.runtime.user_code import find_object
@@ -126,9 +126,8 @@ def open_tokens(
     Arguments and errors: see `open_sources`.
     """
     paths = _as_list(path)
-    if places := prepared_tokens(paths):
-        parts = [open_prepared(place, data=data, tokenizer=tokenizer, cache_folder=cache_folder) for place in places]
-        return parts[0] if len(parts) == 1 else JoinedTokens(parts)
+    if places := prepared_tokens(paths, data.format):
+        return open_prepared(places, data=data, tokenizer=tokenizer, cache_folder=cache_folder)
     if prepare_text is None:
         raise UserError(
             f"data.path: {paths[0]} is text: make tokens of it with `titanlite data prepare {paths[0]} --out DIR "
@@ -137,10 +136,11 @@ def open_tokens(
     return prepare_text(paths, data=data, tokenizer=tokenizer, cache_folder=cache_folder)
 
 
-def check_path(path: str | list[str], find_text: FindText | None = None) -> None:
+def check_path(path: str | list[str], find_text: FindText | None = None, form: str | None = None) -> None:
     """Check that `data.path` names something, without reading it.
 
     Args:
+        form: `data.format`.
         find_text: checks paths of text. Without it they are not checked.
 
     Raises:
@@ -149,7 +149,7 @@ def check_path(path: str | list[str], find_text: FindText | None = None) -> None
     paths = _as_list(path)
     if len(paths) == 1 and paths[0].startswith(PREFIX):
         find_object(paths[0].removeprefix(PREFIX))
-    elif not prepared_tokens(paths) and find_text:
+    elif not prepared_tokens(paths, form) and find_text:
         find_text(paths)
 
 

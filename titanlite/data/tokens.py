@@ -28,7 +28,34 @@ from titanlite.runtime.files import checked_name, naming_path, read_small
 # it ends the process with SIGBUS.
 
 
-class ArrayFile:
+class SortedRecords:
+    """Ascending records, read where they are needed."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """Return the records [begin, end)."""
+        raise NotImplementedError
+
+    def __getitem__(self, index: int) -> int:
+        return int(self.read(index, index + 1)[0])
+
+    def within(self, begin: int, end: int) -> np.ndarray:
+        """Return the records with begin <= record < end, int64."""
+        found = [np.empty(0, dtype=np.int64)]
+        first = bisect_left(self, begin) if begin else 0
+        while first < len(self):
+            records = self.read(first, min(first + max(BLOCK, (end - begin) // 1024), len(self)))
+            last = int(np.searchsorted(records, np.array(end, dtype=records.dtype)))
+            found.append(records[:last].astype(np.int64))
+            first += len(records)
+            if last < len(records):
+                break
+        return np.concatenate(found)
+
+
+class ArrayFile(SortedRecords):
     """Open file of records, which is closed when nothing refers to it.
 
     Args:
@@ -71,9 +98,6 @@ class ArrayFile:
         if (found := os.fstat(self._descriptor).st_size) != size:
             raise UserError(f"{self._key}: {self.path} has {found:,} bytes, and {size:,} are stated")
 
-    def __getitem__(self, index: int) -> int:
-        return int(self.read(index, index + 1)[0])
-
     def read(self, begin: int, end: int) -> np.ndarray:
         """Return the records [begin, end).
 
@@ -104,7 +128,7 @@ MOST_OPEN_FILES = 1024
 TOKEN_BYTES = {"<u2": 2, "<u4": 4}
 """Bytes of a token by the `dtype` of an index."""
 REMEDY = "Restore it, or delete the folder and prepare the text again"
-BLOCK = 1024
+BLOCK = 128
 """Starts of documents to read at once."""
 
 
@@ -154,6 +178,8 @@ class TokenStore:
     """
 
     is_complete = True
+    remedy = "its files have changed. Restore them, or delete the folder and prepare the text again"
+    """What an id beyond the vocabulary means."""
 
     def __init__(self, folder: Path) -> None:
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]  # -1 if there is no limit
@@ -233,16 +259,25 @@ class TokenStore:
             yield self.folder / file.name, file.size, file.sha256
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Return the tokens [start, start + count) of the stream, int64."""
-        out = np.empty(count, dtype=np.int64)
-        for shard, begin, end, at in self._pieces(start, count):
-            out[at : at + end - begin] = self._open(shard, "tokens").read(begin, end)
-        if count and (largest := int(out.max())) >= self.index["tokenizer"]["vocab_size"]:
+        """Return the tokens [start, start + count) of the stream, int64.
+
+        Raises:
+            UserError: an id is not in the vocabulary.
+        """
+        out = self.read_unchecked(start, count)
+        worst = int(out.view(np.uint64).argmax()) if count else 0  # a negative number is beyond all others
+        if count and not 0 <= out[worst] < self.index["tokenizer"]["vocab_size"]:
             raise UserError(
-                f"data.path: {self.folder} has the token id {largest:,} at {start + int(out.argmax()):,}, beyond the "
-                f"{self.index['tokenizer']['vocab_size']:,} of its tokenizer: its files have changed. Restore them, or "
-                "delete the folder and prepare the text again"
+                f"data.path: {self.folder} has the token id {out[worst]:,} at {start + worst:,}, beyond the "
+                f"{self.index['tokenizer']['vocab_size']:,} of its tokenizer: {self.remedy}"
             )
+        return out
+
+    def read_unchecked(self, start: int, count: int) -> np.ndarray:
+        """Return the tokens [start, start + count) of the stream, int64, whatever ids they have."""
+        out = np.empty(count, dtype=np.int64)
+        for shard, begin, end, at in self.pieces(start, count):
+            out[at : at + end - begin] = self._open(shard, "tokens").read(begin, end)
         return out
 
     def damaged(self, on_read: Callable[[int], None] = lambda size: None) -> Iterator[Path]:
@@ -260,7 +295,7 @@ class TokenStore:
     def read_mask(self, start: int, count: int) -> np.ndarray:
         """Return for each of the tokens [start, start + count) if it counts in the loss, bool."""
         out = np.ones(count, dtype=np.bool_)
-        for shard, begin, end, at in self._pieces(start, count):
+        for shard, begin, end, at in self.pieces(start, count):
             if "mask" in self.index["shards"][shard]["sha256"]:
                 out[at : at + end - begin] = self._open(shard, "mask").read(begin, end)
         return out
@@ -268,19 +303,11 @@ class TokenStore:
     def document_starts(self, start: int, count: int) -> np.ndarray:
         """Return the starts of the documents that begin within [start, start + count) of the stream, int64."""
         found = [np.empty(0, dtype=np.int64)]
-        for shard, begin, end, _ in self._pieces(start, count):
-            file = self._open(shard, "documents")
-            first = bisect_left(file, begin) if begin else 0
-            while first < len(file):
-                starts = file.read(first, min(first + max(BLOCK, (end - begin) // BLOCK), len(file)))
-                last = int(np.searchsorted(starts, np.array(end, dtype=starts.dtype)))
-                found.append(starts[:last].astype(np.int64) + int(self._starts[shard]))
-                first += len(starts)
-                if last < len(starts):
-                    break
+        for shard, begin, end, _ in self.pieces(start, count):
+            found.append(self._open(shard, "documents").within(begin, end) + int(self._starts[shard]))
         return np.concatenate(found)
 
-    def _pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
+    def pieces(self, start: int, count: int) -> Iterator[tuple[int, int, int, int]]:
         """Yield (shard, begin and end within it, place in the result) of each shard's part of a stretch."""
         assert 0 <= start <= start + count <= len(self), (start, count, len(self))
         shard = int(np.searchsorted(self._starts, start, side="right")) - 1
@@ -314,7 +341,7 @@ class JoinedTokens(TokenStore):
     def _read_folder(self, folder: Path) -> None:
         self.folder = folder
         self.index = {key: self._parts[0].index[key] for key in ("tokenizer", "bos", "eos")}
-        self.index |= {key: sum(part.index[key] for part in self._parts) for key in ("tokens", "documents")}
+        self.index["tokens"] = sum(len(part) for part in self._parts)
         self._shards = [(part, number) for part in self._parts for number in range(len(part.index["shards"]))]
         self.index["shards"] = [part.index["shards"][number] for part, number in self._shards]
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])

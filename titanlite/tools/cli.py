@@ -55,6 +55,7 @@ COMMANDS = {
     "inspect": "report.parameters.inspect",
     "data prepare": "ingest.prepare.prepare_folder",
     "data inspect": "ingest.inspect.inspect",
+    "data export": "ingest.export_tokens.export",
     "data tokenizer": "ingest.bpe.train_tokenizer",
     "checkpoint list": "checkpoints.command.list_checkpoints",
     "checkpoint verify": "checkpoints.command.verify",
@@ -73,7 +74,7 @@ COMMANDS = {
 }
 """{command: the function below titanlite.tools whose signature and docstring are its options and its --help}"""
 GROUPS = {
-    "data": "prepare text, inspect token shards, train tokenizers",
+    "data": "prepare text, inspect and export token shards, train tokenizers",
     "checkpoint": "list, verify, show, export, merge and delete checkpoints",
     "config": "check, show and translate configs",
 }

@@ -13,12 +13,10 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.table import Column, Table
 
-from titanlite.data.megatron import MegatronTokens, megatron_prefix
-from titanlite.data.prepared import prepared_tokens
+from titanlite.data.prepared import open_stores, prepared_tokens
 from titanlite.data.samples import Source
 from titanlite.data.sources import open_sources
 from titanlite.data.tokenizer import Tokenizer, byte_sizes
-from titanlite.data.tokens import TokenStore
 from titanlite.metrics.recorder import task_text
 from titanlite.models.base import Model
 from titanlite.ops import pick_kernels
@@ -200,15 +198,10 @@ def _check_refused(weights: OpenedWeights, data: Sequence[str]) -> None:
 def _options_of(source: ValidationSource, data: Data, cache_folder: Path, tokenizer: Tokenizer) -> Data:
     """Return the options of the data for one source: prepared tokens keep the document ends that they have."""
     paths = [source.path] if isinstance(source.path, str) else source.path
-    places = prepared_tokens(paths)
+    places = prepared_tokens(paths, data.format)
     if not places or places[0].startswith("python://"):
         return data.model_copy(update={"prepare": "before"})
-    folder = Path(places[0])
-    if "://" in places[0]:
-        from titanlite.data.remote import localize
-
-        folder = localize(places[0], cache_folder)
-    store = MegatronTokens(folder, tokenizer) if megatron_prefix(places[0]) else TokenStore(folder)
+    store = open_stores(places[:1], data=data, tokenizer=tokenizer, cache_folder=cache_folder)
     return data.model_copy(update={"add_bos": store.index["bos"], "add_eos": store.index["eos"], "chat_template": None})
 
 

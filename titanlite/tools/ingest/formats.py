@@ -379,7 +379,11 @@ def _read_mds(file: File, text_field: str, chunk_bytes: int) -> Iterator[Step]:
             return
         if encodings.get(text_field) not in ("str", "json"):
             why = f"column {text_field!r} has the encoding {encodings.get(text_field)}: str and json can be read"
-            yield bad(file, why if text_field in encodings else no_field(text_field, encodings)), file.size
+            why = why if text_field in encodings else no_field(text_field, encodings)
+            arrays = next((name for name, kind in encodings.items() if kind.startswith("ndarray")), "")
+            if arrays:
+                why += f'. Write tokens of {arrays!r} as one .bin for data.format = "nanogpt" (docs/migrate.md)'
+            yield bad(file, why), file.size
             return
         wanted = [name for name in (text_field, TOOLS) if encodings.get(name) in ("str", "json")]
         for number, (begin, end) in enumerate(pairwise(places)):

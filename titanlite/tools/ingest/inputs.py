@@ -159,7 +159,10 @@ def _leave_out(folder: str, names: list[str]) -> list[str]:
         with open(os.path.join(folder, "index.json"), "rb") as file:
             begin = file.read(2**12)
     if b'"chunks"' in begin and b'"chunk_bytes"' in begin:
-        raise UserError(f"{folder} is a dataset of litdata, whose chunks are not text: write its texts as JSON lines")
+        raise UserError(
+            f"{folder} is a dataset of litdata, whose chunks are not text: write its texts as JSON lines, or its "
+            'tokens as one .bin for data.format = "nanogpt" (docs/migrate.md)'
+        )
     if any(name.endswith((".ds", ".ds.index")) for name in names):
         logger.warning("%s holds tokens of datatrove, not text, which are left out", folder)
     # A shard of MDS may be there packed and unpacked. Its index may be that of several folders.

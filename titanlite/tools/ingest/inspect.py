@@ -1,19 +1,24 @@
 """Inspect a folder of prepared tokens: statistics, samples as text, and a check of every file's checksum."""
 
+import os
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from tempfile import TemporaryDirectory
+from typing import Any, Literal
 
 import numpy as np
 from rich.console import Console
 
-from titanlite.data.megatron import MegatronTokens, megatron_prefix
+from titanlite.data.prepared import open_stores, prepared_tokens
 from titanlite.data.tokenizer import Tokenizer, load_tokenizer
 from titanlite.data.tokens import INDEX, TokenStore
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import RunError, UserError
+from titanlite.schema import Data
 from titanlite.tools.arguments import Index
 from titanlite.tools.ingest.prepare import report_lines
 
@@ -24,14 +29,22 @@ CONTROLS = {code: 0x2400 + code for code in range(32) if chr(code) not in "\n\t"
 """Documents can hold what a terminal would obey."""
 
 
-def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: str | None = None) -> None:
+def inspect(
+    folder: Path,
+    *,
+    sample: Index = 0,
+    quick: bool = False,
+    tokenizer: str | None = None,
+    format: Literal["megatron", "nanogpt", "olmo", "datatrove"] | None = None,
+) -> None:
     """Print statistics and samples of token shards, and verify their checksums.
 
     Args:
-        folder (PATH): folder that `data prepare` wrote, or NAME of NAME.bin and NAME.idx of Megatron-LM
+        folder (PATH): folder that `data prepare` wrote, or tokens of another program: a file, a folder or a glob
         sample: print N random documents, always the same ones; default: 0
         quick: do not verify checksums
         tokenizer (T): tokenizer that decodes samples; default: the one of the data
+        format: program that wrote the tokens, as data.format
 
     Raises:
         UserError: the folder is not complete, or files are damaged; all of those are named.
@@ -40,27 +53,41 @@ def inspect(folder: Path, *, sample: Index = 0, quick: bool = False, tokenizer: 
     Example:
         tokens/corpus --sample 3
     """
-    store = _open(folder.expanduser(), tokenizer)
-    wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
-    console = Console(width=wide, soft_wrap=True, markup=False, emoji=False, highlight=False)
-    starts = store.document_starts(0, len(store))
-    console.print(str(store.folder))
-    for name, value in _facts(store, starts).items():
-        console.print(f"  {name:<17} {value}")
-    for line in report_lines(store.index) if "inputs" in store.index else []:
-        console.print(f"  {line.translate(CONTROLS)}")
-    if sample > 0:
-        _print_samples(console, store, starts, sample, tokenizer)
-    if not quick and any(store.files()):
-        console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
+    with open_named(folder, tokenizer, format) as store:
+        wide = None if sys.stdout.isatty() else 1000  # in a pipe, lines are not wrapped
+        console = Console(width=wide, soft_wrap=True, markup=False, emoji=False, highlight=False)
+        starts = store.document_starts(0, len(store))
+        console.print(str(store.folder))
+        for name, value in _facts(store, starts).items():
+            console.print(f"  {name:<17} {value}")
+        for line in report_lines(store.index) if "inputs" in store.index else []:
+            console.print(f"  {line.translate(CONTROLS)}")
+        if sample > 0:
+            _print_samples(console, store, starts, sample, tokenizer)
+        if not quick and any(store.files()):
+            console.print(f"\nchecksums: all {_check_files(store)} files are as they were written")
 
 
-def _open(folder: Path, tokenizer: str | None) -> TokenStore:
-    if (prefix := megatron_prefix(str(folder))) is None:
-        return TokenStore(folder)
+@contextmanager
+def open_named(path: Path, tokenizer: str | None, form: Any) -> Iterator[TokenStore]:
+    """Open prepared tokens of a local path.
+
+    Args:
+        tokenizer: of those of another program, which do not name it.
+        form: `data.format`.
+
+    Raises:
+        UserError: they are not complete, or their tokenizer is not named.
+    """
+    places = prepared_tokens([str(path)], form)
+    if all(os.path.isdir(place) for place in places):
+        yield TokenStore(path.expanduser())
+        return
     if tokenizer is None:
-        raise UserError(f"{folder} holds tokens of Megatron-LM: name the tokenizer that wrote them with --tokenizer")
-    return MegatronTokens(Path(prefix), load_tokenizer(tokenizer))
+        raise UserError(f"{path} holds tokens of another program: name the tokenizer that wrote them with --tokenizer")
+    with TemporaryDirectory() as cache:
+        options = {"data": Data(format=form), "tokenizer": load_tokenizer(tokenizer), "cache_folder": Path(cache)}
+        yield open_stores(places, **options)
 
 
 # Statistics
@@ -69,7 +96,7 @@ def _open(folder: Path, tokenizer: str | None) -> TokenStore:
 def _facts(store: TokenStore, starts: np.ndarray) -> dict[str, str]:
     index, tokenizer = store.index, store.index["tokenizer"]
     facts = {
-        "documents": f"{index['documents']:,}",
+        "documents": f"{len(starts):,}",
         "tokens": f"{len(store):,}",
         "shards": f"{len(index['shards']):,}, {np.dtype(index['dtype']).name}",
     }

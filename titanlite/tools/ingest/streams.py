@@ -10,7 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Any, Self
 
-from titanlite.data.remote import open_place, retrying
+from titanlite.data.remote import open_place, retrying, version_of
 from titanlite.runtime.errors import RunError, UserError
 
 BLOCK = 2**13
@@ -22,8 +22,6 @@ WIDE = (
 )
 REMOTE_BLOCK = 2**22
 """Bytes that are read at once from a URL."""
-VERSIONS = ("ETag", "etag", "blob_id", "mtime", "LastModified", "Last-Modified", "created")
-"""What stores call the version of a file. The first one that is there counts."""
 
 
 class Stream:
@@ -133,7 +131,7 @@ def states_at(url: str) -> dict[str, tuple[int, str]]:
             continue
         if about["size"] is None:
             raise UserError(f"{name} cannot be read: its server does not tell the size")
-        states[name] = about["size"], next((str(about[key]) for key in VERSIONS if about.get(key)), "")
+        states[name] = about["size"], version_of(about)
     if not states:
         raise UserError(f"no file {url}")
     return states

@@ -61,7 +61,7 @@ def _try_data(config: Config, inputs: RunInputs) -> str:
     """
     seq_len, opened, others = config.training.seq_len, 0, 0
     for section in (config.data, config.validation):
-        local = [source for source in section.all_sources() if _is_at_hand(source.path)]
+        local = [source for source in section.all_sources() if _is_at_hand(source.path, config.data.format)]
         others += len(section.all_sources()) - len(local)
         sources = _open(section, local, config, inputs)
         for source in sources:
@@ -74,11 +74,11 @@ def _try_data(config: Config, inputs: RunInputs) -> str:
     return ", ".join(part for part in (f"{opened:,} tokens opened" if opened else "", unread) if part)
 
 
-def _is_at_hand(path: str | list[str]) -> bool:
+def _is_at_hand(path: str | list[str], form: str | None) -> bool:
     paths = [path] if isinstance(path, str) else path
     if len(paths) == 1 and paths[0].startswith(PREFIX):
         return True
-    places = prepared_tokens(paths)
+    places = prepared_tokens(paths, form)
     return bool(places) and not any("://" in place for place in places)
 
 

@@ -415,7 +415,7 @@ def test_files_that_describe_others_are_no_documents(tmp_path: Path) -> None:
     assert tokens_of(store) == [BOS, *text.encode(), EOS] * 5
     chunks = {"chunks": [{"chunk_bytes": 9, "filename": "chunk-0-0.bin"}], "config": {}}
     write(root / "litdata" / "index.json", json.dumps(chunks))
-    with pytest.raises(UserError, match=r"/litdata is a dataset of litdata"):
+    with pytest.raises(UserError, match=r"/litdata is a dataset of litdata.*nanogpt"):
         make(root, tmp_path / "again")
     write(root / "litdata" / "index.json", mds_index("shard.00000.mds"))
     write(root / "litdata" / "shard.00000.mds.br", "packed")
@@ -1152,3 +1152,11 @@ def test_a_worker_that_is_killed_while_it_waits_is_an_error() -> None:
     thread.join(60)
     assert ended
     assert not any(worker.is_alive() for worker in workers)
+
+
+def test_tokens_in_arrays_of_mds_are_refused_with_the_way_to_convert_them(tmp_path: Path) -> None:
+    rows = [{"tokens": np.array([1, 2], "<u2").tobytes()}]
+    (tmp_path / "shard.00000.mds").write_bytes(mds_shard(rows, tokens="ndarray:uint16"))
+    options = {"tokenizer": ByteTokenizer(), "options": Options(), "workers": 1, "report": lambda line: None}
+    with pytest.raises(UserError, match=r"'tokens' as one \.bin .*nanogpt"):
+        prepare([str(tmp_path)], tmp_path / "out", **options)
