@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from titanlite.models.base import unique_parameters
 from titanlite.optim.quantized import inner_tensors, is_quantized
@@ -43,6 +44,9 @@ class Updates(Protocol):
     """A thread that updates parameters in host memory: `techniques.offload.updates.HostUpdates`."""
 
     def start(self, change: Callable[[Sequence[Tensor]], None] | None, *, skip: Tensor) -> None: ...
+    def prepare(self) -> None: ...
+    def start_unit(self, module: FSDPModule, *, skip: Tensor) -> None: ...
+    def wait(self, module: FSDPModule) -> None: ...
     def finish(self) -> None: ...
 
 

@@ -192,10 +192,11 @@ def _report_source(source: Source, *, share: float) -> None:
     if "unigram_entropy" in index:  # an index of several folders has none
         nats = index["unigram_entropy"]
         entropy = f"; unigram entropy {nats:.4f} nats, the loss of a model that knows nothing of order"
+    documents = f" in {index['documents']:,} documents" if "documents" in index else ""  # special tokens end them
     packed = "" if fill == 1 else f", packed to {fill:.1%}"
     logger.info(
-        f"data     {source.name}: {share:.2%} of the sequences; {index['tokens']:,} tokens in {index['documents']:,} "
-        f"documents{packed} ({', '.join(str(part.folder) for part in store.parts)}){entropy}"
+        f"data     {source.name}: {share:.2%} of the sequences; {index['tokens']:,} tokens{documents}{packed} "
+        f"({', '.join(str(part.folder) for part in store.parts)}){entropy}"
     )
 
 

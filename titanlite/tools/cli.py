@@ -222,7 +222,7 @@ def _run_training(
                 show_results(run)
         phase.enter(Phase.EXPORT)
         if not stopped and not export_last(run, give_up=requests.requested):
-            stopped = requests.stopped(run.steps)
+            stopped = requests.stopped(run.position.steps)
     except torch.OutOfMemoryError as error:
         from titanlite.tools.plan.out_of_memory import explain
 

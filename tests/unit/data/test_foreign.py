@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from tests.engines.corpora import TOKENS, llm_c
-from tests.support.helpers import mentions
+from tests.support.helpers import TinyRun, mentions
 from tests.support.object_stores import Flaky
 from titanlite.config.load import load
 from titanlite.data import prepared
@@ -330,3 +330,22 @@ def test_an_export_holds_the_same_documents(form: str, tmp_path: Path, capsys: p
     words = ["data", "inspect", f"{tmp_path}/out", "--format", form, "--tokenizer", "bytes", "--sample", "9"]
     assert cli.run(words) == 0
     assert "| a second document<eos>" in capsys.readouterr().out
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(("form", "suffix"), [("megatron", ""), ("nanogpt", ".bin")])
+def test_a_run_learns_from_them_as_from_own_tokens(form: str, suffix: str, tiny: TinyRun) -> None:
+    """The run on tokens of another program is stopped after two steps, and resumed."""
+
+    def train(name: str, steps: int, *options: str) -> list[float]:
+        command = ["train", "--config", str(tiny.toml), f"--job.name={name}", f"--training.steps={steps}", *options]
+        assert cli.run(command) == 0
+        return tiny.losses(name)
+
+    expected = train("own", 4)
+    [index] = (tiny.folder / "outputs/data_cache").rglob("index.json")
+    out = tiny.folder / "theirs"
+    assert cli.run(["data", "export", str(index.parent), "--format", form, "--out", str(out)]) == 0
+    options = f"--data.path={out}{suffix}", f"--data.format={form}"
+    train(form, 2, *options)
+    assert train(form, 4, *options) == expected

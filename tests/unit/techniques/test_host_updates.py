@@ -273,7 +273,7 @@ def test_an_error_of_the_thread_ends_the_run(
     slow()
     right, calls = updates.update, [0]
     run = built(0, 1, tiny.config("--job.name=beside", *OFFLOAD, *options, "--checkpoint.interval=2"))
-    assert run.state.updates is not None
+    assert isinstance(run.state.updates, updates.HostUpdates)
     units = len(run.state.updates._units)
 
     def fail(optimizer: torch.optim.Optimizer, **options: Any) -> None:
@@ -297,7 +297,7 @@ def test_hooks_of_the_step_are_called_before_anything_changes(tiny: TinyRun, slo
         called: list[tuple[int, str, bool]] = []
 
         def remember(*_: Any, run: Run = run, called: Any = called) -> None:
-            assert run.state.updates is not None
+            assert isinstance(run.state.updates, updates.HostUpdates)
             is_idle = all(future.done() for future in run.state.updates._updates.values())
             called.append((run.setup.phase.position.step, threading.current_thread().name, is_idle))
 

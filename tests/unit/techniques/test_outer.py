@@ -82,7 +82,7 @@ def test_a_run_is_a_plain_loop_around_its_steps(tiny: TinyRun) -> None:
         for step in range(1, 7):
             lr = learning_rate(step, peak=inner.config.optimizer.lr, end=6, config=inner.config.lr_scheduler)
             set_learning_rate(inner.optimizer, lr)
-            result = inner.train_step(list(islice(inner.batches, inner.micro_batches.count(step))))
+            result = inner.train_step(list(islice(inner.batches, inner.position.micro_batches.count(step))))
             losses.append(float(result.loss))
             yield step
 

@@ -127,7 +127,7 @@ def trace_step(
                     waiting = [torch.empty_like(part) for part in parts for _ in range(untraced)]
                 recorder.unit("step")
                 after_update()  # the call after the update of the step before
-                train_step(batches, on_phase=recorder.phase)
+                train_step(batches, on_phase=recorder.on_phase)
                 recorder.unit("end")
                 del waiting
     return recorder

@@ -309,7 +309,7 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     oracle_of("qwen3_moe").save_pretrained(tmp_path / "hf")
     alive: list[weakref.ref[torch.Tensor]] = []
     most = []
-    original = import_weights.read_tensor
+    original = import_weights.read_whole
 
     def read(*words: Any, **options: Any) -> torch.Tensor:
         most.append(sum(ref() is not None for ref in alive))
@@ -317,7 +317,7 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
         alive.append(weakref.ref(tensor))
         return tensor
 
-    monkeypatch.setattr(import_weights, "read_tensor", read)
+    monkeypatch.setattr(import_weights, "read_whole", read)
     assert imported(tmp_path / "hf", "--out", tmp_path / "out") == 0
     assert len(most) > 20
     assert max(most) <= 1
