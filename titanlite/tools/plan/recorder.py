@@ -50,7 +50,7 @@ class Storage:
     category: str
     stream: int = 0
     """Number of the CUDA stream that allocates it; 0 computes."""
-    sizes: list[tuple[int, int]] = field(default_factory=list)
+    sizes: list[tuple[float, int]] = field(default_factory=list)
     """(time, bytes from then on). Time counts operators, changes of sizes and phases."""
 
 
@@ -90,6 +90,26 @@ class Sent(NamedTuple):
     """Those of `Recorder.operators` that do not wait for it."""
 
 
+class Mark(NamedTuple):
+    """A place in a record."""
+
+    time: int
+    sent: int
+    """Number of collectives before it."""
+
+
+class Handed(NamedTuple):
+    """A tensor that the passes of a step hand to its update: a gradient or a loss."""
+
+    storage: int
+    elements: int
+    """Of the storage."""
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 class Recorder(TorchDispatchMode):
     """Records the operators on fake tensors while it is active, in this thread.
 
@@ -112,6 +132,12 @@ class Recorder(TorchDispatchMode):
         """Number of recorded micro-batches."""
         self.phases: list[tuple[int, str]] = [(0, "start")]
         """(time, name of the phase from then on)."""
+        self.passes = Mark(0, 0), Mark(0, 0)
+        """Begin and end of the forward and backward passes of the step."""
+        self.handed: dict[str, Handed] = {}
+        """By name of the parameter or the loss."""
+        self.handed_storages: dict[int, tuple[int, int | None, int | None]] = {}
+        """Where another record has the passes: {storage here: (storage there, number of its block there, and here)}."""
         self._number_of: dict[Hashable, int] = {}
         self._alive: dict[Hashable, weakref.ref[Any]] = {}
         self._categories: list[str] = []
@@ -171,6 +197,23 @@ class Recorder(TorchDispatchMode):
     def unit(self, name: str) -> None:
         self.time += 1
         self.phases.append((self.time, name))
+
+    def mark(self) -> Mark:
+        self.time += 1
+        return Mark(self.time, len(self.sent))
+
+    def hand(self, name: str, tensor: Tensor) -> None:
+        """Note a tensor that the update gets."""
+        [(number, plain)] = self._tensors(tensor)
+        elements = plain.untyped_storage().nbytes() // plain.element_size()
+        self.handed[name] = Handed(
+            number, elements, plain.dtype, tuple(plain.shape), plain.stride(), int(plain.storage_offset())
+        )
+
+    def stand_in(self, tensor: Tensor, storage: int, its_block: int | None, block: int | None) -> None:
+        """Note that a tensor's memory is that of a storage in another record; see `handed_storages`."""
+        [(number, _)] = self._tensors(tensor)
+        self.handed_storages[number] = storage, its_block, block
 
     def kept_of_received(self) -> int:
         """Return the bytes received from single ranks whose memory lasts until the newest phase. PyTorch 2.15 frees
