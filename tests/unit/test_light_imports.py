@@ -19,6 +19,7 @@ IMPORTS = [
     ("import titanlite.tools.migrate.command", TORCH),
     ("import titanlite.checkpoint.manifest", TORCH),
     ("import titanlite.data.packing, titanlite.data.remote", TORCH),
+    ("import titanlite.tools.report.page", TORCH),
     ("import titanlite.tools.ingest.inspect, titanlite.tools.ingest.prepare", TORCH),
 ]
 COMMANDS = [
