@@ -5,7 +5,7 @@ an output of a reduce-scatter first. Records are therefore added up at the end.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -232,14 +232,15 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(tensor_cls is not FakeTensor for tensor_cls in types):
             return NotImplemented  # the subclass calls the operator again with its plain tensors
-        if inner := INNER.get(str(func.overloadpacket)):
+        packet = str(func.overloadpacket)
+        if inner := INNER.get(packet):
             count = len(self.operators)
             with self:  # record the memory of the inner tensors, but count one kernel
                 inner(*args)
             del self.operators[count:]
         if func is aten.addmm.dtype_out:  # PyTorch 2.11 decomposes it wrongly for fake tensors
             result = kwargs["out"]
-        elif str(func.overloadpacket) == WAIT:  # wait_tensor returns its argument; with fake tensors, a copy
+        elif packet == WAIT:  # wait_tensor returns its argument; with fake tensors, a copy
             result = args[0]
         else:
             result = func(*args, **(kwargs or {}))
@@ -261,15 +262,29 @@ class Recorder(TorchDispatchMode):
         Args:
             tree: arguments or results of an operator, in nested containers.
         """
-        found = []
-        for tensor in _plain(tree):
-            if (number := self._number(tensor)) is not None:
-                found.append((number, tensor))
+        found: list[tuple[int, Tensor]] = []
+        self._find(tree, found)
         return found
 
-    def _number(self, tensor: Tensor) -> int | None:
+    def _find(self, tree: Any, found: list[tuple[int, Tensor]]) -> None:
+        """Add the tensors that count; of a DTensor, this rank's part. Every operator's arguments and results pass
+        through here, where PyTorch's pytree takes several times as long."""
+        if isinstance(tree, FakeTensor):
+            if (number := self._number(tree)) is not None:
+                found.append((number, tree))
+            return
+        if isinstance(tree, Tensor):
+            tree = wrapped_tensors(tree)
+        if isinstance(tree, dict):
+            tree = tree.values()
+        elif not isinstance(tree, list | tuple):
+            return
+        for part in tree:
+            self._find(part, found)
+
+    def _number(self, tensor: FakeTensor) -> int | None:
         """Return the number of a tensor's storage. A new storage gets a record. None: the tensor does not count."""
-        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fakes:
+        if tensor.fake_mode is not self._fakes:
             return None
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -374,24 +389,6 @@ COLLECTIVES: dict[str, CollectiveName] = {
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional.all_to_all_single": "all_to_all",
 }
-
-
-def _plain(tree: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors in nested containers, in order: for a DTensor, this rank's part.
-
-    Every operator's arguments and results pass through here, where PyTorch's pytree takes several times as long.
-    """
-    if isinstance(tree, Tensor):
-        inner = wrapped_tensors(tree)
-        if not inner:
-            yield tree
-        tree = inner
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple):
-        return
-    for part in tree:
-        yield from _plain(part)
 
 
 run_random_operators_plainly(Recorder)
