@@ -204,7 +204,9 @@ class Recorder(TorchDispatchMode):
 
     def hand(self, name: str, tensor: Tensor) -> None:
         """Note a tensor that the update gets."""
-        [(number, plain)] = self._tensors(tensor)
+        if len(found := self._tensors(tensor)) != 1:
+            return  # of several tensors, or no fake one: the passes are traced with all blocks
+        [(number, plain)] = found
         elements = plain.untyped_storage().nbytes() // plain.element_size()
         self.handed[name] = Handed(
             number, elements, plain.dtype, tuple(plain.shape), plain.stride(), int(plain.storage_offset())

@@ -165,10 +165,9 @@ def marked_step(step_cls: type[Step], recorder: Recorder, passes: Passes | None)
                 for name, parameter in unique_parameters(self.model):
                     if parameter.grad is not None:
                         recorder.hand(name, parameter.grad)
-                for name, loss in {"total": losses.total, "cross entropy": losses.cross_entropy}.items():
-                    recorder.hand(f"loss {name}", loss)
-                for name, loss in losses.metrics.items():
-                    recorder.hand(f"metric {name}", loss)
+                values = {"total": losses.total, "cross entropy": losses.cross_entropy, **losses.metrics}
+                for name, value in values.items():
+                    recorder.hand(f"loss {name}", value)
             else:
                 losses = self._stand_in(passes)
             recorder.passes = begin, recorder.mark()
@@ -177,10 +176,8 @@ def marked_step(step_cls: type[Step], recorder: Recorder, passes: Passes | None)
         def _stand_in(self, passes: Passes) -> TokenLoss:
             handed, memory = passes.recorder.handed, dict[Any, Tensor]()
 
-            def made(name: str) -> Tensor | None:
+            def made(name: str) -> Tensor:
                 like, its_block, block = passes.blocks.of_name(name)
-                if like not in handed:
-                    return None
                 one = handed[like]
                 key = one.storage, (block or 0) - (its_block or 0)
                 if key not in memory:
@@ -189,11 +186,11 @@ def marked_step(step_cls: type[Step], recorder: Recorder, passes: Passes | None)
                 return memory[key].as_strided(one.size, one.stride, one.offset)
 
             for name, parameter in unique_parameters(self.model):
-                gradient = made(name)
-                if gradient is not None:
-                    parameter.grad = from_local_like(gradient, parameter)
-            metrics = {name.partition(" ")[2]: made(name) for name in handed if name.startswith("metric ")}
-            return TokenLoss(made("loss total"), made("loss cross entropy"), metrics)
+                if passes.blocks.of_name(name)[0] in handed:
+                    parameter.grad = from_local_like(made(name), parameter)
+            total, cross_entropy, *metrics = (name for name in handed if name.startswith("loss "))
+            named = {name.removeprefix("loss "): made(name) for name in metrics}
+            return TokenLoss(made(total), made(cross_entropy), named)
 
     return MarkedStep
 

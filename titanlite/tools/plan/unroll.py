@@ -69,7 +69,7 @@ class _Segment:
     end: int
     storages: range
     """Those that begin here."""
-    changes: list[tuple[int, int, int]]
+    changes: list[tuple[float, int, int]]
     """(time, storage, size)."""
     operators: Sequence[Operator]
     first_operator: int
@@ -192,13 +192,14 @@ class _Unrolling:
 
     def _content(self, segment: _Segment) -> str:
         """Return what happens in a segment of a block, by names that do not depend on the block."""
-        assert segment.block is not None
+        block = segment.block
+        assert block is not None
 
         def name(number: int) -> Hashable:
             home = self._home.get(number)
             if home is None or home.block is None:
                 return number
-            return home.name, number - home.storages.start, home.block - segment.block
+            return home.name, number - home.storages.start, home.block - block
 
         storages = [(self.few.storages[n].category, self.few.storages[n].stream) for n in segment.storages]
         changes = [(time - segment.begin, name(number), size) for time, number, size in segment.changes]
@@ -208,7 +209,7 @@ class _Unrolling:
             for o in segment.operators
         ]  # fmt: skip
         sent = [
-            (one.collective, one.bytes, one.axis, one.ranks, one.is_inside, (block_of(one.unit) or 0) - segment.block)
+            (one.collective, one.bytes, one.axis, one.ranks, one.is_inside, (block_of(one.unit) or 0) - block)
             for one in segment.sent
         ]
         return repr((segment.name, storages, changes, operators, sent))
