@@ -354,7 +354,7 @@ def on_null_gpu(only: str, found: Ratios) -> Iterator[str]:
         if only in variant.name and variant.name in recorded:
             overrides = [word for word in variant.words if word.startswith("--") and "." in word.split("=")[0]]
             config = load(f"train_configs/{variant.config}.toml", overrides, world_size=variant.world_size)
-            predicted = plan(config, Layout(variant.world_size, find_hardware(variant.device), 8), whole=True)
+            predicted = plan(config, Layout(variant.world_size, find_hardware(variant.device), 8))
             cells = []
             for what, size in (("allocated", predicted.peak), ("reserved", predicted.reserved)):
                 measured = recorded[variant.name][what]

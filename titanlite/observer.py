@@ -36,7 +36,7 @@ class Phase(StrEnum):
 
     @property
     def category(self) -> str:
-        """What its time counts as: one of `metrics.clock.CATEGORIES`."""
+        """What its time counts as: one of `metrics.durations.CATEGORIES`."""
         return "data" if self is Phase.DATA else OUTSIDE_STEPS.get(self, ("", "compute"))[1]
 
 

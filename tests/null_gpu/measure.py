@@ -97,7 +97,7 @@ def predict(name: str, overrides: list[str], world_size: int, device: str, rank:
     from titanlite.tools.plan.estimate import Layout, plan
     from titanlite.tools.plan.hardware import find_hardware
 
-    made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware(device), 8), whole=True)
+    made = plan(read_config(name, overrides, world_size), Layout(world_size, find_hardware(device), 8))
     for stage in made.stages:
         if stage.rank == rank:
             return {"allocated": stage.allocated / GIB, "reserved": stage.reserved / GIB}

@@ -19,7 +19,13 @@ IMPORTS = [
     ("import titanlite.tools.migrate.command", TORCH),
     ("import titanlite.checkpoint.manifest", TORCH),
     ("import titanlite.data.packing, titanlite.data.remote", TORCH),
+    ("import titanlite.tools.report.page", TORCH),
     ("import titanlite.tools.ingest.inspect, titanlite.tools.ingest.prepare", TORCH),
+    (  # what `generate` and preflight do
+        "from titanlite.models.llama3 import Llama3; from titanlite.models.base import build_on_meta; "
+        "build_on_meta(Llama3, Llama3.flavors['debug'])",
+        {"torch._dynamo"},
+    ),
 ]
 COMMANDS = [
     # `train --help` reads the schema; the others need no more than the standard library.

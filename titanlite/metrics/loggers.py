@@ -90,7 +90,7 @@ class TensorBoard:
         from torch.utils.tensorboard import SummaryWriter
         from torch.utils.tensorboard.summary import hparams
 
-        from titanlite.run.versions import flat
+        from titanlite.runtime.console import flat
 
         writer = SummaryWriter(str(self._folder), purge_step=self._step + 1)
         text = read_small(self._run / "config.toml").decode()
@@ -182,7 +182,7 @@ class MLflow:
         if found:
             self._client.update_run(self._id, status="RUNNING")
         else:
-            from titanlite.run.versions import flat
+            from titanlite.runtime.console import flat
 
             texts = flat(_config(folder)).items()
             options = {self._name(key): json.loads(text) if text.startswith('"') else text for key, text in texts}

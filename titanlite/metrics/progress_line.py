@@ -5,7 +5,7 @@ from collections import deque
 from collections.abc import Collection
 from shutil import get_terminal_size
 
-from titanlite.metrics.clock import format_seconds
+from titanlite.metrics.durations import format_seconds
 from titanlite.runtime.console import terminal
 
 BARS = "▁▂▃▄▅▆▇█"

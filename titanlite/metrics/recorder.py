@@ -18,7 +18,8 @@ import torch.distributed as dist
 from titanlite.data.loader import MicroBatches
 from titanlite.data.samples import Samples
 from titanlite.guard import SkippedStep
-from titanlite.metrics.clock import StepClock, format_seconds, phase_seconds
+from titanlite.metrics.clock import StepClock, phase_seconds
+from titanlite.metrics.durations import format_seconds
 from titanlite.metrics.loggers import Loggers
 from titanlite.metrics.progress_line import ProgressLine
 from titanlite.metrics.rank_watch import RankMetrics, RankWatch, gather_metrics, slowest_rank

@@ -19,7 +19,7 @@ from titanlite.data.samples import Samples, Source
 from titanlite.data.sources import store_of
 from titanlite.guard import SpikeFound
 from titanlite.mesh import axis_sizes, data_parallel_rank
-from titanlite.metrics.clock import format_phases
+from titanlite.metrics.durations import format_phases
 from titanlite.models.base import Model, trainable_parameters, unique_parameters
 from titanlite.models.decoder import Decoder
 from titanlite.models.layers import LayerOfHeads

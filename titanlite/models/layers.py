@@ -128,6 +128,12 @@ class Embedding(nn.Embedding):
 
     kernels: Kernels = DEFAULT_KERNELS
 
+    def reset_parameters(self) -> None:
+        """Draw values, but none on the meta device: the first normal numbers there make PyTorch import its compiler,
+        which takes a second or more."""
+        if not self.weight.is_meta:
+            super().reset_parameters()
+
     def forward(self, input: Tensor) -> Tensor:
         return self.kernels.embedding(input, self.weight, self.padding_idx)
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from titanlite.runtime.console import hide_secrets
+from titanlite.runtime.console import flat
 from titanlite.runtime.errors import UserError
 from titanlite.runtime.files import read_small
 from titanlite.runtime.ranks import gather, named_ranks
@@ -95,18 +95,6 @@ def source_digest(folder: Path) -> str:
         digest.update(str(path.relative_to(folder)).encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()[:12]
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, str]:
-    """Return the values of a nested config as JSON, by dotted key. Keys and passwords in URLs are hidden."""
-    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else None
-    if items is None or not tree:
-        return {prefix: hide_secrets(json.dumps(tree))}
-    return {
-        key: value
-        for name, part in items
-        for key, value in flat(part, f"{prefix}.{name}" if prefix else str(name)).items()
-    }
 
 
 def compare(facts: Mapping[str, str]) -> list[str]:

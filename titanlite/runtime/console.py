@@ -4,19 +4,20 @@ One rank of several shares the console with the others. So its log gets a copy o
 logger writes: prints of the user's code, lines of NCCL, the last words of a C++ library.
 """
 
+import json
 import logging
 import os
 import re
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from importlib.machinery import PathFinder
 from importlib.metadata import requires
 from pathlib import Path
 from shlex import quote
-from typing import TextIO, cast
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 
@@ -37,6 +38,18 @@ SECRET = re.compile(
 def hide_secrets(text: str) -> str:
     """Return a text with *** in place of user names, passwords and keys in its URLs."""
     return SECRET.sub(lambda match: f"{match[1] or ''}***", text)
+
+
+def flat(tree: Any, prefix: str = "") -> dict[str, str]:
+    """Return the values of a nested config as JSON, by dotted key. Keys and passwords in URLs are hidden."""
+    items = tree.items() if isinstance(tree, Mapping) else enumerate(tree) if isinstance(tree, list | tuple) else None
+    if items is None or not tree:
+        return {prefix: hide_secrets(json.dumps(tree))}
+    return {
+        key: value
+        for name, part in items
+        for key, value in flat(part, f"{prefix}.{name}" if prefix else str(name)).items()
+    }
 
 
 LOGGER = "titanlite"

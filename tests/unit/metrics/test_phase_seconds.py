@@ -10,7 +10,8 @@ import pytest
 
 from tests.support.helpers import TinyRun, mentions, train_on_this_rank
 from titanlite.guard import SkippedStep
-from titanlite.metrics.clock import CATEGORIES, by_category, format_phases, phase_seconds
+from titanlite.metrics.clock import phase_seconds
+from titanlite.metrics.durations import CATEGORIES, by_category, format_phases
 from titanlite.metrics.recorder import step_line
 from titanlite.observer import CurrentPhase, Phase
 from titanlite.run.timeouts import PhaseTimeouts

@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 
 from tests.support.helpers import TinyRun, mentions
-from titanlite.run.versions import differences, facts_of, flat, source_digest
+from titanlite.run.versions import differences, facts_of, source_digest
+from titanlite.runtime.console import flat
 
 CPU = torch.device("cpu")
 ONE = {"torch": "2.13.0", "python": "3.11.7", "optimizer.lr": "0.01"}

@@ -9,7 +9,7 @@ from tests.support.helpers import THREE_BLOCKS, TinyRun, train_on_this_rank
 from tests.support.layouts import built
 from titanlite.observer import Phase
 from titanlite.runtime.private_torch.tensors import local_tensor
-from titanlite.techniques.layer_health.measurement import KINDS
+from titanlite.techniques.layer_health.names import NAMES
 from titanlite.tools.report.compare import read_dump, record
 
 OPTIONS = [
@@ -72,4 +72,4 @@ def test_other_steps_have_no_hooks_and_a_value_that_is_not_finite_is_counted(tin
     parameters = tiny.records(file="layers.jsonl")[-1]["layers"]["layers.0"]["parameters"]
     assert (parameters["nonfinite"], parameters["zeros"]) == (pytest.approx(2 / size), pytest.approx(1 / size))
     assert math.isfinite(parameters["norm"])
-    assert set(KINDS) == {"parameters", "gradients", "updates", "activations"}
+    assert set(NAMES.values()) == {"parameters", "gradients", "updates", "activations"}

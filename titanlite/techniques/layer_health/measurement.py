@@ -15,18 +15,10 @@ from torch import Tensor, nn
 from titanlite.capture import Kind, StepCapture
 from titanlite.models.base import Model
 from titanlite.runtime.private_torch.tensors import local_tensor
+from titanlite.techniques.layer_health.names import NAMES
 
 if TYPE_CHECKING:
     from titanlite.run.records import RecordFile
-
-NAMES: dict[Kind, str] = {
-    "after parameter": "parameters",
-    "gradient parameter": "gradients",
-    "update parameter": "updates",
-    "forward output": "activations",
-}
-"""What is measured of each layer, and its name in records."""
-KINDS = tuple(NAMES.values())
 
 
 class LayerHealth(StepCapture):
@@ -81,7 +73,7 @@ class LayerHealth(StepCapture):
     def end_capture(self, step: int) -> None:
         """Join the sums of all ranks, and write them. Every rank calls it."""
         nothing = torch.zeros(1, 5, dtype=torch.float64, device=self._device)
-        keys = [(layer, kind) for layer in self._layers for kind in KINDS]
+        keys = [(layer, kind) for layer in self._layers for kind in NAMES.values()]
         found = [torch.stack(self._sums[key]) if key in self._sums else nothing for key in keys]
         sums = torch.stack([parts[:, :-1].sum(dim=0) for parts in found])
         largest = torch.stack([parts[:, -1].max() for parts in found])

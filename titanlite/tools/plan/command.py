@@ -73,7 +73,7 @@ def plan_config(
         return
     torch.set_num_threads(1)
     check_techniques(loaded, world_size)
-    planned = plan(loaded, layout, whole=True)
+    planned = plan(loaded, layout)
     others = _other_methods(loaded, layout)
     found = find_suggestions(loaded, layout, planned) if suggest else []
     effect = None
@@ -105,9 +105,7 @@ def _other_methods(config: Config, layout: Layout) -> dict[str, Plan]:
     spec, own = model_of(config), config.parallelism.context_parallel_method
     variants = [options for _, options in CONTEXT_PARALLEL.variants(config, spec, layout.hardware)]
     return {
-        options[METHOD]: plan(with_options(config, options), layout, whole=True)
-        for options in variants
-        if options[METHOD] != own
+        options[METHOD]: plan(with_options(config, options), layout) for options in variants if options[METHOD] != own
     }
 
 

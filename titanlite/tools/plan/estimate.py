@@ -1,6 +1,9 @@
 """Estimate: how much memory and time a config takes on given devices."""
 
+import logging
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import lcm
 from statistics import NormalDist
 from typing import Any, NamedTuple
@@ -10,7 +13,7 @@ from titanlite.checks.preflight import select_model
 from titanlite.config.load import load
 from titanlite.data.tokenizer import load_tokenizer
 from titanlite.loss import Targets
-from titanlite.models.base import Model, ModelArgs
+from titanlite.models.base import Model
 from titanlite.models.registry import ModelSpec
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.hardware import Hardware
@@ -21,8 +24,9 @@ from titanlite.techniques.distill.source import planned_teacher
 from titanlite.techniques.pipeline.stages import rank_of_stage, stages_of
 from titanlite.techniques.technique import Options
 from titanlite.tools.convert.source import open_model
-from titanlite.tools.plan.memory import Profile, extend, profile
+from titanlite.tools.plan.memory import Profile, profile
 from titanlite.tools.plan.pipeline import blocks_of_ends, pipeline_time, stage_work, traced_ranks, with_buffers
+from titanlite.tools.plan.recorder import Recorder
 from titanlite.tools.plan.time import (
     CLOCK_SPREAD,
     Collective,
@@ -33,9 +37,14 @@ from titanlite.tools.plan.time import (
     replicas_of,
     step_time,
 )
-from titanlite.tools.plan.trace import trace_step, traced_micro_batches
-from titanlite.tools.plan.workload import Traffic, Workload, extend_workload, traffic_of, workload_of
+from titanlite.tools.plan.trace import Passes, trace_step, traced_micro_batches
+from titanlite.tools.plan.unroll import Blocks, NotAlike, unrolled
+from titanlite.tools.plan.workload import Traffic, Workload, traffic_of, workload_of
 
+logger = logging.getLogger(__name__)
+
+WORTH = 2
+"""Blocks beyond the few from which on the record of few blocks is made: its second trace costs as much as these."""
 OUTSIDE = 2 * 2**30
 """Bytes of a GPU that PyTorch cannot reserve: the CUDA context and the buffers of NCCL. On 8 H100s, 1.06 GB with one
 communicator (github.com/NVIDIA/nccl issue 1685); each further one takes 0.7 GB (issue 964, A100s)."""
@@ -187,18 +196,15 @@ def with_vocab_size(config: Config) -> Config:
     return config.model_copy(update={"model": config.model.model_copy(update={"args": args})})
 
 
-def plan(config: Config, layout: Layout, *, whole: bool = False) -> Plan:
+def plan(config: Config, layout: Layout) -> Plan:
     """Trace a step of the config on fake tensors, and estimate its memory and time on this hardware.
-
-    Args:
-        whole: as `trace`.
 
     Raises:
         UserError: the degrees do not fit the number of processes, or the step cannot be traced.
     """
     if config.parallelism.pipeline_parallel_degree > 1:
         return plan_stages(config, layout)
-    return estimate(trace(config, layout, whole=whole), config, layout)
+    return estimate(trace(config, layout), config, layout)
 
 
 def plan_stages(config: Config, layout: Layout) -> Plan:
@@ -215,7 +221,10 @@ def plan_stages(config: Config, layout: Layout) -> Plan:
     untraced = accumulation - traced_micro_batches(config, accumulation)
     plans, workloads = list[Plan](), list[Workload]()
     for place in ranks:
-        found = trace_model(config, spec.model_cls, spec.args, targets, layout, rank=place * of_rank)
+        recorder = trace_step(
+            config, *spec[:2], world_size=layout.world_size, gpu=layout.is_gpu, targets=targets, rank=place * of_rank
+        )
+        found = _traced(recorder, config, layout)
         found = replace(
             found,
             profile=with_buffers(found.profile, untraced * found.received),
@@ -251,40 +260,17 @@ def plan_stages(config: Config, layout: Layout) -> Plan:
     )
 
 
-def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
-    """Trace a step: of the whole model if it is small or its blocks differ, otherwise of two models with few blocks.
-    First blocks may differ from the rest. A frozen model beside it, which has no backward, is always whole.
-
-    Allocated memory and time are the same either way. Reserved memory is not: holes between tensors do not grow in
-    proportion to the number of blocks.
-
-    Args:
-        whole: whether to trace the whole model on GPUs, for exact reserved memory. Compiled models, which would take
-            minutes, are traced with few blocks all the same.
+def trace(config: Config, layout: Layout) -> Trace:
+    """Trace a step: of the whole model if it is small or its blocks differ, otherwise of a model with few blocks, whose
+    passes are repeated for the others; see `unroll`. A frozen model beside it is always whole.
 
     Raises:
         UserError: as `plan`.
     """
     spec, seq_len = model_of(config), config.training.seq_len
-    model = trained_model(spec, config)
-    depth = len(model.layers)
-    period = period_of(config, model)
-    edge = max(2, period)
-    front = first_blocks(model) + edge
-    few = front + edge + (depth - front - edge) % period
-    shapes: list[Any] = [spec.args]
-    whole &= layout.is_gpu and not config.compile.enable
-    groups = config.parallelism.fsdp_min_unit_params > 0  # only some blocks gather parameters
-    if not whole and not groups and depth > few + period and can_vary(spec, config, few):
-        varied: Any = spec.args
-        shapes = [replace(varied, n_layers=few), replace(varied, n_layers=few + period)]
-    targets = planned_targets(config)
-    traces = [trace_model(config, spec.model_cls, shape, targets, layout) for shape in shapes]
-    found = traces[0]
-    if len(traces) > 1:
-        found = _extended(*traces, blocks=depth, few=few + period, front=front, edge=edge, period=period)
+    model, targets = trained_model(spec, config), planned_targets(config)
     return replace(
-        found,
+        _traced(record(config, spec, model, targets, layout), config, layout),
         parameters=sum(p.numel() for p in model.parameters()),
         flops_per_token=sum(
             network.flops_per_token(seq_len) for network in (model, targets.frozen if targets else None) if network
@@ -292,16 +278,37 @@ def trace(config: Config, layout: Layout, *, whole: bool = False) -> Trace:
     )
 
 
-def trace_model(
-    config: Config, model_cls: type[Model], args: ModelArgs, targets: Targets | None, layout: Layout, *, rank: int = 0
-) -> Trace:
-    """Trace a step of the whole model of these arguments, on a rank."""
+def record(config: Config, spec: ModelSpec, model: Model, targets: Targets | None, layout: Layout) -> Recorder:
+    """Return the record of a step of the whole model on rank 0."""
+    make = partial(trace_step, config, spec.model_cls, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets)
+    args: Any = spec.args
+    for blocks in few_blocks(config, spec, model):
+        few = make(replace(args, n_layers=blocks.few))
+        try:
+            return unrolled(few, make(args, passes=Passes(few, blocks)), blocks)
+        except NotAlike as reason:
+            logger.debug(f"{blocks} do not stand for all: {reason}")
+    return make(args)
+
+
+def few_blocks(config: Config, spec: ModelSpec, model: Model) -> Iterator[Blocks]:
+    """Yield which blocks to try in place of all: the fewest first, and none if that is not worth it."""
+    depth, period, parallelism = len(model.layers), period_of(config, model), config.parallelism
+    if parallelism.fsdp_min_unit_params or config.debug.reproducible_layouts or config.optimizer.in_backward:
+        return  # only some blocks gather parameters, or the passes keep more than gradients for the update
+    edge = 1 + max(parallelism.fsdp_forward_prefetch, parallelism.fsdp_backward_prefetch)
+    for front in (first_blocks(model) + edge, first_blocks(model) + edge + 1):
+        few = front + 2 * period + edge
+        few += (depth - few) % period
+        if depth > few + WORTH and can_vary(spec, config, model, few):
+            yield Blocks(depth, few, front, period)
+
+
+def _traced(recorder: Recorder, config: Config, layout: Layout) -> Trace:
+    """Return what a record says of a step."""
     fuse, parallelism = config.compile.enable and layout.is_gpu, config.parallelism
     is_pipeline = parallelism.pipeline_parallel_degree > 1
     _, accumulation = config.training.batch_split(parallelism.degrees(layout.world_size).data_parallel)
-    recorder = trace_step(
-        config, model_cls, args, world_size=layout.world_size, gpu=layout.is_gpu, targets=targets, rank=rank
-    )
     return Trace(
         profile(recorder, gpu=layout.is_gpu, compiled=fuse, hidden=[*_away(config, layout)]),
         workload_of(recorder, fuse=fuse, gpus_per_node=layout.gpus_per_node),
@@ -313,16 +320,6 @@ def trace_model(
 def _away(config: Config, layout: Layout) -> dict[str, str]:
     """Return host or disk for each category that is not in the device's memory. That of a CPU is the host's."""
     return {category: place for category, place in places(config).items() if layout.is_gpu or place == "disk"}
-
-
-def _extended(small: Trace, large: Trace, *, front: int, **sizes: int) -> Trace:
-    """Return the trace of a model with more blocks; arguments as of `extend` and `extend_workload`."""
-    factor = (sizes["blocks"] - sizes["few"]) / sizes["period"]
-    return Trace(
-        extend(small.profile, large.profile, front=front, **sizes),
-        extend_workload(small.workload, large.workload, **sizes),
-        {key: round(size + (size - small.traffic.get(key, 0)) * factor) for key, size in large.traffic.items()},
-    )
 
 
 def estimate(traced: Trace, config: Config, layout: Layout) -> Plan:
@@ -422,9 +419,8 @@ def first_blocks(model: Model) -> int:
     return next(n for n in range(len(trained)) if all(length == trained[-1] for length in trained[n:]))
 
 
-def can_vary(spec: ModelSpec, config: Config, few: int) -> bool:
-    """Return True if the number of blocks can be changed to a few, which are like the first ones of the model."""
-    model = trained_model(spec, config)
+def can_vary(spec: ModelSpec, config: Config, model: Model, few: int) -> bool:
+    """Return True if the number of blocks of a model can be changed to a few, which are like its first ones."""
     if getattr(spec.args, "n_layers", None) != len(model.layers):
         return False
     args: Any = spec.args

@@ -9,7 +9,6 @@ from typing import Any
 
 import tomli
 import torch
-from torch.utils.benchmark import Timer
 
 from titanlite.ops.cpu import CpuKernels, multiply_by_onednn
 from titanlite.runtime.errors import ConfigError, Place, Problem, UserError, did_you_mean, nearest_name
@@ -151,5 +150,7 @@ def _matmul_rate(dtype: torch.dtype) -> float:
 
 def _fastest(work: Callable[[], object]) -> float:
     """Return the seconds of the fastest of repeated calls, made for a twentieth of a second."""
+    from torch.utils.benchmark import Timer  # takes half a second, and only a CPU is measured
+
     timer = Timer("work()", globals={"work": work}, num_threads=torch.get_num_threads())
     return min(timer.blocked_autorange(min_run_time=0.05).times)

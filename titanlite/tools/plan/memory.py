@@ -1,9 +1,4 @@
-"""Peak memory of each phase of a step, from recorded storages; and of a model of many blocks, from models of few.
-
-Blocks are alike, so each further block adds the same to the peak of each phase. Two models of few blocks, that differ
-by one block (or by the period after which blocks repeat), give the difference. The first blocks, which may be others,
-the last ones, and everything that is not a block, are taken from the larger model.
-"""
+"""Peak memory of each phase of a step, and what PyTorch's allocator reserves, from recorded storages."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -126,48 +121,3 @@ def _history(recorder: Recorder, changes: Sequence[_Resized], hidden: Sequence[s
             yield Change(number, recorder.storages[change.storage].stream, change.after)
             alive.add(number) if change.after else alive.discard(number)
         yield from (Change(number, 0, 0) for number in alive if number >= made)
-
-
-def extend(small: Profile, large: Profile, *, blocks: int, few: int, front: int, edge: int, period: int) -> Profile:
-    """Return the profile of a model with `blocks` blocks, from two models with fewer.
-
-    Args:
-        small: profile of a model with few - period blocks.
-        large: profile of a model with `few` blocks.
-        front: number of first blocks in which the peak is searched.
-        edge: number of last blocks in which it is searched. Blocks between these take no more memory.
-    """
-    phases: dict[str, Breakdown] = {}
-    factor = (blocks - few + period) / period
-    for name, above in large.phases.items():
-        place = block_of(name)
-        if place is None or place < front:
-            at_small, at_blocks = name, name
-        elif place >= few - edge:
-            at_small = _renamed(name, place - period)
-            at_blocks = _renamed(name, place - few + blocks)
-        else:
-            continue
-        below = small.phases[at_small]
-        phases[at_blocks] = {
-            category: max(0, round(below[category] + (above[category] - below[category]) * factor))
-            for category in CATEGORIES
-        }
-    pools = {
-        name: PoolSize(
-            peak := round(small.pools[name].peak + (pool.peak - small.pools[name].peak) * factor),
-            peak + pool.end - pool.peak,
-        )
-        for name, pool in large.pools.items()
-    }
-    return Profile(phases, pools)
-
-
-def block_of(phase: str) -> int | None:
-    """Return the number of the block that a phase is about; None for other phases."""
-    _, _, unit = phase.partition(" layers.")
-    return int(unit) if unit.isdigit() else None
-
-
-def _renamed(phase: str, block: int) -> str:
-    return f"{phase.partition(' ')[0]} layers.{block}"

@@ -5,7 +5,7 @@ an output of a reduce-scatter first. Records are therefore added up at the end.
 """
 
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -50,7 +50,7 @@ class Storage:
     category: str
     stream: int = 0
     """Number of the CUDA stream that allocates it; 0 computes."""
-    sizes: list[tuple[int, int]] = field(default_factory=list)
+    sizes: list[tuple[float, int]] = field(default_factory=list)
     """(time, bytes from then on). Time counts operators, changes of sizes and phases."""
 
 
@@ -90,6 +90,26 @@ class Sent(NamedTuple):
     """Those of `Recorder.operators` that do not wait for it."""
 
 
+class Mark(NamedTuple):
+    """A place in a record."""
+
+    time: int
+    sent: int
+    """Number of collectives before it."""
+
+
+class Handed(NamedTuple):
+    """A tensor that the passes of a step hand to its update: a gradient or a loss."""
+
+    storage: int
+    elements: int
+    """Of the storage."""
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+
 class Recorder(TorchDispatchMode):
     """Records the operators on fake tensors while it is active, in this thread.
 
@@ -112,6 +132,12 @@ class Recorder(TorchDispatchMode):
         """Number of recorded micro-batches."""
         self.phases: list[tuple[int, str]] = [(0, "start")]
         """(time, name of the phase from then on)."""
+        self.passes = Mark(0, 0), Mark(0, 0)
+        """Begin and end of the forward and backward passes of the step."""
+        self.handed: dict[str, Handed] = {}
+        """By name of the parameter or the loss."""
+        self.handed_storages: dict[int, tuple[int, int | None, int | None]] = {}
+        """Where another record has the passes: {storage here: (storage there, number of its block there, and here)}."""
         self._number_of: dict[Hashable, int] = {}
         self._alive: dict[Hashable, weakref.ref[Any]] = {}
         self._categories: list[str] = []
@@ -172,6 +198,25 @@ class Recorder(TorchDispatchMode):
         self.time += 1
         self.phases.append((self.time, name))
 
+    def mark(self) -> Mark:
+        self.time += 1
+        return Mark(self.time, len(self.sent))
+
+    def hand(self, name: str, tensor: Tensor) -> None:
+        """Note a tensor that the update gets."""
+        if len(found := self._tensors(tensor)) != 1:
+            return  # of several tensors, or no fake one: the passes are traced with all blocks
+        [(number, plain)] = found
+        elements = plain.untyped_storage().nbytes() // plain.element_size()
+        self.handed[name] = Handed(
+            number, elements, plain.dtype, tuple(plain.shape), plain.stride(), int(plain.storage_offset())
+        )
+
+    def stand_in(self, tensor: Tensor, storage: int, its_block: int | None, block: int | None) -> None:
+        """Note that a tensor's memory is that of a storage in another record; see `handed_storages`."""
+        [(number, _)] = self._tensors(tensor)
+        self.handed_storages[number] = storage, its_block, block
+
     def kept_of_received(self) -> int:
         """Return the bytes received from single ranks whose memory lasts until the newest phase. PyTorch 2.15 frees
         the buffers of a stage when it has used them."""
@@ -189,14 +234,15 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(tensor_cls is not FakeTensor for tensor_cls in types):
             return NotImplemented  # the subclass calls the operator again with its plain tensors
-        if inner := INNER.get(str(func.overloadpacket)):
+        packet = str(func.overloadpacket)
+        if inner := INNER.get(packet):
             count = len(self.operators)
             with self:  # record the memory of the inner tensors, but count one kernel
                 inner(*args)
             del self.operators[count:]
         if func is aten.addmm.dtype_out:  # PyTorch 2.11 decomposes it wrongly for fake tensors
             result = kwargs["out"]
-        elif str(func.overloadpacket) == WAIT:  # wait_tensor returns its argument; with fake tensors, a copy
+        elif packet == WAIT:  # wait_tensor returns its argument; with fake tensors, a copy
             result = args[0]
         else:
             result = func(*args, **(kwargs or {}))
@@ -218,15 +264,29 @@ class Recorder(TorchDispatchMode):
         Args:
             tree: arguments or results of an operator, in nested containers.
         """
-        found = []
-        for tensor in _plain(tree):
-            if (number := self._number(tensor)) is not None:
-                found.append((number, tensor))
+        found: list[tuple[int, Tensor]] = []
+        self._find(tree, found)
         return found
 
-    def _number(self, tensor: Tensor) -> int | None:
+    def _find(self, tree: Any, found: list[tuple[int, Tensor]]) -> None:
+        """Add the tensors that count; of a DTensor, this rank's part. Every operator's arguments and results pass
+        through here, where PyTorch's pytree takes several times as long."""
+        if isinstance(tree, FakeTensor):
+            if (number := self._number(tree)) is not None:
+                found.append((number, tree))
+            return
+        if isinstance(tree, Tensor):
+            tree = wrapped_tensors(tree)
+        if isinstance(tree, dict):
+            tree = tree.values()
+        elif not isinstance(tree, list | tuple):
+            return
+        for part in tree:
+            self._find(part, found)
+
+    def _number(self, tensor: FakeTensor) -> int | None:
         """Return the number of a tensor's storage. A new storage gets a record. None: the tensor does not count."""
-        if not isinstance(tensor, FakeTensor) or tensor.fake_mode is not self._fakes:
+        if tensor.fake_mode is not self._fakes:
             return None
         storage = tensor.untyped_storage()
         key = storage_key(storage)
@@ -331,24 +391,6 @@ COLLECTIVES: dict[str, CollectiveName] = {
     "_c10d_functional.reduce_scatter_tensor": "reduce_scatter",
     "_c10d_functional.all_to_all_single": "all_to_all",
 }
-
-
-def _plain(tree: Any) -> Iterator[Tensor]:
-    """Yield the plain tensors in nested containers, in order: for a DTensor, this rank's part.
-
-    Every operator's arguments and results pass through here, where PyTorch's pytree takes several times as long.
-    """
-    if isinstance(tree, Tensor):
-        inner = wrapped_tensors(tree)
-        if not inner:
-            yield tree
-        tree = inner
-    if isinstance(tree, Mapping):
-        tree = tree.values()
-    elif not isinstance(tree, list | tuple):
-        return
-    for part in tree:
-        yield from _plain(part)
 
 
 run_random_operators_plainly(Recorder)

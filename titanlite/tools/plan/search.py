@@ -261,7 +261,7 @@ def _confirm(
             if not any(is_no_better(candidate, other) for other in (*(one for one, _ in best), *chosen)):
                 chosen.append(candidate)
         configs = [with_options(config, candidate.options) for candidate in chosen]
-        traces = pool.map(partial(trace, whole=True), configs, repeat(layout))
+        traces = pool.map(partial(trace), configs, repeat(layout))
         plans = map(estimate, traces, configs, repeat(layout))
         best += [pair for pair in zip(chosen, plans, strict=True) if pair[1].fits]
     return sorted(best, key=lambda pair: -pair[1].tokens_per_second)

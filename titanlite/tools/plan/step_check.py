@@ -150,7 +150,7 @@ def _few_blocks(spec: ModelSpec, config: Config, period: int) -> ModelSpec:
     args: Any = spec.args
     model = trained_model(spec, config)
     few = first_blocks(model) + 2 * period
-    if len(model.layers) <= few or not can_vary(spec, config, few):
+    if len(model.layers) <= few or not can_vary(spec, config, model, few):
         return spec
     return spec._replace(args=replace(args, n_layers=few))
 

@@ -3,8 +3,9 @@ training; ranks, memory and values do not exist."""
 
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from titanlite.batch import Batch
-from titanlite.loss import Targets
+from titanlite.loss import Targets, TokenLoss
 from titanlite.mesh import ACTIVATION_AXES, axis_groups, data_parallel_rank, loss_group, world_group
 from titanlite.models.base import Model, ModelArgs, build_on_meta, unique_parameters
+from titanlite.observer import OnPhase
 from titanlite.ops.kernels import FLASH_PACKAGES, Kernels
 from titanlite.optim import build_optimizer
 from titanlite.optim.checks import check_optimizer
@@ -25,6 +27,7 @@ from titanlite.parallelize import build_mesh, parallelize
 from titanlite.parallelize.frozen import parallelize_frozen
 from titanlite.parallelize.fsdp import fsdp_units
 from titanlite.parallelize.materialize import allocate
+from titanlite.runtime.dtensor import from_local_like
 from titanlite.runtime.errors import ConfigError, UserError
 from titanlite.runtime.private_torch.fsdp import observe_fsdp
 from titanlite.runtime.private_torch.tensors import fused_adamw_, local_tensor
@@ -36,10 +39,11 @@ from titanlite.runtime.private_torch.tracing import (
     without_fake_tensors,
 )
 from titanlite.schema import Config
-from titanlite.step import build_step
+from titanlite.step import Step, build_step
 from titanlite.techniques import parts_of, places
 from titanlite.tools.plan.gpu_kernels import FakeCpuKernels, GpuKernels
 from titanlite.tools.plan.recorder import Recorder
+from titanlite.tools.plan.unroll import Blocks
 
 BACKEND = "aot_eager_decomp_partition"
 """Backend of torch.compile in a trace."""
@@ -56,6 +60,7 @@ def trace_step(
     gpu: bool,
     targets: Targets | None = None,
     rank: int = 0,
+    passes: "Passes | None" = None,
 ) -> Recorder:
     """Return the record of a step on a rank. The optimizer has its states already.
 
@@ -63,6 +68,7 @@ def trace_step(
         rank: 0 has the largest shards, and the first stage of a pipeline.
         gpu: whether the kernels are those of an NVIDIA GPU, or those of this machine's CPU.
         targets: of the config; see `planned_targets`. Their model is made here. Default: labels only.
+        passes: take the step's forward and backward passes from another record, and trace the rest.
 
     Raises:
         UserError: the model, the loss or the optimizer needs values, which fake tensors lack.
@@ -104,7 +110,8 @@ def trace_step(
                 optimizer: Any = _TracedOptimizer(fake_optimizer(config, model, kernels), recorder)
                 after_update = recorder.during("other", parts.after_update(model))
                 with recorder.category("other"):
-                    fill_states(optimizer, one_by_one=config.optimizer.in_backward)
+                    if any(parameter not in optimizer.state for parameter in _trained(optimizer)):
+                        fill_states(optimizer, one_by_one=config.optimizer.in_backward)
                     outer = parts.outer(model) if parts.outer else None
                     average = parts.average(model, None, after_update) if parts.average else None
                     batches = [*map(parts.batch, _batches(config, data_parallel_rank(mesh)[1], model))]
@@ -117,20 +124,75 @@ def trace_step(
                     recorder.label(average.tensors.values(), "average")
                 if config.optimizer.in_backward:
                     _label_gradients(model, recorder)
+                marked = marked_step(parts.step_cls or Step, recorder, passes)
                 train_step = build_step(
-                    config, model, optimizer, mesh=mesh, kernels=kernels, parts=parts, targets=targets
-                )
+                    config, model, optimizer, mesh=mesh, kernels=kernels, parts=replace(parts, step_cls=marked),
+                    targets=targets,
+                )  # fmt: skip
                 train_step.loss_function = recorder.during("logits", train_step.loss_function)
                 untraced = train_step.partial_sums(accumulation) - train_step.partial_sums(len(batches))
                 with recorder.category("reduce-scatter"):
-                    parts = [local_tensor(parameter) for parameter in _trained(optimizer)]
-                    waiting = [torch.empty_like(part) for part in parts for _ in range(untraced)]
+                    own_shards = [local_tensor(parameter) for parameter in _trained(optimizer)]
+                    waiting = [torch.empty_like(shard) for shard in own_shards for _ in range(untraced)]
                 recorder.unit("step")
                 after_update()  # the call after the update of the step before
                 train_step(batches, on_phase=recorder.on_phase)
                 recorder.unit("end")
                 del waiting
     return recorder
+
+
+@dataclass(frozen=True)
+class Passes:
+    """Passes of a step of a small model, which stand for those of the whole model; see `unroll`."""
+
+    recorder: Recorder
+    blocks: Blocks
+
+
+def marked_step(step_cls: type[Step], recorder: Recorder, passes: Passes | None) -> type[Step]:
+    """Return the class of a step that marks the begin and the end of its passes, and what they hand to the update.
+
+    Args:
+        passes: make the gradients and losses of these passes, in memory laid out alike, in place of running any.
+    """
+
+    class MarkedStep(step_cls):
+        def accumulate(self, batches: Sequence[Batch], on_phase: OnPhase) -> TokenLoss:
+            begin = recorder.mark()
+            if passes is None:
+                losses = super().accumulate(batches, on_phase)
+                for name, parameter in unique_parameters(self.model):
+                    if parameter.grad is not None:
+                        recorder.hand(name, parameter.grad)
+                values = {"total": losses.total, "cross entropy": losses.cross_entropy, **losses.metrics}
+                for name, value in values.items():
+                    recorder.hand(f"loss {name}", value)
+            else:
+                losses = self._stand_in(passes)
+            recorder.passes = begin, recorder.mark()
+            return losses
+
+        def _stand_in(self, passes: Passes) -> TokenLoss:
+            handed, memory = passes.recorder.handed, dict[Any, Tensor]()
+
+            def made(name: str) -> Tensor:
+                like, its_block, block = passes.blocks.of_name(name)
+                one = handed[like]
+                key = one.storage, (block or 0) - (its_block or 0)
+                if key not in memory:
+                    memory[key] = torch.empty(one.elements, dtype=one.dtype)
+                    recorder.stand_in(memory[key], one.storage, its_block, block)
+                return memory[key].as_strided(one.size, one.stride, one.offset)
+
+            for name, parameter in unique_parameters(self.model):
+                if passes.blocks.of_name(name)[0] in handed:
+                    parameter.grad = from_local_like(made(name), parameter)
+            total, cross_entropy, *metrics = (name for name in handed if name.startswith("loss "))
+            named = {name.removeprefix("loss "): made(name) for name in metrics}
+            return TokenLoss(made(total), made(cross_entropy), named)
+
+    return MarkedStep
 
 
 def parallelized(

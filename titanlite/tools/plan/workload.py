@@ -2,7 +2,7 @@
 
 from collections import Counter, defaultdict
 from collections.abc import Container, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from titanlite.tools.plan.recorder import Operator, Recorder, Sent
 from titanlite.tools.plan.time import Collective, Group, Kernel, Unit
@@ -98,51 +98,6 @@ def traffic_of(recorder: Recorder, *, accumulation: int, gathers_once: bool = Fa
         size = call.bytes * accumulation // recorder.micro_batches if each_micro_batch else call.bytes
         total[call.collective, call.axis] = total.get((call.collective, call.axis), 0) + size
     return total
-
-
-def extend_workload(small: Workload, large: Workload, *, blocks: int, few: int, edge: int, period: int) -> Workload:
-    """Return the workload of a model with `blocks` blocks.
-
-    Args:
-        small: of a model with few - period blocks.
-        large: of a model with `few` blocks.
-        few: blocks of the larger model.
-        edge: blocks at the end that are kept as they are.
-        period: number of blocks after which blocks repeat.
-    """
-    place = next(index for index, unit in enumerate(large.units) if unit.name == "layers.0")
-    templates = large.units[place : place + few]
-    units = list(large.units[:place])
-    for block in range(blocks):
-        like = block if block < few - edge else few - edge + (block - (few - edge)) % period
-        if block >= blocks - edge:
-            like = block - blocks + few
-        units.append(replace(templates[like], name=f"layers.{block}"))
-    units += large.units[place + few :]
-    factor = (blocks - few) / period
-    less, more = _by_kind(small.update), _by_kind(large.update)
-
-    def extend(few: float, many: float) -> int:
-        return round(many + (many - few) * factor)
-
-    update = tuple(
-        Kernel(kernel.kind, extend(lesser.flops, kernel.flops), extend(lesser.bytes, kernel.bytes), kernel.dtype,
-               extend(lesser.launches, kernel.launches))
-        for lesser, kernel in ((less[key], more[key]) for key in more)
-    )  # fmt: skip
-    return Workload(tuple(units), update, large.whole)
-
-
-def _by_kind(kernels: Iterable[Kernel]) -> dict[tuple[str, str], Kernel]:
-    """Return one kernel with all the work of each kind and dtype."""
-    found: dict[tuple[str, str], Kernel] = {}
-    for kernel in kernels:
-        key = kernel.kind, kernel.dtype
-        sum_ = found.get(key, kernel._replace(flops=0, bytes=0, launches=0))
-        found[key] = kernel._replace(
-            flops=sum_.flops + kernel.flops, bytes=sum_.bytes + kernel.bytes, launches=sum_.launches + kernel.launches
-        )
-    return found
 
 
 def _first_of_each_name(recorder: Recorder) -> Iterator[int]:

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
-from titanlite.metrics.clock import CATEGORIES, format_seconds
-from titanlite.techniques.layer_health.measurement import KINDS
+from titanlite.metrics.durations import CATEGORIES, format_seconds
+from titanlite.techniques.layer_health.names import NAMES
 from titanlite.tools.report.run_records import (
     RunRecords,
     config_differences,
@@ -150,7 +150,7 @@ def _slowest(runs: Sequence[RunRecords]) -> Iterator[Trace]:
 def _heat_maps(run: RunRecords) -> Iterator[Chart]:
     tables = [record.get("layers", {}) for record in run.layers]
     layers = [*tables[-1]] if tables else []
-    for kind in KINDS:
+    for kind in NAMES.values():
         rows = [[table.get(layer, {}).get(kind, {}).get("rms") for table in tables] for layer in layers]
         if any(value is not None for row in rows for value in row):
             trace = {"x": [record["step"] for record in run.layers], "y": layers, "z": rows}

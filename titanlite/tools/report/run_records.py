@@ -14,10 +14,9 @@ from typing import Any
 
 import tomli
 
-from titanlite.metrics.clock import CATEGORIES
+from titanlite.metrics.durations import CATEGORIES
 from titanlite.run.records import MOST_RECORDS, SCHEMA
-from titanlite.run.versions import flat
-from titanlite.runtime.console import shell_command
+from titanlite.runtime.console import flat, shell_command
 from titanlite.runtime.errors import UserError, did_you_mean
 from titanlite.runtime.files import file_inside, read_small
 

@@ -11,11 +11,13 @@ import torch.distributed as dist
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.support.plans import layout_of, planned, profiled, read, shapes, traced
+from titanlite.tools.plan import estimate
 from titanlite.tools.plan.estimate import Layout, model_of, trace
 from titanlite.tools.plan.memory import profile
 from titanlite.tools.plan.recorder import Recorder
 from titanlite.tools.plan.search import Layouts
 from titanlite.tools.plan.trace import trace_step
+from titanlite.tools.plan.unroll import Blocks, NotAlike, unrolled
 
 
 @pytest.fixture(autouse=True)
@@ -78,60 +80,43 @@ nightly = partial(pytest.param, marks=pytest.mark.nightly)
     ("overrides", "blocks"),
     [
         nightly(["--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"], 12),
-        nightly(["--parallelism.data_parallel_replicate_degree=2", NEVER], 12),
+        nightly(["--parallelism.data_parallel_replicate_degree=2", NEVER], 8),
         nightly(["--model.name=olmo3", "--model.args.window=24"], 18),
+        nightly(["--optimizer.name=Muon"], 8),
+        nightly(["--training.local_batch_size=2", "--parallelism.fsdp_forward_prefetch=2"], 12),
         pytest.param([*GLM, "--model.args.n_dense_layers=2"], 9, marks=pytest.mark.slow),
+        pytest.param(["--training.local_batch_size=2"], 7, marks=pytest.mark.long),
     ],
     ids=str,
 )
-def test_a_model_of_many_blocks_from_two_of_few(overrides: list[str], blocks: int) -> None:
+def test_a_step_of_many_blocks_from_one_of_few(
+    overrides: list[str], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Memory of each phase and of each pool of the allocator, kernels and collectives are those of the whole trace."""
     config = read(*overrides, f"--model.args.n_layers={blocks}", world_size=4)
-    found = trace(config, layout_of(4, gpus_per_node=4))
-    assert len([name for name in found.profile.phases if name.startswith("backward layers.")]) < blocks
-    whole = trace_step(config, *model_of(config), world_size=4, gpu=True)
-    exact = profile(whole, gpu=True)
-    assert found.profile.peak == exact.peak
-    assert found.profile.peak_phase == exact.peak_phase
-    assert found.profile.breakdown == exact.breakdown
-    assert trace(config, layout_of(4, gpus_per_node=4), whole=True).profile.pools == exact.pools
-    made = sum(sent.bytes for sent in whole.sent if sent.unit)
-    assert sum(found.traffic.values()) - made == sum(sent.bytes for sent in whole.sent if not sent.unit)
-    assert [unit.name for unit in found.workload.units] == [
-        "tok_embeddings",
-        *(f"layers.{i}" for i in range(blocks)),
-        "head",
-    ]
-    in_work = sum(kernel.flops for unit in found.workload.units for kernel in (*unit.forward, *unit.backward))
-    assert in_work * whole.micro_batches == sum(operator.flops for operator in whole.operators)
+    layout, depths = layout_of(4, gpus_per_node=4), list[int]()
+
+    def traced_step(config: Any, model_cls: Any, args: Any, **options: Any) -> Recorder:
+        depths.append(args.n_layers)
+        return trace_step(config, model_cls, args, **options)
+
+    monkeypatch.setattr(estimate, "trace_step", traced_step)
+    found = trace(config, layout)
+    few, whole = depths  # the passes of few blocks, and all but the passes of the whole model
+    assert few < whole == blocks
+    monkeypatch.setattr(estimate, "few_blocks", lambda *_: ())
+    assert found == trace(config, layout)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("optimizer", [pytest.param("AdamW", marks=pytest.mark.nightly), "Muon"])
-def test_the_update_of_many_blocks_is_that_of_each(optimizer: str) -> None:
-    """Muon multiplies matrices of bfloat16. AdamW reads and writes 28 bytes a parameter, clipping and norms 12."""
-    config = read(f"--optimizer.name={optimizer}", "--model.args.n_layers=7")
-    found = trace(config, layout_of(1))
-    assert "backward layers.3" not in found.profile.phases  # it was not all made
-    whole = trace_step(config, *model_of(config), world_size=1, gpu=True)
-    [update] = [number for number, (_, name) in enumerate(whole.phases) if name == "update"]
-    expected, sums = Counter[Any](), Counter[Any]()
-    for operator in whole.operators:
-        if operator.phase == update:
-            expected[operator.kind, operator.dtype, "flops"] += int(operator.flops)
-            expected[operator.kind, operator.dtype, "bytes"] += sum(
-                size for _, size in (*operator.reads, *operator.writes)
-            )
-    for operator in found.workload.update:
-        sums[operator.kind, operator.dtype, "flops"] += int(operator.flops)
-        sums[operator.kind, operator.dtype, "bytes"] += operator.bytes
-    assert {key: total for key, total in sums.items() if total} == {
-        key: total for key, total in expected.items() if total
-    }
-    if optimizer == "AdamW":
-        parameters = sum(parameter.numel() for parameter in model_of(config)[0](model_of(config)[1]).parameters())
-        assert sums["memory", "float32", "bytes"] == pytest.approx(40 * parameters, rel=0.02)
-    else:
-        assert sums["matmul", "bfloat16", "flops"] > 0
+@pytest.mark.long
+def test_blocks_that_do_not_repeat_are_all_traced() -> None:
+    """Each third block is recomputed, and is taken for the pattern of each second one."""
+    options = "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=3"
+    config = read(*options, "--model.args.n_layers=9", world_size=2)
+    spec = model_of(config)
+    few = trace_step(config, spec.model_cls, replace(spec.args, n_layers=7), world_size=2, gpu=True)
+    with pytest.raises(NotAlike):
+        unrolled(few, few, Blocks(9, 7, front=1, period=2))
 
 
 @pytest.mark.long
