@@ -170,7 +170,7 @@ class Own(Model):
         self.layers = torch.nn.ModuleList(torch.nn.Linear(4, 4) for _ in range(args.depth))
 """
 SHAPE = ["dim=32", "n_layers=4", "n_heads=4", "n_kv_heads=4", "hidden_dim=96"]
-OPTIONS = [*(f"--model.args.{name}" for name in SHAPE), "--training.global_batch_size=2", "--checkpoint.interval=2"]
+OPTIONS = [*(f"--model.args.{name}" for name in SHAPE), "--training.global_batch_size=2", "--checkpoint.interval=4"]
 
 
 @pytest.mark.parametrize(
