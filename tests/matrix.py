@@ -105,6 +105,10 @@ MESH = "--parallelism."
 TOGETHER, REDUCED_ONCE = f"{MESH}fsdp_min_unit_params=1000000", f"{EACH} {MESH}fsdp_reduce_gradients=last"
 SCHEDULE = f"--model.args.n_layers=4 {MESH}pipeline_parallel_schedule="
 SCHEDULES = ["1F1B", "GPipe", "Interleaved1F1B", "LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+QUICK = "1F1B", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"
+"""One of each kind: one stage and several on a process, halves of the backward pass, and stages that turn around."""
+UNUSED_ALONE = f"{MESH}pipeline_parallel_schedule=", f"{MESH}context_parallel_method="
+"""Options without an effect on one process, whose runs several rows are then compared with."""
 OF_CONTEXT, OF_TENSOR, OF_STAGES = (f"parallelism.{axis}_parallel_degree" for axis in ("context", "tensor", "pipeline"))
 MUON = "--optimizer.name=Muon --optimizer.args.ns_dtype=float32"
 IN_BACKWARD = "--optimizer.in_backward --training.max_norm=0"
@@ -170,17 +174,17 @@ def rows(layouts: str, words: Mapping[str, str], **options: Any) -> dict[str, Ro
 
 
 MODELS = {
-    "Llama 3": Row("", f"{WHOLE_MATRIX},p4,s2 c2 t2,s2 c2 p2,s2 t2 p2", quick="s2,c2", slow="p4"),
+    "Llama 3": Row("", f"{WHOLE_MATRIX},p4,s2 c2 t2,s2 c2 p2,s2 t2 p2", quick="s2,c2"),
     "Llama 3, sequences without a mask": Row("--data.document_mask=false", TECHNIQUE, slow="c2"),
     "Qwen3": Row(QWEN3, FAMILY),
     "Qwen3, an odd dim": Row("--model.name=qwen3 --model.args.head_dim=14 --model.args.dim=35", "s2 t2,c2 t2"),
-    "Qwen3-MoE": Row(SPARSE, f"{WHOLE_MATRIX},{WITH_EXPERTS},s2 c2 t2 e2", quick="s2 e2", slow="t2,p2,s2 t2 e2"),
+    "Qwen3-MoE": Row(SPARSE, f"{WHOLE_MATRIX},{WITH_EXPERTS},s2 c2 t2 e2", quick="s2 e2", slow="t2"),
     "Qwen3-MoE, 6 experts": Row(SPARSE.replace("dim=32", "dim=42,n_experts=6,n_active_experts=2"), DATA),
-    "DeepSeek-V3": Row(DEEPSEEK, FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2"),
+    "DeepSeek-V3": Row(DEEPSEEK, FAMILY_OF_EXPERTS),
     "DeepSeek-V3, two predicted tokens": Row(
-        f"{DEEPSEEK} {OP} {FURTHER}", f"{FAMILY_OF_EXPERTS},c2 p2,t2 p2", slow="s2,c2,t2,s2 e2,p2",
+        f"{DEEPSEEK} {OP} {FURTHER}", f"{FAMILY_OF_EXPERTS},c2 p2,t2 p2", slow="c2,t2,s2 e2,p2",
     ),
-    "GLM-4.5": Row(GLM, FAMILY_OF_EXPERTS, slow="c2,t2,s2 e2"),
+    "GLM-4.5": Row(GLM, FAMILY_OF_EXPERTS, slow="t2"),
     "GLM-4.5, two predicted tokens": Row(f"{GLM} {FURTHER}", "c2,t2,s2 t2,s2 e2,s2 t2 e2,p2"),
     "Gemma 3": Row(
         f"--model.name=gemma3 --model.args={{{SIZES},head_dim=14,query_pre_attn_scalar=10,full_every=2,"
@@ -192,15 +196,15 @@ MODELS = {
     "SmolLM3": Row(SMOL, FAMILY),
     "gpt-oss": Row(
         f"--model.name=gpt_oss --model.args={{{SIZES},head_dim=14,n_experts=4,n_active_experts=2,{SCALED}}}",
-        FAMILY_OF_EXPERTS, slow="s2,c2,t2,s2 e2",
+        FAMILY_OF_EXPERTS, slow="c2",
     ),
     "Qwen3-Next": Row(
         QWEN_NEXT, "r2 s2,c2,s2 c2,t2,s2 t2,p2,s2 p2,s2 e2,s4 e2,s4 e4,s2 c2 e2,s2 t2 e2,s2 e2 p2",
-        slow="s2,c2,t2,s2 e2", tolerance=ROUGH, refused={"c4": OF_CONTEXT, "c2 t2": OF_CONTEXT},
+        slow="c2,t2", tolerance=ROUGH, refused={"c4": OF_CONTEXT, "c2 t2": OF_CONTEXT},
     ),
     "Qwen3-Next, three values for each key": Row(
         QWEN_NEXT.replace("key_heads=2", "key_heads=4").replace("value_heads=4", "value_heads=12"),
-        "c2,c4,s2 c2,t2,c2 t2", slow="c2 t2", tolerance=ROUGH,
+        "c2,c4,s2 c2,t2,c2 t2", tolerance=ROUGH,
     ),
     "a model of one's own": Row(f"{OWN}Own", "s2,c2,s2 c2,t2,s2 t2,c2 t2"),
     "experts of one's own": Row(f"{SPARSE} {OWN}OwnExperts", "s2 e2"),
@@ -221,25 +225,27 @@ FAMILIES = ("DeepSeek-V3", "GLM-4.5", "Gemma 3", "OLMo 3", "SmolLM3", "gpt-oss")
 SAME_BITS = {
     **rows(ON_STAGES, {
         "weights gathered again in backward": f"{MESH}fsdp_reshard_after_forward=always",
-        "every second block recomputed": f"{OP} --activation_checkpoint.selective_ac_option=2",
-        "CPU offload": OFFLOAD,
         "weights kept": f"{MESH}fsdp_reshard_after_forward=never",
-        "stopped and resumed": RESUMED,
+        "CPU offload": OFFLOAD,
         "trained beside an average": AVERAGE,
-        "an outer optimizer that changes nothing": "--outer.every=3 --outer.lr=1 --outer.momentum=0",
     }, like=SAME, slow="s2"),
+    **rows(ON_STAGES, {
+        "every second block recomputed": f"{OP} --activation_checkpoint.selective_ac_option=2",
+        "stopped and resumed": RESUMED,
+        "an outer optimizer that changes nothing": "--outer.every=3 --outer.lr=1 --outer.momentum=0",
+    }, like=SAME),
     "float8, trained beside an average": Row(
-        f"{EVEN} {FLOAT8} {GATHERED} {AVERAGE}", "s2", like="float8, gathered in float8", slow="s2"
+        f"{EVEN} {FLOAT8} {GATHERED} {AVERAGE}", "s2", like="float8, gathered in float8"
     ),
     "prefetch": Row(
         f"{MESH}fsdp_forward_prefetch=2 {MESH}fsdp_backward_prefetch=2", ON_SPLIT, like=SAME, slow="s2",
         refused={"p2": f"{MESH[2:]}fsdp_forward_prefetch, {MESH[2:]}fsdp_backward_prefetch"},
     ),
     "weights and moments on disk": Row(DISK, ON_SPLIT, like=SAME, slow="s2", refused={"p2": "offload"}),
-    "every block recomputed": Row(FULL, ON_STAGES, like=SAME, slow="s2,c2"),
-    "recomputed but for matmuls": Row(OP, ON_STAGES, like=SAME, quick="c2", slow="s2"),
+    "every block recomputed": Row(FULL, ON_STAGES, like=SAME, slow="c2"),
+    "recomputed but for matmuls": Row(OP, ON_STAGES, like=SAME, quick="c2"),
     "activations on the host": Row(ON_HOST, ON_STAGES, like=SAME, quick="s2"),
-    "activations on the host, every block recomputed": Row(f"{ON_HOST} {FULL}", ON_STAGES, like=SAME, slow="s2"),
+    "activations on the host, every block recomputed": Row(f"{ON_HOST} {FULL}", ON_STAGES, like=SAME),
     "activations on the host, compiled": Row(f"{ON_HOST} {COMPILE} {OP}", "s2,c2,t2", like="compiled, recomputed"),
     "weights gathered by two processes": Row(
         f"{MESH}fsdp_reshard_after_forward=2", "s4,s2 c2", like=SAME,
@@ -248,28 +254,28 @@ SAME_BITS = {
     "small blocks gathered together": Row(
         TOGETHER, "s2,r2 s2,c2,s2 c2,t2,s2 t2", like=SAME, refused={"s2 e2": "parallelism.fsdp_min_unit_params"}
     ),
-    "a worker that reads": Row("--data.num_workers=1", "s2,s4", like=SAME, slow="s2"),
+    "a worker that reads": Row("--data.num_workers=1", "s2,s4", like=SAME),
     "updates in backward": Row(IN_BACKWARD, ON_SPLIT, like=FREE, slow="s2", refused={"p2": "optimizer.in_backward"}),
     "updates in backward of several optimizers": Row(
-        f"{SEVERAL} {IN_BACKWARD}", "s2,r2 s2", like="several optimizers", slow="s2"
+        f"{SEVERAL} {IN_BACKWARD}", "s2,r2 s2", like="several optimizers"
     ),
     "updates in backward, bfloat16 reduced": Row(
-        f"{REDUCED} {IN_BACKWARD} {FULL}", "r2,r2 s2", like="bfloat16 reduced", slow="r2"
+        f"{REDUCED} {IN_BACKWARD} {FULL}", "r2,r2 s2", like="bfloat16 reduced"
     ),
     "an outer optimizer, stopped and resumed": Row(
         f"{RESUMED} {OUTER}", ON_STAGES, like="an outer optimizer", slow="s2"
     ),
     "rounds of two workers, stopped and resumed": Row(
-        f"{RESUMED} --outer.every=2 {WORKERS}", "r2,r2 s2", like="rounds of two workers", slow="r2"
+        f"{RESUMED} --outer.every=2 {WORKERS}", "r2,r2 s2", like="rounds of two workers"
     ),
-    "stopped and resumed, bfloat16": Row(f"{RESUMED} {NARROW}", TECHNIQUE, like="bfloat16 weights", slow="s2"),
+    "stopped and resumed, bfloat16": Row(f"{RESUMED} {NARROW}", TECHNIQUE, like="bfloat16 weights"),
     **{f"{family}, recomputed": Row(f"{MODELS[family].words} {OP}", ON_FOUR, like=family) for family in FAMILIES},
     "Qwen3-Next, recomputed": Row(f"{QWEN_NEXT} {FULL}", "r2 s2,c2,t2,s2 e2,s4 e4", like="Qwen3-Next"),
     "all variants, recomputed": Row(f"{VARIANTS} {OP}", SPLIT_EXPERTS, like="experts with all variants"),
     **rows("c2,t2,s2 e2", {
         "balance loss, recomputed": f"{SPARSE} {BALANCED} {FULL}",
         "balance loss, recomputed but for matmuls": f"{SPARSE} {BALANCED} {OP}",
-    }, like="balance loss", slow="s2 e2"),
+    }, like="balance loss"),
     **rows("s2", {
         "OLMo 2, recomputed": f"{OLMO2} {FULL}", "OLMo 2, recomputed but for matmuls": f"{OLMO2} {OP}",
         "OLMo 2, CPU offload": f"{OLMO2} {OFFLOAD}",
@@ -289,31 +295,31 @@ TECHNIQUES = {
     **rows(TECHNIQUE, {
         FREE: "--training.max_norm=0", "accumulation": EACH, "z-loss": "--training.z_loss=1e-3",
     }),
-    "accumulation, reduced once": Row(REDUCED_ONCE, ON_STAGES, slow="s2 p2"),
-    "frozen parameters": Row(FROZEN, TECHNIQUE, slow="p2"),
-    "average of weights": Row(AVERAGE, TECHNIQUE, slow="c2,t2,s2 e2,p2"),
+    "accumulation, reduced once": Row(REDUCED_ONCE, ON_STAGES),
+    "frozen parameters": Row(FROZEN, TECHNIQUE),
+    "average of weights": Row(AVERAGE, TECHNIQUE, slow="t2"),
     **rows("s2,r2", {
         "average of weights, updates in backward": f"{AVERAGE} {IN_BACKWARD}",
         "average of weights, CPU offload": f"{AVERAGE} {OFFLOAD}",
         "average of weights on the host": f"{AVERAGE} --average.enable_cpu_offload",
         "average of weights, moments on disk": f"{AVERAGE} --offload.optimizer=disk",
         "average of weights, LoRA": f"{AVERAGE} {LORA}",
-    }, tolerance=ROUGH, slow="s2"),
-    "average of weights, bfloat16 weights": Row(f"{AVERAGE} {NARROW}", "s2", tolerance=ROUNDED, slow="s2"),
-    "an outer optimizer": Row(OUTER, TECHNIQUE, slow="c2,t2,s2 e2,p2"),
+    }, tolerance=ROUGH),
+    "average of weights, bfloat16 weights": Row(f"{AVERAGE} {NARROW}", "s2", tolerance=ROUNDED),
+    "an outer optimizer": Row(OUTER, TECHNIQUE, slow="t2,p2"),
     **rows("s2,r2", {
         "an outer optimizer, updates in backward": f"{OUTER} {IN_BACKWARD}",
         "an outer optimizer, CPU offload": f"{OUTER} {OFFLOAD}",
         "an outer optimizer, moments on disk": f"{OUTER} --offload.optimizer=disk",
         "an outer optimizer, LoRA": f"{OUTER} {LORA}",
         "an outer optimizer, an average of weights": f"{OUTER} {AVERAGE}",
-    }, tolerance=ROUGH, slow="s2"),
-    "an outer optimizer, bfloat16 weights": Row(f"{OUTER} {NARROW}", "s2", tolerance=ROUNDED, slow="s2"),
+    }, tolerance=ROUGH),
+    "an outer optimizer, bfloat16 weights": Row(f"{OUTER} {NARROW}", "s2", tolerance=ROUNDED),
     "an outer optimizer, float8": Row(
-        f"{OUTER} {EVEN} {FLOAT8} {GATHERED}", "s2", tolerance=ROUNDED, slow="s2"
+        f"{OUTER} {EVEN} {FLOAT8} {GATHERED}", "s2", tolerance=ROUNDED
     ),
     "rounds of two workers": Row(
-        f"--outer.every=2 {WORKERS}", WITH_WORKERS, base="r2", slow="r2 s2", refused={"r2 p2": "outer.over_replicas"}
+        f"--outer.every=2 {WORKERS}", WITH_WORKERS, base="r2", refused={"r2 p2": "outer.over_replicas"}
     ),
     **rows("r2 s2", {
         "rounds of two workers, CPU offload": f"--outer.every=2 {WORKERS} {OFFLOAD}",
@@ -322,7 +328,7 @@ TECHNIQUES = {
     "rounds of two workers, bfloat16 weights": Row(
         f"--outer.every=2 {WORKERS} {NARROW}", "r2 s2", base="r2", tolerance=ROUNDED
     ),
-    "tied head": Row("--model.args.tied_head=true", ON_SPLIT, slow="s2,t2", refused={"p2": OF_STAGES}),
+    "tied head": Row("--model.args.tied_head=true", ON_SPLIT, slow="t2", refused={"p2": OF_STAGES}),
     "Muon": Row(MUON, f"{TECHNIQUE},{WITH_EXPERTS}", slow="p2"),
     "Muon, and AdamW for the rest": Row(
         "--optimizer.groups=[{match=['layers.*.w?.weight'],name='Muon',args.ns_dtype='float32'},"
@@ -330,7 +336,7 @@ TECHNIQUES = {
     ),
     "several optimizers": Row(SEVERAL, "s2,r2 s2", tolerance=ROUNDED),
     "bfloat16 reduced": Row(REDUCED, "r2,r2 s2,s2 p2", tolerance=ROUNDED),
-    **rows("r2,s2,t2", {"completep": COMPLETEP, "completep, Muon": f"{COMPLETEP} {MUON}"}, slow="s2,t2"),
+    **rows("r2,s2,t2", {"completep": COMPLETEP, "completep, Muon": f"{COMPLETEP} {MUON}"}),
     "completep, two predicted tokens": Row(f"{COMPLETEP} {FURTHER}", "s2,c2,t2,p2"),
     "frozen router and experts": Row(f"{SPARSE} {FROZEN_EXPERTS}", "s2,s2 e2"),
     "gpt-oss, all frozen but sinks": Row(
@@ -352,7 +358,7 @@ TECHNIQUES = {
     }, tolerance=ROUGH),
     "LoRA": Row(LORA, f"{UNSPLIT},s4,p2", tolerance=ROUGH, refused={"t2": OF_TENSOR}),
     "LoRA of Qwen3-Next, recomputed": Row(
-        f"{QWEN_NEXT} {LORA} {OP} {SLOWLY}", "s2,s2 e2", slow="s2", tolerance=ROUGH
+        f"{QWEN_NEXT} {LORA} {OP} {SLOWLY}", "s2,s2 e2", tolerance=ROUGH
     ),
     "a loss of one's own": Row(f"--training.loss={OWN_LOSS}", UNSPLIT, refused={"t2": OF_TENSOR}),
     "a loss of one's own, two predicted tokens": Row(
@@ -360,27 +366,27 @@ TECHNIQUES = {
     ),
     "a teacher": Row(TEACHER, "s2,c2,s2 c2", refused={"t2": OF_TENSOR, "p2": "teacher.path"}),
     "OLMo 2 of transformers, LoRA": Row(
-        f"{OLMO2} {LORA} {SLOWLY} --lora.targets=['layers.*.self_attn.*_proj']", "s2,r2 s2", slow="s2", tolerance=ROUGH
+        f"{OLMO2} {LORA} {SLOWLY} --lora.targets=['layers.*.self_attn.*_proj']", "s2,r2 s2", tolerance=ROUGH
     ),
     **rows("s2,r2 s2", {
         "OLMo 2 of transformers, frozen parameters": f"{OLMO2} --freeze.parameters=['*embed*','layers.0.*']",
         "OLMo 2 of transformers, a teacher": f"{OLMO2.replace('num_h', 'vocab_size=262,num_h', 1)} {TEACHER}",
     }),
-    "a teacher, two predicted tokens": Row(f"{TEACHER} {FURTHER}", "s2,c2,s2 c2", slow="c2"),
+    "a teacher, two predicted tokens": Row(f"{TEACHER} {FURTHER}", "s2,c2,s2 c2"),
     "health of layers": Row(
-        "--metrics.layers.freq=2", "s2,r2 s2,c2,s2 c2,t2,s2 e2", slow="r2 s2", refused={"p2": "metrics.layers.freq"}
+        "--metrics.layers.freq=2", "s2,r2 s2,c2,s2 c2,t2,s2 e2", slow="t2", refused={"p2": "metrics.layers.freq"}
     ),
     "ramps of length and batch": Row(
         "--training.seq_len_ramp=[{until_tokens=512,seq_len=16}] "
         f"--training.batch_ramp=[{{until_tokens=1024,global_batch_size=4}}] {EACH}", "s2,r2 s2,c2,t2,p2",
     ),
     "tasks": Row("--validation.tasks=['number_choice']", "s2,c2,t2,p2"),
-    "back over spikes": Row(SPIKES, ON_STAGES, slow="s2,p2"),
+    "back over spikes": Row(SPIKES, ON_STAGES, slow="p2"),
     "stopped and resumed, experts": Row(
         f"{SPARSE} --model.args.balance_rate=0.05 {RESUMED}", EXPERT, slow="s2 e2"
     ),
     "balance loss": Row(
-        f"{SPARSE} {BALANCED}", f"{ON_SPLIT},{SPLIT_EXPERTS}", slow="c2,t2,s2 e2", refused={"p2": OF_STAGES}
+        f"{SPARSE} {BALANCED}", f"{ON_SPLIT},{SPLIT_EXPERTS}", slow="t2", refused={"p2": OF_STAGES}
     ),
     **rows("r2 s2,s2 c2 e2,s2 t2 e2", {
         "balance loss, DeepSeek-V3, two predicted tokens": f"{DEEPSEEK} {BALANCED} {FURTHER}",
@@ -390,10 +396,10 @@ TECHNIQUES = {
     }),
     "padding and experts": Row(f"{SPARSE} {PADDED}", "c2,p2,s2 p2,s4 e2", slow="p2"),
     "padding and a balance loss": Row(
-        f"{SPARSE} {BALANCED} {PADDED}", f"{ON_SPLIT},{SPLIT_EXPERTS}", slow="s2 c2 e2,s2 t2 e2"
+        f"{SPARSE} {BALANCED} {PADDED}", f"{ON_SPLIT},{SPLIT_EXPERTS}", slow="c2,s2 t2 e2"
     ),
     "all variants, Muon": Row(f"{VARIANTS} {MUON}", SPLIT_EXPERTS),
-    "two predicted tokens": Row(FURTHER, ON_STAGES, slow="c2,t2"),
+    "two predicted tokens": Row(FURTHER, ON_STAGES),
     "heads for tokens": Row(
         ULYSSES, "c2,s2 c2,r2 c2,c2 p2", quick="c2", refused={"c4": OF_CONTEXT, "c2 t2": OF_CONTEXT}
     ),
@@ -405,7 +411,7 @@ TECHNIQUES = {
         f"heads for tokens, {family}": f"{MODELS[family].words} {ULYSSES}"
         for family in ("Gemma 3", "OLMo 3", "gpt-oss", "DeepSeek-V3", "GLM-4.5")
     }),
-    "heads for tokens, SmolLM3": Row(f"{SMOL} {ULYSSES}", "c2,c4,c2 t2", slow="c4"),
+    "heads for tokens, SmolLM3": Row(f"{SMOL} {ULYSSES}", "c2,c4,c2 t2"),
     "heads for tokens, Qwen3-MoE": Row(f"{SPARSE} {ULYSSES}", "c2,s2 c2 e2"),
     "heads for tokens, Qwen3-Next": Row(f"{QWEN_NEXT} {ULYSSES}", "c2,s2 c2", tolerance=ROUGH),
     "dropout": Row(f"{DROPOUT} {EACH}", UNSPLIT, slow="s2", refused=dict.fromkeys(("t2", "p2"), "training.dropout")),
@@ -434,7 +440,10 @@ STAGES = {
     "a frozen stage": Row(
         f"{SCHEDULE}Interleaved1F1B --freeze.parameters=['tok*','layers.0.*']", "p2,s2 p2", slow="p2"
     ),
-    **rows(f"{PIPELINE},s2 e2 p2", {f"schedule {name}": f"{SCHEDULE}{name}" for name in SCHEDULES}, quick="p2"),
+    **{
+        f"schedule {name}": Row(f"{SCHEDULE}{name}", f"{PIPELINE},s2 e2 p2", quick="p2" if name in QUICK else "")
+        for name in SCHEDULES
+    },
     **rows("p4,s2 p2", {
         f"schedule {name}, 8 blocks recomputed": f"{SCHEDULE}{name} --model.args.n_layers=8 {FULL}"
         for name in SCHEDULES
@@ -444,9 +453,9 @@ STAGES = {
     **rows("s2 p2", {
         f"schedule {name}, reduced once": f"{SCHEDULE}{name} {MESH}fsdp_reduce_gradients=last" for name in SCHEDULES
     }),
-    "schedule ZBVZeroBubble, recomputed": Row(f"{SCHEDULE}ZBVZeroBubble {FULL}", "p2,s2 p2", slow="s2 p2"),
+    "schedule ZBVZeroBubble, recomputed": Row(f"{SCHEDULE}ZBVZeroBubble {FULL}", "p2,s2 p2", slow="p2"),
     "schedule Interleaved1F1B, recomputed": Row(f"{SCHEDULE}Interleaved1F1B {FULL}", "p2,t2 p2", slow="t2 p2"),
-    "schedule DualPipeV, recomputed": Row(f"{SCHEDULE}DualPipeV {FULL}", "p2,s2 p2,s2 e2 p2", slow="s2 e2 p2"),
+    "schedule DualPipeV, recomputed": Row(f"{SCHEDULE}DualPipeV {FULL}", "p2,s2 p2,s2 e2 p2"),
 }  # fmt: skip
 COMPILED = {
     "compiled": Row(COMPILE, TECHNIQUE, slow="p2"),
@@ -475,13 +484,13 @@ LESS_PRECISE = {
         "bfloat16": f"{BFLOAT16} {EACH}", "bfloat16 moments": "--optimizer.state_dtype=bfloat16",
     }, tolerance=ROUNDED),
     "bfloat16 weights": Row(NARROW, TECHNIQUE, tolerance=ROUNDED, slow="s2"),
-    "float8": Row(f"{EVEN} {FLOAT8}", f"{UNSPLIT},p2", tolerance=ROUNDED, slow="p2"),
+    "float8": Row(f"{EVEN} {FLOAT8}", f"{UNSPLIT},p2", tolerance=ROUNDED),
     "float8 of split layers": Row(
         f"--model.args={{{SIZES.replace('48', '64')}}} {EACH} {FLOAT8} {GATHERED}", "t2,s2 t2,t2 p2", tolerance=ROUNDED
     ),
     "float8, MXFP8": Row(
         f"--model.args={{{SIZES.replace('48', '64').replace('kv_heads=2', 'kv_heads=4')}}} {EACH} {FLOAT8} {MXFP8}",
-        "s2,c2,t2,s2 t2,p2,t2 p2", tolerance=ROUNDED, slow="t2",
+        "s2,c2,t2,s2 t2,p2,t2 p2", tolerance=ROUNDED,
     ),
     "float8, gathered in float8": Row(
         f"{EVEN} {FLOAT8} {GATHERED}", f"{UNSPLIT},p2", tolerance=ROUNDED
@@ -494,7 +503,7 @@ REPRODUCIBLE = {
         "reproducible Qwen3-MoE": f"{MOE} {EXACT}",
     }, tolerance=0),
     "reproducible Qwen3-MoE, bfloat16": Row(
-        f"{MOE} {EXACT} {BFLOAT16}", f"{DATA},{EXPERT}", tolerance=0, slow="s4 e2,r2 s2 e2"
+        f"{MOE} {EXACT} {BFLOAT16}", f"{DATA},{EXPERT}", tolerance=0, slow="r2 s2 e2"
     ),
     **rows("r2 s2", {
         f"reproducible, {title}": f"{EXACT} {words}"
@@ -676,9 +685,10 @@ class Matrix:
         for (name, layout), fault in zip_longest(cells, faults, fillvalue=""):
             row = ROWS[name]
             like, where = (ROWS[row.like], layout) if row.like else (row, row.base)
+            its_words = [w for w in words_of(like, layout) if size_of(where) > 1 or not w.startswith(UNUSED_ALONE)]
             pairs.append((
                 Job((*words_of(row, layout), *on_layout(layout)), size_of(layout), fault),
-                Job((*words_of(like, layout), *on_layout(where)), size_of(where)),
+                Job((*its_words, *on_layout(where)), size_of(where)),
             ))  # fmt: skip
         new = [job for job in dict.fromkeys(job for pair in pairs for job in pair) if job not in self.found]
         for size in sorted({job.size for job in new}):

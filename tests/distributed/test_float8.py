@@ -1,6 +1,7 @@
 """Scales of weights that are gathered in float8, and of layers that ranks split: the same training."""
 
 import math
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 from typing import Any
@@ -70,66 +71,47 @@ def test_one_all_reduce_for_all_scales(tiny: TinyRun) -> None:
     assert both[0] == both[1]
 
 
-SPLIT = ["--model.args={dim=64, n_layers=2, n_heads=4, n_kv_heads=2, hidden_dim=64}", "--checkpoint.enable=false"]
-RECIPE = "--quantize.linear.float8.recipe_name={}"
+SPLIT = ["--model.args={dim=64, n_layers=2, n_heads=4, n_kv_heads=4, hidden_dim=64}", "--checkpoint.enable=false"]
+RECIPES = "tensorwise", "rowwise", "rowwise_with_gw_hp", "mxfp8"
 
 
-def train_split(rank: int, world_size: int, config: Config, *, own_scales: bool = False) -> None:
-    """Train; with `own_scales`, each rank takes its part of a tensor for the whole."""
+def train_split(rank: int, world_size: int, config: Config) -> None:
+    """Train; in a run named "own", each rank takes its part of a tensor for the whole."""
     with ExitStack() as stack:
-        if own_scales:
+        if config.job.name == "own":
             stack.enter_context(patch("titanlite.techniques.float8.split.all_reduce", lambda x, *_: x))
         if config.compile.enable:
             stack.enter_context(patch("titanlite.parallelize.compile_blocks", trace_blocks))
         train_on_this_rank(config, rank, world_size)
 
 
-@pytest.mark.slow
-def test_split_layers_have_the_scales_of_whole_ones(tiny: TinyRun) -> None:
-    """Losses are those of one process with each recipe, which a rank's own scales change in the 5th digit."""
+@pytest.mark.parametrize(
+    "compiled",
+    [pytest.param(RECIPES[:1], marks=pytest.mark.slow), pytest.param(["rowwise", "mxfp8"], marks=pytest.mark.nightly)],
+)
+def test_split_layers_have_the_scales_of_whole_ones(tiny: TinyRun, compiled: Sequence[str]) -> None:
+    """Losses are those of one process with each recipe, which a rank's own scales change. For MXFP8,
+    parts of layers are whole blocks."""
     pytest.importorskip("torchao")
-    recipes = "tensorwise", "rowwise", "rowwise_with_gw_hp"
 
     def config(name: str, recipe: str, *words: str, world_size: int = 1) -> Config:
-        options = [*SPLIT, *FLOAT8, "--optimizer.lr=1e-3", RECIPE.format(recipe), f"--job.name={name}-{recipe}"]
+        options = [*SPLIT, "--optimizer.lr=1e-3", "--training.steps=4", f"--job.name={name}"]
+        options += [*FLOAT8, f"--quantize.linear.float8.recipe_name={recipe}"] if recipe else []
         return tiny.config(*options, *words, world_size=world_size)
 
+    with one_process():
+        for recipe in ("", *RECIPES):
+            train_split(0, 1, config(f"one-{recipe}", recipe))
     two = partial(config, world_size=2)
-    with one_process():
-        for recipe in recipes:
-            train_split(0, 1, config("one", recipe))
     tensor = degrees(1, 1, tensor=2)
-    split = [two("split", recipe, *tensor) for recipe in recipes]
-    split += [two("compiled", recipe, *tensor, "--compile.enable") for recipe in recipes[:2]]
-    run_in_turn(train_split, 2, split)
-    run_in_turn(partial(train_split, own_scales=True), 2, [two("own", "tensorwise", *tensor)])
-    for recipe in recipes:
-        wanted = tiny.losses(f"one-{recipe}")
-        assert tiny.losses(f"split-{recipe}") == pytest.approx(wanted, rel=1e-6)
-    assert tiny.losses("own-tensorwise") != pytest.approx(tiny.losses("one-tensorwise"), rel=5e-6)
-    for recipe in recipes[:2]:
-        assert tiny.losses(f"compiled-{recipe}") == pytest.approx(tiny.losses(f"one-{recipe}"), rel=1e-6)
-
-
-@pytest.mark.slow
-def test_mxfp8_trains_alike_on_each_layout(tiny: TinyRun) -> None:
-    """Parts of layers are whole blocks. Losses are those of one process, and not those of float32."""
-    pytest.importorskip("torchao")
-    whole = [SPLIT[0].replace("n_kv_heads=2", "n_kv_heads=4"), *SPLIT[1:], "--optimizer.lr=1e-3", "--training.steps=5"]
-
-    def config(name: str, *words: str, world_size: int = 1) -> Config:
-        return tiny.config(*whole, f"--job.name={name}", *words, world_size=world_size)
-
-    mxfp8 = [*FLOAT8, RECIPE.format("mxfp8")]
-    with one_process():
-        train_split(0, 1, config("plain"))
-        train_split(0, 1, config("one", *mxfp8))
-    layouts = {"shard": degrees(1, 2), "tensor": degrees(1, 1, tensor=2)}
-    layouts["tensor, compiled"] = [*layouts["tensor"], "--compile.enable"]
-    run_in_turn(train_split, 2, [config(name, *mxfp8, *words, world_size=2) for name, words in layouts.items()])
-    assert tiny.losses("one") != pytest.approx(tiny.losses("plain"), rel=5e-6)
-    for name in layouts:
-        assert tiny.losses(name) == pytest.approx(tiny.losses("one"), rel=1e-6), name
+    runs = [(f"split-{recipe}", recipe, *tensor) for recipe in RECIPES]
+    runs += [(f"compiled-{recipe}", recipe, *tensor, "--compile.enable") for recipe in compiled]
+    runs.append(("shards", "mxfp8", *degrees(1, 2)))
+    run_in_turn(train_split, 2, [two(*run) for run in (*runs, ("own", "tensorwise", *tensor))])
+    for name, recipe, *_ in runs:
+        assert tiny.losses(name) == pytest.approx(tiny.losses(f"one-{recipe}"), rel=1e-6), name
+    assert tiny.losses("own") != pytest.approx(tiny.losses("one-tensorwise"), rel=2e-6)
+    assert tiny.losses("one-mxfp8") != pytest.approx(tiny.losses("one-"), rel=5e-6)
 
 
 @pytest.mark.nightly

@@ -37,18 +37,24 @@ def both(rank: int, world_size: int, pairs: list[tuple[Config, Config]]) -> list
     return found
 
 
-@pytest.mark.slow
-def test_no_bit_differs_on_two_processes(tiny: TinyRun) -> None:
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["shards, accumulation", "stages"], marks=pytest.mark.slow, id="some"),
+        pytest.param([*CASES], marks=pytest.mark.nightly, id="all"),
+    ],
+)
+def test_no_bit_differs_on_two_processes(tiny: TinyRun, names: list[str]) -> None:
     pairs = [
         tuple(
             tiny.config(f"--job.name={kind}-{number}", *OFFLOAD, *options, "--checkpoint.enable=false", world_size=2)
             for kind in ("alone", "beside")
         )
-        for number, options in enumerate(CASES.values())
+        for number, options in enumerate(CASES[name] for name in names)
     ]
     for of_rank in run_ranks(both, 2, pairs):
-        for name, (expected, found, threads, waits) in zip(CASES, of_rank, strict=True):
+        for name, (expected, found, threads, waits) in zip(names, of_rank, strict=True):
             assert_equal(found, expected)
             assert (name, threads, waits > 0) == (name, {"update_0"}, True)
-    for number in range(len(CASES)):
+    for number in range(len(names)):
         assert tiny.losses(f"beside-{number}") == tiny.losses(f"alone-{number}")

@@ -39,9 +39,11 @@ def loaded(rank: int, world_size: int, config: Config) -> tuple[dict[str, Any], 
 
 
 Layout = tuple[int, ...]
-ROWS: list[tuple[str, Layout]] = [(source, (1, 4)) for source in SOURCES]
-"""Four ranks share the rows so that heads are cut, which interleaved rows do not mind."""
+ROWS: list[tuple[str, Layout]] = [(source, (1, 4)) for source in ("torchtitan", "float8", "mxfp4")]
+"""Four ranks share the rows so that heads are cut, which interleaved rows do not mind. Names of float8 weights are
+those of others of Hugging Face, and mxfp4 is of experts."""
 FURTHER: list[tuple[str, Layout]] = [
+    ("hugging-face", (1, 4)), ("experts", (1, 4)),
     ("hugging-face", (1, 2, 1, 2)), ("torchtitan", (1, 1, 2, 2)),
     ("experts", (1, 4, 1, 1, 4)), ("hugging-face", (1, 2, 2)), ("hugging-face", (2, 2)),
     ("experts", (1, 2, 2, 1, 2)), ("float8", (1, 2, 1, 2)), ("float8", (1, 2, 2)), ("mxfp4", (1, 4, 1, 1, 4)),

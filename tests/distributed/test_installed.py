@@ -57,6 +57,7 @@ def test_an_installed_wheel_trains_in_an_empty_folder(wheel: Path, tmp_path: Pat
     Path(packages, "others.pth").write_text(str(Path(pytest.__file__).parents[1]))  # torch and all else that it needs
     assert run(python, "-c", "import titanlite; print(titanlite.__file__)").startswith(packages)
     titanlite = python.with_name("titanlite")
-    assert "debug: 2 steps done" in run(titanlite, "train", "--training.steps=2", "--validation.enable=false")
-    run(titanlite, "check", "--config", "llama3_8b.toml", "--model.flavor=debug")
+    (tmp_path / "text.txt").write_text("def f(x):\n    return x\n" * 500)
+    words = f"--data.path={tmp_path}/text.txt --training.steps=2 --training.seq_len=32 --training.global_batch_size=2"
+    assert "debug: 2 steps done" in run(titanlite, "train", *words.split(), "--validation.enable=false")
     assert 'flavor = "8B"' in run(titanlite, "config", "show", "llama3_8b.toml")

@@ -5,7 +5,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import wait
 from contextlib import nullcontext
 from dataclasses import replace
@@ -104,19 +104,37 @@ Spoil = Callable[[list[Path], Path], Config | None]
 """Spoils what is left, given the folders of the machines and that of the run. It may return another config."""
 
 
+Resumed = tuple[int, dict[str, torch.Tensor], list[bool]]
+"""Where a run resumed, its values at the end, and which machines have copies."""
+
+
 def fail_and_resume(
-    rank: int, world_size: int, given: tuple[Config, list[Path], Spoil | None]
-) -> tuple[int, dict[str, torch.Tensor], list[bool]]:
-    """Fail, spoil, and train to the end. Returns where the run resumed, its values, and which machines have copies."""
-    config, homes, spoil = given
+    rank: int, world_size: int, given: tuple[Config, list[Path], Sequence[Spoil]]
+) -> dict[Spoil, Resumed]:
+    """Fail; then, from what is left, spoil and train to the end, with each of several ways to spoil it."""
+    config, homes, spoils = given
     home = homes[rank * len(homes) // world_size]
     os.environ["HOME"] = str(home)
     torch.compiler.set_stance("force_eager")  # torchao's optimizers compile their update
     train_until_failure(config, rank, world_size, home)
     run_folder = Path(config.job.dump_folder, str(config.job.name))
-    if spoil is not None and rank == 0:
-        spoil(homes, run_folder)
-    torch.distributed.barrier()
+    left = run_folder.with_name(f"{run_folder.name}-left")
+    found = {}
+    for number, spoil in enumerate(spoils):
+        if rank == 0:
+            for index, folder in enumerate((run_folder, *homes)):
+                if number:
+                    shutil.rmtree(folder)
+                    shutil.copytree(left / str(index), folder)
+                elif len(spoils) > 1:
+                    shutil.copytree(folder, left / str(index))
+            spoil(homes, run_folder)
+        torch.distributed.barrier()
+        found[spoil] = resume_alone(config, rank, world_size, homes)
+    return found
+
+
+def resume_alone(config: Config, rank: int, world_size: int, homes: list[Path]) -> Resumed:
     try:
         run = train_on_this_rank(config, rank, world_size)
     except UserError:
@@ -248,17 +266,21 @@ CASES: dict[Spoil, tuple[int, list[str]]] = {
 @pytest.mark.long
 def test_the_newest_whole_copy_counts_and_gives_the_same_bits(tiny: TinyRun) -> None:
     """With a whole copy of each file on either of two machines, at most 3 steps are done again."""
-    given = []
+    by_options: dict[tuple[str, ...], list[Spoil]] = {}
     for spoil, (_, options) in CASES.items():
-        config = tiny.config(*LOCAL, *options, f"--job.name={spoil.__name__}", world_size=2)
-        given.append((config, machines(tiny, spoil.__name__), spoil))
+        by_options.setdefault(tuple(options), []).append(spoil)
+    given = []
+    for number, (options, spoils) in enumerate(by_options.items()):
+        config = tiny.config(*LOCAL, *options, f"--job.name=failing-{number}", world_size=2)
+        given.append((config, machines(tiny, f"machines-{number}"), spoils))
     layouts = [degrees(1, 2), degrees(2, 1)]
     steps = f"--training.steps={STEPS}"
     names = [f"--job.name=whole-{number}" for number in range(2)]
     configs = [tiny.config(steps, *layout, name, world_size=2) for layout, name in zip(layouts, names, strict=True)]
     ends = run_in_turn(undisturbed, 2, configs)
     found = run_in_turn(fail_and_resume, 2, given)
-    for (spoil, (step, options)), ranks in zip(CASES.items(), found, strict=True):
+    for spoil, (step, options) in CASES.items():
+        [ranks] = [[of_rank[spoil] for of_rank in ranks] for ranks in found if spoil in ranks[0]]
         assert [resumed for resumed, _, _ in ranks] == [step] * 2, spoil.__name__
         expected = ends[[options[:2] == layout[:2] for layout in layouts].index(True)]
         for (resumed, values, left), of_rank in zip(ranks, expected, strict=True):
@@ -268,26 +290,37 @@ def test_the_newest_whole_copy_counts_and_gives_the_same_bits(tiny: TinyRun) -> 
 
 
 TWO_HEADS = [f"--model.args.{size}" for size in ("vocab_size=260", "n_heads=2", "n_kv_heads=2", "dim=32")]
+QUANTIZED = ["--optimizer.name=torchao.optim.AdamW8bit", *TWO_HEADS, "--model.args.dim=256"]
 ROWS = {
-    "average": [*degrees(1, 4), "--average.decay=0.9"],
-    "quantized": [*degrees(1, 4), "--optimizer.name=torchao.optim.AdamW8bit", *TWO_HEADS, "--model.args.dim=256"],
-    "pipeline": [*degrees(1, 2, pipeline=2), "--training.local_batch_size=2", "--model.args.n_layers=2"],
-    "replicas": degrees(2, 2),
-    "tensor": [*degrees(1, 2, tensor=2), *TWO_HEADS],
-    "experts": [*degrees(1, 4, expert=2), SPARSE],
-}
+    2: {"quantized": [*degrees(1, 2), *QUANTIZED]},
+    4: {
+        "replicas": [*degrees(2, 2), "--average.decay=0.9"],
+        "tensor": [*degrees(1, 1, tensor=2, pipeline=2), *TWO_HEADS, "--training.local_batch_size=2",
+                   "--model.args.n_layers=2"],
+        "experts": [*degrees(1, 4, expert=2), SPARSE],
+    },
+}  # fmt: skip
+"""Options of runs by the number of ranks."""
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ROWS)
-def test_each_kind_of_state_comes_back_from_a_neighbour(tiny: TinyRun, row: str) -> None:
-    """Four ranks on two machines, one of which is replaced by an empty one."""
-    configs = [tiny.config(*LOCAL, *ROWS[row], f"--job.name={name}", world_size=4) for name in ("failing", "whole")]
-    [end] = run_in_turn(undisturbed, 4, configs[1:])
-    [found] = run_in_turn(fail_and_resume, 4, [(configs[0], machines(tiny, row), empty_machine)])
-    for (resumed, values, _), expected in zip(found, end, strict=True):
-        assert resumed == NEWEST
-        assert_equal(values, expected)
+@pytest.mark.parametrize("size", ROWS)
+def test_each_kind_of_state_comes_back_from_a_neighbour(tiny: TinyRun, size: int) -> None:
+    """The ranks are on two machines, one of which is replaced by an empty one."""
+    wholes, failing = (
+        [
+            tiny.config(*LOCAL, *words, f"--job.name={kind}-{name}", world_size=size)
+            for name, words in ROWS[size].items()
+        ]
+        for kind in ("whole", "failing")
+    )
+    ends = run_in_turn(undisturbed, size, wholes)
+    given = [(config, machines(tiny, str(config.job.name)), [empty_machine]) for config in failing]
+    for name, end, ranks in zip(ROWS[size], ends, run_in_turn(fail_and_resume, size, given), strict=True):
+        for of_rank, expected in zip(ranks, end, strict=True):
+            resumed, values, _ = of_rank[empty_machine]
+            assert resumed == NEWEST, name
+            assert_equal(values, expected)
 
 
 @pytest.mark.nightly
@@ -316,9 +349,10 @@ def test_every_row_of_the_matrix_comes_back_from_a_neighbour(tiny: TinyRun, part
         )
         ends = run_in_turn(undisturbed, size, whole)
         homes = [machines(tiny, f"machines-{size}-{title}") for title in titles.values()]
-        cases = [(config, places, empty_machine) for config, places in zip(failing, homes, strict=True)]
+        cases = [(config, places, [empty_machine]) for config, places in zip(failing, homes, strict=True)]
         for name, found, end in zip(rows, run_in_turn(fail_and_resume, size, cases), ends, strict=True):
-            for (resumed, values, _), expected in zip(found, end, strict=True):
+            for of_rank, expected in zip(found, end, strict=True):
+                resumed, values, _ = of_rank[empty_machine]
                 same = values.keys() == expected.keys() and all(
                     torch.equal(values[key], expected[key]) for key in values
                 )

@@ -104,7 +104,8 @@ def test_every_layout_skips_the_same_steps_and_a_resume_goes_on_with_the_scale(
     tiny: TinyRun, layouts: list[tuple[int, int]]
 ) -> None:
     """A skipped overflow is none of `guard.max_consecutive_skips`, and `grad_norm` is that of unscaled gradients."""
-    options = [FLOAT16, "--training.steps=16", "--training.local_batch_size=1", "--guard.max_consecutive_skips=1"]
+    options = [FLOAT16, "--training.steps=16", "--training.local_batch_size=1", "--training.global_batch_size=4"]
+    options += ["--guard.max_consecutive_skips=1"]
     runs = [(layout, f"--job.name={job('on', *layout)}") for layout in layouts]
     runs += [((1, 1), "--job.name=parts", "--training.steps=10"), ((1, 1), "--job.name=parts")]
     for world_size in {replicate * shard for replicate, shard in layouts}:

@@ -32,7 +32,8 @@ SOAP = f"{Path(__file__).parents[2]}/examples/soap.py:SOAP"
 def test_runs_are_equal_on_every_layout_and_after_a_resume(tiny: TinyRun) -> None:
     """The state of SOAP has matrices of other shapes than the parameters', sharded like them."""
     options = [f"--optimizer.name={SOAP}", "--optimizer.args={frequency = 2, largest_side = 100}"]
-    options += ["--training.local_batch_size=1", "--debug.reproducible_layouts", "--checkpoint.interval=3"]
+    options += ["--training.global_batch_size=4", "--training.local_batch_size=1"]
+    options += ["--debug.reproducible_layouts", "--checkpoint.interval=3"]
     layouts = [(1, 1), (1, 2), (2, 1)]
     trained_on(tiny, {"soap": options}, *layouts)
     expected, outputs = tiny.losses(job("soap", 1, 1)), tiny.folder / "outputs"

@@ -107,27 +107,35 @@ def values_of(rank: int, world_size: int, config: Config) -> dict[str, Any]:
     return found
 
 
-@pytest.mark.slow
-def test_a_checkpoint_continues_on_other_degrees(tiny: TinyRun) -> None:
+PLACES = {
+    "p2": degrees(1, 1, pipeline=2), "t2": degrees(1, 1, tensor=2),
+    "p4": degrees(1, 1, pipeline=4), "p2-s2": degrees(1, 2, pipeline=2),
+    "s4": degrees(1, 4), "t2-s2": degrees(1, 2, tensor=2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("size", "chain"),
+    [
+        pytest.param(2, ["p2", "t2", "p2"], marks=pytest.mark.slow),
+        pytest.param(4, ["p4", "p2-s2", "t2-s2", "p4", "s4", "p4"], marks=pytest.mark.nightly),
+    ],
+)
+def test_a_checkpoint_continues_on_other_degrees(tiny: TinyRun, size: int, chain: list[str]) -> None:
     """From stages to one process, shards and split layers, and back: the same bits, and the same losses. The last stage
     has the block that predicts the token after the next."""
     model = [*DENSE, "--training.multi_token_weight=0.3"]
     on_one(tiny, "whole", *model, "--training.steps=4")
-    places = {
-        "p4": degrees(1, 1, pipeline=4), "p2-s2": degrees(1, 2, pipeline=2),
-        "s4": degrees(1, 4), "t2": degrees(1, 2, tensor=2),
-    }  # fmt: skip
-    chain = ["p4", "p2-s2", "t2", "p4", "s4", "p4"]
     pairs = [*pairwise(chain)]
 
-    def config(pair: tuple[str, str], place: str, steps: int, world_size: int = 4) -> Config:
-        words = [*model, *places.get(place, []), "--checkpoint.interval=2", f"--training.steps={steps}"]
+    def config(pair: tuple[str, str], place: str, steps: int, world_size: int = size) -> Config:
+        words = [*model, *PLACES.get(place, []), "--checkpoint.interval=2", f"--training.steps={steps}"]
         return configured(tiny, "-".join(pair), *words, world_size=world_size)
 
-    last = "p4", "one"
-    run_in_turn(train_here, 4, [config(pair, pair[0], 2) for pair in [*pairs, last]])
+    last = chain[0], "one"
+    run_in_turn(train_here, size, [config(pair, pair[0], 2) for pair in [*pairs, last]])
     second = [config(pair, pair[1], 4) for pair in pairs]
-    begun = run_in_turn(values_of, 4, second)
+    begun = run_in_turn(values_of, size, second)
     with one_process():
         begun.append([values_of(0, 1, config(last, "one", 4, 1))])
     for (a, b), of_ranks in zip([*pairs, last], begun, strict=True):
@@ -168,6 +176,27 @@ def dump_here(rank: int, world_size: int, config: Config) -> None:
     record(built(rank, world_size, config), folder=Path(config.job.dump_folder, str(config.job.name), "values"), step=1)
 
 
+MISTAKES: dict[str, tuple[Any, str | None]] = {
+    "none": (dump_here, None),
+    "exchanged": (exchanged, "forward input layers.0"),
+    "used-twice": (used_twice, TOKENS),
+    "without-scale": (without_scale, "gradient output head.norm"),
+}
+
+
+def dump_with(rank: int, world_size: int, config: Config) -> None:
+    MISTAKES[str(config.job.name)][0](rank, world_size, config)
+
+
+@pytest.mark.nightly
+def test_stages_of_shards_have_the_values_of_one_process(tiny: TinyRun) -> None:
+    with one_process():
+        dump_here(0, 1, configured(tiny, "one", *DENSE))
+    run_in_turn(dump_here, 4, [configured(tiny, "four", *DENSE, *FOUR, world_size=4)])
+    four, one = (read_dump(tiny.folder / "outputs" / name / "values") for name in ("four", "one"))
+    assert compare_dumps(four, one).first is None
+
+
 @pytest.mark.slow
 def test_planted_mistakes_are_named(tiny: TinyRun) -> None:
     """All values of stages are those of one process but where there is a mistake, which its first tensor names."""
@@ -177,16 +206,8 @@ def test_planted_mistakes_are_named(tiny: TinyRun) -> None:
 
     with one_process():
         dump_here(0, 1, configured(tiny, "one", *DENSE))
-    mistakes = {
-        dump_here: None,
-        exchanged: "forward input layers.0",
-        used_twice: TOKENS,
-        without_scale: "gradient output head.norm",
-    }
-    for mistake, first in mistakes.items():
-        run_in_turn(mistake, 2, [configured(tiny, mistake.__name__, *DENSE, *TWO, world_size=2)])
-        compared = compare_dumps(values_of(mistake.__name__), values_of("one"))
+    run_in_turn(dump_with, 2, [configured(tiny, name, *DENSE, *TWO, world_size=2) for name in MISTAKES])
+    for name, (_, first) in MISTAKES.items():
+        compared = compare_dumps(values_of(name), values_of("one"))
         assert len([difference for difference in compared.differences if difference.direction == "gradient"]) > 30
-        assert (compared.first and compared.first.key) == first, mistake
-    run_in_turn(dump_here, 4, [configured(tiny, "four", *DENSE, *FOUR, world_size=4)])
-    assert compare_dumps(values_of("four"), values_of("one")).first is None
+        assert (compared.first and compared.first.key) == first, name

@@ -17,8 +17,8 @@ from titanlite.tools.plan.hardware import find_hardware
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param("FSDP, 2, recompute op", marks=pytest.mark.slow),
         pytest.param("OLMo 3, recompute op, documents, bfloat16", marks=pytest.mark.slow),
+        pytest.param("FSDP, 2, recompute op", marks=pytest.mark.nightly),
         pytest.param("HSDP, 2 x 2, updates in backward", marks=pytest.mark.nightly),
         pytest.param("HSDP, 2 x 2, 2 micro-batches", marks=pytest.mark.nightly),
         pytest.param("qwen3_next, recompute full", marks=pytest.mark.nightly),

@@ -36,7 +36,7 @@ def build_405b(rank: int, world_size: int, n_layers: int) -> tuple[float, int, i
 
 
 @pytest.mark.parametrize(
-    ("n_layers", "expected"), [(8, 29_704_339_456), pytest.param(126, 405_853_388_800, marks=pytest.mark.slow)]
+    ("n_layers", "expected"), [(8, 29_704_339_456), pytest.param(126, 405_853_388_800, marks=pytest.mark.nightly)]
 )
 def test_405b_on_512_ranks_is_built_in_seconds(n_layers: int, expected: int) -> None:
     [(seconds, whole, local)] = run_ranks(build_405b, 512, n_layers, backend="fake")

@@ -13,7 +13,7 @@ from titanlite.models.transformers import Transformers
 from titanlite.schedule import learning_rate
 from titanlite.schema import Config
 
-STEPS = 20
+STEPS = 12
 OPTIONS = [
     f"--training.steps={STEPS}",
     "--training.seq_len=24",

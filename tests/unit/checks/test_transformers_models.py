@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from tests.support.decoders import FAMILIES, SIZE, config_of
-from tests.support.helpers import TinyRun, built, mentions, titanlite, train_on_this_rank
+from tests.support.helpers import TinyRun, built, mentions, train_on_this_rank
 from tests.support.layouts import whole as gathered
 from tests.support.operators import Operators
 from titanlite.checks.preflight import preflight
@@ -26,6 +26,7 @@ from titanlite.ops.cpu import CpuKernels
 from titanlite.parallelize.materialize import allocate, draw_weights
 from titanlite.runtime.errors import ConfigError
 from titanlite.runtime.process_group import Ranks
+from titanlite.tools import cli
 from titanlite.tools.convert.source import load_model, open_source
 
 CPU = torch.device("cpu")
@@ -352,8 +353,7 @@ def test_a_trained_model_is_exported_under_its_own_names(tiny: TinyRun) -> None:
     config_of(tiny, "olmo2")
     run = train_on_this_rank(tiny.config("--training.steps=3"), 0, 1)
     out, args = tiny.folder / "exported", ["--config", str(tiny.toml), "--no-tokenizer"]
-    code, _, errors = titanlite("checkpoint", "export", str(tiny.folder / "outputs" / "tiny"), "--out", str(out), *args)
-    assert code == 0, errors
+    assert cli.run(["checkpoint", "export", str(tiny.folder / "outputs" / "tiny"), "--out", str(out), *args]) == 0
     source = open_source(str(tiny.folder / "outputs" / "tiny"), config=tiny.toml)
     AttentionInterface.register(ATTENTION, backwards)
     try:
