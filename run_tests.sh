@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Run the test suite:  ./run_tests.sh [pytest arguments]
-# Unit tests that take under a minute together:  ./run_tests.sh unit [pytest arguments]
+# Unit tests without the long ones, some three minutes on two cores:  ./run_tests.sh unit [pytest arguments]
 # Those of `./run_tests.sh` and the slow ones together, as CI runs them:  ./run_tests.sh ci [pytest arguments]
 # PyTorch's CUDA code without a GPU, in an environment of 5 GB:  ./run_tests.sh null_gpu [--record | pytest arguments]
 set -euo pipefail
