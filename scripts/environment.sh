@@ -38,12 +38,17 @@ make_venv() {
 }
 
 # install_packages FOLDER ARGUMENT ...: install into an environment, with the versions of constraints.txt, by uv if it is
-# on PATH. Where uv fails, pip follows, because an index or a proxy may be set up for pip only.
+# on PATH: with the PyTorch for this machine's GPU, or for CPUs. That comes from PyTorch's own index, which a cluster may
+# not reach. Where uv fails, pip follows, because an index or a proxy may be set up for pip only.
 install_packages() {
     local python=$1/bin/python
     shift
     set -- --constraint "$ROOT/constraints.txt" "$@"
     if command -v uv >/dev/null; then
+        if [[ -z ${UV_TORCH_BACKEND:-} ]]; then
+            UV_TORCH_BACKEND=auto uv pip install --python "$python" "$@" && return
+            echo "uv failed with PyTorch's own index, see above; trying without it" >&2
+        fi
         uv pip install --python "$python" "$@" && return
         echo "uv failed, see above; trying pip" >&2
     fi

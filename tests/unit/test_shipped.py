@@ -99,7 +99,7 @@ def test_the_first_command_shows_what_pip_or_uv_does(tmp_path: Path, uv: str) ->
     python = tmp_path / ".venv" / "bin" / "python"
     for path, code in [(python, "exit 0"), (tmp_path / "bin" / "uv", uv)]:
         if code:
-            path.write_text(f'#!/bin/sh\necho "{path.name}: $*"\n{code}\n')
+            path.write_text(f'#!/bin/sh\necho "{path.name}${{UV_TORCH_BACKEND:+ $UV_TORCH_BACKEND}}: $*"\n{code}\n')
             path.chmod(0o755)
     find = "find_python start no_such_module; echo $PYTHON"
     script = (
@@ -109,7 +109,8 @@ def test_the_first_command_shows_what_pip_or_uv_does(tmp_path: Path, uv: str) ->
     assert shown.stdout == f"{python}\n" * 2
     beginning, *installed, compiled, end, again = shown.stderr.splitlines()
     assert mentions(beginning, "titanlite[start]", tmp_path / ".venv")
-    by_uv = [f"uv: pip install --python {python} "] if uv else []
+    calls = {"": [], "exit 0": ["uv auto"], "exit 1": ["uv auto", "uv"]}
+    by_uv = [f"{call}: pip install --python {python} " for call in calls[uv]]
     by_pip = ["python: -m pip install "] if uv != "exit 0" else []
     commands = [line for line in installed if "install" in line]
     assert all(line.startswith(by) for line, by in zip(commands, by_uv + by_pip, strict=True))
