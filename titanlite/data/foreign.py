@@ -264,6 +264,9 @@ class ForeignTokens(TokenStore):
         self._starts = np.cumsum([0, *(layout.tokens for layout in self.layouts)])
         self.index = {"tokenizer": self._about, "dtype": self.layouts[0].dtype, "bos": bos, "eos": eos}
         self.index |= {"tokens": len(self), "shards": shards}
+        documents = [layout.documents for layout in self.layouts if layout.documents is not None]
+        if len(documents) == len(self.layouts):
+            self.index["documents"] = sum(documents)
 
     @property
     def counts_bytes(self) -> bool:

@@ -342,6 +342,8 @@ class JoinedTokens(TokenStore):
         self.folder = folder
         self.index = {key: self._parts[0].index[key] for key in ("tokenizer", "bos", "eos")}
         self.index["tokens"] = sum(len(part) for part in self._parts)
+        if all("documents" in part.index for part in self._parts):
+            self.index["documents"] = sum(part.index["documents"] for part in self._parts)
         self._shards = [(part, number) for part in self._parts for number in range(len(part.index["shards"]))]
         self.index["shards"] = [part.index["shards"][number] for part, number in self._shards]
         self._starts = np.cumsum([0, *(shard["tokens"] for shard in self.index["shards"])])
