@@ -33,4 +33,5 @@ def test_a_run_in_a_storm_ends_with_the_bits_of_an_undisturbed_one(tmp_path: Pat
     for [back] in backs:
         assert (back["checkpoint"], back["samples"], back["rollbacks"]) == (BAD_STEP - 2, 8 * BAD_STEP, 1)
     for output in tmp_path.glob("start-*"):
-        assert "no local copy was made" not in output.read_text()
+        missed = [line for line in output.read_text().splitlines() if "no local copy was made" in line]
+        assert all("gloo" in line for line in missed), "only for want of a rank that was killed"

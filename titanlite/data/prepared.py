@@ -57,8 +57,9 @@ def _tokens_in(path: str, form: str | None) -> list[str]:
 
 def _holds_tokens(place: str, form: str | None) -> bool:
     if "://" in place:
-        is_text = place.startswith((STDLIB, HUGGING_FACE, READER)) or is_file_url(place)
-        return place.endswith(TOKEN_SUFFIXES) or not is_text
+        if place.startswith((STDLIB, HUGGING_FACE, READER)):
+            return False
+        return place.endswith(TOKEN_SUFFIXES) or not is_file_url(place)
     return find_foreign(place, form) is not None or (os.path.isdir(place) and is_token_folder(os.listdir(place)))
 
 

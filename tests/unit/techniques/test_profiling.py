@@ -134,7 +134,7 @@ def test_a_run_with_windows_has_the_same_losses(tiny: TinyRun, caplog: pytest.Lo
     )
     off = train_on_this_rank(tiny.config(*common, "--job.name=off"), 0, 1)
     assert tiny.losses("on") == tiny.losses("off")
-    assert (len(on.observers), off.observers) == (1, [])
+    assert (len(on.position.observers), off.position.observers) == (1, [])
     assert not (tiny.folder / "outputs/off/profile").exists()
     shown = [record.getMessage() for record in caplog.records if "  profile  " in record.getMessage()]
     assert shown == [f"  profile      {tiny.folder / 'outputs/on/profile'}"]
