@@ -1,3 +1,4 @@
+# pyright: reportMissingImports=false, reportUnknownVariableType=false, reportUnknownMemberType=false
 """Write the documents of `DOCUMENTS` with the programs whose tokens titanlite reads.
 
     python -m tests.engines.corpora tests/data/tokens      renew the recorded files that CI reads
