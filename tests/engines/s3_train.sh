@@ -26,7 +26,7 @@ titanlite checkpoint show "$url" >"$folder/show.txt"
 titanlite checkpoint export "$url" --out "$folder/exported" >"$folder/export.txt" 2>&1
 ls "$folder/exported"/*.safetensors
 titanlite checkpoint prune "$url" --keep-latest-k 1
-[[ $(titanlite checkpoint list "$url" | grep -c step-) == 1 ]]
+[[ $(titanlite checkpoint list "$url" | grep -c whole) == 1 ]]
 echo "## a bucket that is not there"
 code=0
 titanlite train "${options[@]}" --job.name=other --checkpoint.folder=s3://no-such-bucket/run >"$folder/3.log" 2>&1 || code=$?

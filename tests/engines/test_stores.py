@@ -26,8 +26,9 @@ def weed(folder: Path, port: int) -> list[str]:
     identity = {"name": "test", "credentials": [{"accessKey": KEY, "secretKey": SECRET}], "actions": ["Admin"]}
     (folder / "s3.json").write_text(json.dumps({"identities": [identity]}))
     ports = (f"-{server}.port={free_port()}" for server in ("master", "volume", "filer"))
+    grpc = (f"-{server}.port.grpc={free_port()}" for server in ("master", "volume", "filer", "s3"))  # else 10000 more
     config = f"-s3.config={folder / 's3.json'}"
-    return ["weed", "server", f"-dir={folder}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}", config, *ports]
+    return ["weed", "server", f"-dir={folder}", "-ip=127.0.0.1", "-s3", f"-s3.port={port}", config, *ports, *grpc]
 
 
 @pytest.mark.parametrize("command", [rclone, weed])
