@@ -46,20 +46,21 @@ class InitialWeights:
 
     Args:
         open_weights: opens weights of another program; returns None for a checkpoint of titanlite's.
-        check_beginning: raises UserError if the run may not begin anew.
+        check_beginning: raises UserError if a run with checkpoints may not begin anew.
     """
 
     config: Checkpoint
     state: TrainingState
     settings: RunSettings
     group: dist.ProcessGroup
-    open_weights: Opener | None = None
-    check_beginning: Callable[[], None] = lambda: None
+    open_weights: Opener | None
+    check_beginning: Callable[[], None]
 
     def newest(self, after: int) -> Candidate | None:
         if after:
             return None
-        self.check_beginning()
+        if self.config.enable:
+            self.check_beginning()
         return Candidate(0, self._load)
 
     def _load(self) -> Progress:

@@ -35,24 +35,6 @@ Record = dict[str, float | None]
 """Step, size and seconds of a save, by name."""
 
 
-def sources_of(
-    config: Checkpoint,
-    state: TrainingState,
-    saver: Saver,
-    history: RunHistory,
-    settings: RunSettings,
-    copies: "LocalCopies | None",
-    open_weights: Opener | None,
-) -> list[Source]:
-    """Return where a run may begin. Each is asked for what is newer than what those before it have."""
-    shared = SharedCheckpoints(state, saver, history, settings)
-    if not config.enable:
-        return [InitialWeights(config, state, settings, saver.group, open_weights)]
-    check = partial(on_rank_0, saver.group, shared.check_beginning)
-    initial = InitialWeights(config, state, settings, saver.group, open_weights, check)
-    return [shared, *([copies] if copies else []), initial]
-
-
 class CheckpointManager:
     """Loads and saves the checkpoints of a run. Every rank reads and writes its own part of the state.
 
@@ -75,7 +57,10 @@ class CheckpointManager:
     ) -> None:
         self.config, self.state, self.storage, self.is_background = config, state, saver.storage, saver.is_background
         self._saver, self._history, self._settings, self._copies = saver, history, settings, copies
-        self._sources = sources_of(config, state, saver, history, settings, copies, open_weights)
+        shared = SharedCheckpoints(state, saver, history, settings)
+        initial = InitialWeights(config, state, settings, saver.group, open_weights, shared.check_beginning)
+        self._sources: list[Source] = [shared, *([copies] if copies else []), initial] if config.enable else [initial]
+        """Where a run may begin. Each is asked for what is newer than what those before it have."""
         self._clock = SaveClock(saver.device)
         self._in_flight: tuple[int, Future[Saved]] | None = None
         """Step of the save that has begun and not ended, and its result."""

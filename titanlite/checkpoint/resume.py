@@ -231,9 +231,10 @@ class SharedCheckpoints:
 
     def newest(self, after: int) -> Candidate | None:
         manifest = on_rank_0(self.group, self._choose)
+        # On all ranks: rank 0 alone has that of its last save.
+        self.saver.newest = (manifest.step, manifest.saved_at) if manifest else (0, 0.0)
         if manifest is None or manifest.step <= after:
             return None
-        self.saver.newest = manifest.step, manifest.saved_at
         return Candidate(manifest.step, partial(self._load, manifest), partial(self._reject, manifest.step))
 
     def _load(self, manifest: Manifest) -> Progress:
@@ -276,11 +277,14 @@ class SharedCheckpoints:
         return None
 
     def check_beginning(self) -> None:
-        """Refuse to begin anew where there were checkpoints, on rank 0.
+        """Refuse to begin anew where there were checkpoints.
 
         Raises:
             UserError: all are damaged, or they have disappeared.
         """
+        on_rank_0(self.group, self._check_beginning)
+
+    def _check_beginning(self) -> None:
         listing = self.storage.list()
         damaged = sorted(folder for folder, names in listing.items() if f"{MANIFEST}.{DAMAGED}" in names)
         if damaged:

@@ -24,7 +24,7 @@ from titanlite.checkpoint.manifest import Manifest, folder_name
 from titanlite.checkpoint.resume import model_settings
 from titanlite.checkpoint.vocabulary import VOCABULARY, ResizedReader, resized
 from titanlite.data.tokenizer import COPY, copy_tokenizer, files_of, find_tokenizer, is_shipped
-from titanlite.models.base import Model, ModelArgs
+from titanlite.models.base import Model
 from titanlite.runtime.console import progress_bar
 from titanlite.runtime.errors import UserError
 from titanlite.schema import dump
@@ -88,10 +88,11 @@ def import_weights(
         multi_token.TECHNIQUE.choose_trained(built, loaded)
     kept = _initial_buffers(built, {name.removeprefix("model.") for name in reader.kept})
     tensors = {name: tensor for name, tensor in model_state(built).items() if name not in kept}
-    rows = dict.fromkeys(_resized(tensors, reader, spec.args), spec.args.vocab_size)
+    named = {f"model.{name}": tensor for name, tensor in tensors.items()}
+    rows = dict.fromkeys(resized(named, reader.metadata, spec.args.vocab_size), spec.args.vocab_size)
     may_differ = selected(VOCABULARY, loaded.checkpoint.allow_changes)
     weights = ResizedReader(reader, rows) if may_differ else reader
-    _check(tensors, weights, allow_unexpected, rows if not may_differ else {})
+    _check(named, weights, allow_unexpected, rows if not may_differ else {})
     entries: dict[str, Any] = weights.metadata.state_dict_metadata
 
     state = {  # each tensor is a view of one element, and the writer reads its values when it writes it
@@ -112,19 +113,15 @@ def import_weights(
     print(f"wrote {storage.url_of(folder)}, the weights of {path}")
 
 
-def _resized(tensors: Mapping[str, Tensor], reader: RankReader, args: ModelArgs) -> dict[str, int]:
-    return resized({f"model.{name}": tensor for name, tensor in tensors.items()}, reader.metadata, args.vocab_size)
-
-
 def _check(
-    tensors: Mapping[str, Tensor], reader: RankReader, allow_unexpected: Sequence[str], other_rows: Mapping[str, int]
+    named: Mapping[str, Tensor], reader: RankReader, allow_unexpected: Sequence[str], other_rows: Mapping[str, int]
 ) -> None:
     """Check that the source has these tensors and no others. A `FurtherToken` that is not among them is left out.
 
     Args:
         other_rows: tensors of which only the number of tokens differs.
     """
-    found = difference({f"model.{name}": tensor for name, tensor in tensors.items()}, reader.metadata, ["*"])
+    found = difference(dict(named), reader.metadata, ["*"])
     further = of_further_token(found)
     found = found.without(unexpected=further)
     unexpected = {**found.unexpected, **reader.unknown}
